@@ -1,0 +1,120 @@
+"""A chain's element-wise operators as templates see them: named constants, per-channel parameters and one line of C each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from codegen.functions import definitions
+from codegen.numerics import Precision, float_literal, round_to
+from codegen.ops import Kind
+from codegen.spec import Spec, Step
+
+
+@dataclass(frozen=True)
+class Constant:
+    """`constexpr <c_type> <name> = <text>;  // <why>`"""
+
+    name: str
+    text: str
+    why: str
+    c_type: str = "int"
+
+    def __str__(self) -> str:
+        return f"constexpr {self.c_type} {self.name} = {self.text};  // {self.why}"
+
+
+@dataclass(frozen=True)
+class Apply:
+    """One element-wise operator applied to a register: `apply("v", "bias_v")` is the C expression of its result.
+
+    `parameter` is the state_dict key of its per-channel (or one-element) tensor and `pointer` that tensor's C identifier, both None
+    without one; `per_channel` is False for a tensor of one element. `monotone`: non-decreasing in v whatever the parameters;
+    `affine`: a*v + b with a, b from the channel alone; `multiplies`: mul by a parameter, whose sign is known only at run time.
+    """
+
+    comment: str
+    expression: str
+    constants: tuple[Constant, ...]
+    functions: tuple[str, ...]
+    parameter: str | None
+    pointer: str | None
+    per_channel: bool
+    monotone: bool
+    affine: bool
+    multiplies: bool
+
+    def apply(self, v: str, p: str | None = None) -> str:
+        return self.expression.format(v=v, p=p or self.pointer)
+
+
+def c_identifier(key: str) -> str:
+    """`group_norm.weight` -> `group_norm_weight`."""
+    return key.replace(".", "_")
+
+
+def _camel(text: str) -> str:
+    return "".join(part.capitalize() for part in re.split(r"[_.]", text) if part)
+
+
+def applies(spec: Spec, steps: Iterable[Step]) -> tuple[Apply, ...]:
+    """The element-wise steps among `steps` (all from spec.chain), in order. Bounds are rounded to the spec's storage type."""
+    return tuple(_apply(spec, step) for step in steps if step.operator.kind is Kind.ELEMENTWISE)
+
+
+def _apply(spec: Spec, step: Step) -> Apply:
+    op, values = step.operator, step.values
+    same = [s for s in spec.chain if s.operator is op]
+    stem = "k" + _camel(op.name) + (str(same.index(step) + 1) if len(same) > 1 else "")
+    constants = tuple(
+        Constant(stem + _camel(arg), float_literal(round_to(spec.precision, values[arg])), _why(step, arg, spec.precision), "float")
+        for arg in op.constants(values)
+    )
+    parameter = step.parameters[0] if step.parameters else None
+    if op.function is None:
+        expression = op.expression.format(v="{v}", p="{p}" if parameter else constants[0].name)
+        functions: tuple[str, ...] = ()
+    else:
+        functions = (op.function(values),)
+        expression = f"{functions[0]}({', '.join(['{v}', *(c.name for c in constants)])})"
+    key = step.key(parameter) if parameter else None
+    return Apply(
+        comment=describe(step), expression=expression, constants=constants, functions=functions, parameter=key,
+        pointer=c_identifier(key) if key else None, per_channel=bool(parameter) and _elements(parameter.shape) > 1,
+        monotone=op.monotone(values), affine=op.affine, multiplies=op.name == "mul" and parameter is not None,
+    )  # fmt: skip
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _why(step: Step, arg: str, precision: Precision) -> str:
+    rounded = round_to(precision, step.values[arg])
+    note = "" if rounded == step.values[arg] or precision.itemsize == 4 else f", {step.values[arg]} in {precision.dtype}"
+    return f"{step.operator.name}'s {arg}{note}"
+
+
+def describe(step: Step) -> str:
+    """The step in one line for headers and comments: `hardtanh(min_val=-2.0, max_val=2.0)`."""
+    shown = ", ".join(f"{k}={v}" for k, v in step.values.items() if v is not None and k in {a.name for a in step.operator.arguments})
+    return f"{step.operator.name}({shown})"
+
+
+def unique_constants(items: Iterable[Apply]) -> tuple[Constant, ...]:
+    """All constants of the applied operators, in order, each once."""
+    return tuple({c.name: c for item in items for c in item.constants}.values())
+
+
+def function_definitions(items: Iterable[Apply], language: str) -> str:
+    """The C functions that the applied operators need, in `language` ("cuda" or "cpp")."""
+    return definitions((name for item in items for name in item.functions), language)
+
+
+def parameter_keys(items: Iterable[Apply]) -> tuple[str, ...]:
+    """State_dict keys of the operators' parameters, in order."""
+    return tuple(item.parameter for item in items if item.parameter)

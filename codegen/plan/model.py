@@ -1,0 +1,109 @@
+"""What a plan is: kernels (one translation unit each), the steps that run them, the memory they need and the floor they face."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from codegen.chain import Constant
+from codegen.spec import Spec
+from codegen.targets import DeviceClass, Target
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One translation unit. Subclasses add the numbers their template reads.
+
+    `name` is the file stem and namespace (`gemm` -> gemm_sm80.cu, namespace gemm_sm80, function gemm_sm80_launch); `template` the file
+    under templates/; `arguments` the launcher's pointers in order: parameter keys, "x", "y" or buffer names.
+    """
+
+    name: str
+    template: str
+    arguments: tuple[str, ...]
+    constants: tuple[Constant, ...]
+    summary: str
+    smem_bytes: int = 0
+    max_registers: int = 255
+    threads: int = 0
+    blocks: int = 0
+    notes: tuple[str, ...] = ()
+
+    def file(self, target: Target) -> str:
+        return f"{self.name}_{target.suffix}.cu" if target.language == "cuda" else "cpu.cpp"
+
+    def namespace(self, target: Target) -> str:
+        return f"{self.name}_{target.suffix}"
+
+    def function(self, target: Target) -> str:
+        return f"{self.name}_{target.suffix}_launch"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A temporary of one call: a tensor (shape and dtype) or raw bytes."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A step that launches one of our kernels."""
+
+    kernel: Kernel
+
+
+@dataclass(frozen=True)
+class Library:
+    """A step that runs torch's own GEMM or convolution: operation "linear" or "conv2d", arguments (x, weight, bias or None)."""
+
+    operation: str
+    arguments: tuple[str | None, ...]
+    out: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The least a device can need: FLOP over rate, bytes over bandwidth. Milliseconds; 0 where the device's figures are unknown."""
+
+    flop: float
+    bytes: float
+    compute_ms: float
+    memory_ms: float
+
+    @property
+    def ms(self) -> float:
+        return max(self.compute_ms, self.memory_ms)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that rendering needs for one target. `why` holds the planner's reasons, one sentence each."""
+
+    spec: Spec
+    target: Target
+    device: DeviceClass
+    steps: tuple[Launch | Library, ...]
+    buffers: tuple[Buffer, ...]
+    floor: Floor
+    why: tuple[str, ...]
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(step.kernel for step in self.steps if isinstance(step, Launch))
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of temporaries allocated per call."""
+        sizes = {"float32": 4, "float16": 2, "bfloat16": 2}
+        total = 0
+        for buffer in self.buffers:
+            count = 1
+            for size in buffer.shape:
+                count *= size
+            total += buffer.bytes + (count * sizes[buffer.dtype] if buffer.dtype else 0)
+        return total

@@ -1,0 +1,153 @@
+"""The spec: what a layer computes and for which exact shapes, read from YAML and checked completely before anything is planned.
+
+`load_spec(path)` returns a frozen `Spec` or raises `SpecError`, which lists every problem of the file with line and column. What a Spec
+holds has been validated as a number or an identifier, so later stages may put it into sources as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from codegen.numerics import PRECISIONS, Precision
+from codegen.ops import Kind, Operator, Parameter, Shape
+from codegen.yaml_reader import Problem
+
+MAX_ELEMENTS = 2**31 - 1
+
+
+class SpecError(Exception):
+    """A spec that cannot be used. `problems` holds each fault with its place; str() is the whole report."""
+
+    def __init__(self, path: str, problems: list[Problem]) -> None:
+        self.path, self.problems = path, sorted(problems)
+        super().__init__("\n".join(f"{path}:{p.line}:{p.column}: {p.message}" for p in self.problems))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator of the chain with its checked argument values and the shapes around it (batch first)."""
+
+    operator: Operator
+    name: str | None
+    values: dict[str, Any]
+    input_shape: Shape
+    output_shape: Shape
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return self.operator.parameters(self.values, self.input_shape)
+
+    def key(self, parameter: Parameter) -> str:
+        """The parameter's key in state_dict: `gemm.weight`, or the bare name of an nn.Parameter."""
+        return f"{self.name}.{parameter.suffix}" if parameter.suffix else str(self.name)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A validated spec.
+
+    `args` are the constructor's arguments in order; `chain` starts with the producer; `values` says how get_inputs fills x ("rand" or
+    "randn"). `path` is the file as it was named on the command line, for messages and headers.
+    """
+
+    name: str
+    path: str
+    batch: int
+    precision: Precision
+    values: str
+    args: tuple[tuple[str, Any], ...]
+    chain: tuple[Step, ...]
+    targets: tuple[str, ...] | None = None
+    math: str | None = None
+    gemm: str | None = None
+    prepack: bool = False
+
+    @property
+    def package(self) -> str:
+        """The folder and import name of what is emitted: the name, and the precision unless it is fp32."""
+        return self.name + self.precision.suffix
+
+    @property
+    def input_shape(self) -> Shape:
+        return self.chain[0].input_shape
+
+    @property
+    def output_shape(self) -> Shape:
+        return self.chain[-1].output_shape
+
+    @property
+    def producer(self) -> Step:
+        return self.chain[0]
+
+    @property
+    def norm_index(self) -> int:
+        return next(i for i, step in enumerate(self.chain) if step.operator.kind is Kind.NORM)
+
+    @property
+    def norm(self) -> Step:
+        return self.chain[self.norm_index]
+
+    @property
+    def before_norm(self) -> tuple[Step, ...]:
+        """The element-wise operators between the producer and the norm."""
+        return self.chain[1 : self.norm_index]
+
+    @property
+    def after_norm(self) -> tuple[Step, ...]:
+        return self.chain[self.norm_index + 1 :]
+
+    @property
+    def channels(self) -> int:
+        return self.producer.output_shape[1]
+
+    @property
+    def num_groups(self) -> int:
+        return self.norm.values["num_groups"]
+
+    @property
+    def group_channels(self) -> int:
+        """Channels in one group of the norm."""
+        return self.channels // self.num_groups
+
+    @property
+    def spatial(self) -> int:
+        """Positions per channel at the norm: 1 after a linear."""
+        return math.prod(self.norm.input_shape[2:])
+
+    @property
+    def group_size(self) -> int:
+        """Values in one group of one sample."""
+        return self.group_channels * self.spatial
+
+    @property
+    def parameters(self) -> tuple[tuple[str, Shape], ...]:
+        """(key, shape) of every parameter in nn.Module's state_dict order: the module's own first, then its children's."""
+        listed = [(step.key(p), p.shape) for step in self.chain for p in step.parameters]
+        return tuple(sorted(listed, key=lambda item: "." in item[0]))
+
+    def with_precision(self, name: str) -> Spec:
+        """The same spec at another precision (a forced `math` of the old precision is dropped)."""
+        return self if name == self.precision.name else replace(self, precision=PRECISIONS[name], math=None)
+
+
+def load_spec(path: str | Path, precision: str | None = None) -> Spec:
+    """Read and validate a spec file; `precision` overrides the file's. Raises SpecError (all problems at once)."""
+    from codegen.spec_reader import read_spec  # the reader needs the types above
+
+    return read_spec(Path(path), str(path), precision)
+
+
+def resolve(path: str) -> Path:
+    """Where a spec named on the command line lies: under the current folder, else under codegen/. Raises SpecError."""
+    for candidate in (Path(path), Path(__file__).parent / path):
+        if candidate.is_file():
+            return candidate
+    raise SpecError(path, [Problem(1, 1, f"no such file here or under codegen/; shipped specs: {', '.join(shipped())}")])
+
+
+def shipped() -> list[str]:
+    """The specs that come with the generator, as `specs/<name>.yaml`."""
+    return sorted(f"specs/{p.name}" for p in (Path(__file__).parent / "specs").glob("*.yaml"))

@@ -1,0 +1,275 @@
+"""The folder of built libraries: where it is, what an entry is, and how one is published and checked.
+
+    <base>/v1/                     0700, made by this user
+        entries/<key>/             library.so and record.json, published whole by one rename
+        locks/<key>.lock           held (flock) while the key is built; the kernel releases it when the holder dies
+        building/<key>-XXXX/       private to one build; removed by the next build of any key when its lock is free
+        failed/<name>-<target>/    the last failed build of a target, kept to be looked at
+
+A key says everything that determines the library's bytes, and never a time or a path.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import stat
+import tempfile
+import warnings
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from .errors import BuildError
+
+LAYOUT = "v1"
+LIBRARY = "library.so"
+RECORD = "record.json"
+ENVIRONMENT = "CODEGEN_CACHE"
+
+
+class CacheWarning(UserWarning):
+    """Something about the cache that costs time but not correctness."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept beside a library: its digest, and what it is for people who list the cache."""
+
+    sha256: str
+    package: str
+    target: str
+    flags: tuple[str, ...]
+
+
+def build_key(sources: dict[str, bytes], flags: tuple[str, ...], compiler: str) -> str:
+    """SHA-256 of all that decides what comes out of a build.
+
+    ``sources`` by file name, ``flags`` with the architecture's, ``compiler`` the toolchain's identity. The host's ABI
+    belongs to it, and the processor's abilities where ``-march=native`` lets the compiler use them.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(sources):
+        _feed(digest, name, sources[name])
+    _feed(digest, *flags)
+    _feed(digest, compiler, platform.machine(), *platform.libc_ver())
+    if any(flag.endswith("=native") for flag in flags):
+        _feed(digest, instruction_set())
+    return digest.hexdigest()
+
+
+def instruction_set() -> str:
+    """The processor's model and abilities, as far as the kernel says them."""
+    wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part")
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    lines = [line.partition(":") for line in first.splitlines()]
+    return "\n".join(f"{key.strip()}:{value.strip()}" for key, _, value in lines if key.strip() in wanted)
+
+
+def _feed(digest, *parts: str | bytes) -> None:
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+
+
+class Cache:
+    """The cache below ``root``, a folder that belongs to this user alone."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.entries, self.locks = root / "entries", root / "locks"
+        self.building, self.failed = root / "building", root / "failed"
+
+    def find(self, key: str) -> Path | None:
+        """The library published under ``key``, or None. A damaged or foreign entry gives one warning and None."""
+        folder = self.entries / key
+        if not folder.exists():
+            return None
+        problem = self.problem_of(key)
+        if problem is None:
+            return folder / LIBRARY
+        warnings.warn(f"{folder} {problem}; it is built again.", CacheWarning, stacklevel=2)
+        return None
+
+    def problem_of(self, key: str) -> str | None:
+        """Why the entry must not be loaded, as the end of a sentence; None where it is sound."""
+        folder = self.entries / key
+        try:
+            for path in (folder, folder / LIBRARY, folder / RECORD):
+                status = path.lstat()
+                if status.st_uid != os.geteuid():
+                    return "belongs to another user"
+                if stat.S_ISLNK(status.st_mode):
+                    return "is reached through a symbolic link"
+            if sha256_of(folder / LIBRARY) != self.record(key).sha256:
+                return "is damaged: the library is not the one that was published"
+        except (OSError, ValueError, TypeError, KeyError):
+            return "is damaged: the library or its record is missing or unreadable"
+        return None
+
+    def record(self, key: str) -> Record:
+        """The record of an entry; OSError, ValueError, KeyError or TypeError where it has none that can be read."""
+        data = json.loads((self.entries / key / RECORD).read_text())
+        return Record(data["sha256"], data["package"], data["target"], tuple(data["flags"]))
+
+    def keys(self) -> list[str]:
+        """The keys of all entries, sound or not."""
+        return sorted(path.name for path in self.entries.glob("*")) if self.entries.exists() else []
+
+    @contextmanager
+    def locked(self, key: str):
+        """Holds the key's lock; other processes and threads that want the same key wait here."""
+        self._make(self.locks)
+        with FileLock(self.locks / f"{key}.lock", mode=0o600, thread_local=False):
+            yield
+
+    def private_folder(self, key: str) -> Path:
+        """A new empty folder for one build. What dead builds left behind is removed first. Call under the lock."""
+        self._make(self.building)
+        for left in self.building.iterdir():
+            self._remove_if_dead(left, key)
+        return Path(tempfile.mkdtemp(prefix=f"{key}-", dir=self.building))
+
+    def publish(self, key: str, built: Path, record: Record) -> Path:
+        """Makes ``built`` (a folder with the library) the entry of ``key``; returns the library's path.
+
+        The entry appears whole or not at all: what is in the folder is written through before the rename.
+        """
+        (built / RECORD).write_text(json.dumps(asdict(record), indent=1))
+        for name in (LIBRARY, RECORD):
+            _write_through(built / name)
+        self._make(self.entries)
+        target = self.entries / key
+        try:
+            built.rename(target)
+        except OSError:
+            if not target.exists():
+                raise
+            aside = Path(tempfile.mkdtemp(prefix=f"{key}-", dir=self.building))
+            target.rename(aside / "replaced")  # a damaged entry; processes that mapped it keep what they mapped
+            built.rename(target)
+            shutil.rmtree(aside, ignore_errors=True)
+        return target / LIBRARY
+
+    def keep_failed(self, name: str, built: Path) -> Path:
+        """Moves a failed build to where its user can look at it, in place of the one that was kept before."""
+        self._make(self.failed)
+        kept = self.failed / name
+        shutil.rmtree(kept, ignore_errors=True)
+        try:
+            return built.rename(kept)
+        except OSError:  # another process just kept the same failure
+            return kept if kept.exists() else built
+
+    def clear(self) -> int:
+        """Removes everything that no build is using; returns how many entries were removed."""
+        removed = 0
+        for key in self.keys():
+            with self._if_free(key) as free:
+                if free:
+                    shutil.rmtree(self.entries / key, ignore_errors=True)
+                    removed += 1
+        if self.building.exists():
+            for left in self.building.iterdir():
+                self._remove_if_dead(left)
+        shutil.rmtree(self.failed, ignore_errors=True)
+        return removed
+
+    def _remove_if_dead(self, folder: Path, held: str = "") -> None:
+        """A private folder is in use only while somebody holds its key's lock; ``held`` is the key we hold."""
+        key = folder.name.partition("-")[0]
+        if key == held:
+            shutil.rmtree(folder, ignore_errors=True)
+            return
+        with self._if_free(key) as free:
+            if free:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def _if_free(self, key: str):
+        self._make(self.locks)
+        lock = FileLock(self.locks / f"{key}.lock", mode=0o600, thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    def _make(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def default_cache() -> Cache:
+    """The cache of this process: below CODEGEN_CACHE, else XDG_CACHE_HOME, else ~/.cache.
+
+    Where that cannot be used, one warning and a folder of this user in the system's temporary folder.
+    """
+    named = os.environ.get(ENVIRONMENT)
+    if named:
+        base = Path(named).expanduser()
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache") / "codegen"
+    root = Path(os.path.abspath(base)) / LAYOUT
+    problem = _make_private(root)
+    if problem is None:
+        return Cache(root)
+    fallback = Path(tempfile.gettempdir()) / f"codegen-cache-{os.geteuid()}" / LAYOUT
+    if _make_private(fallback) is not None or not _is_private(fallback.parent):
+        fallback = Path(tempfile.mkdtemp(prefix="codegen-cache-")) / LAYOUT
+        _make_private(fallback)
+    warnings.warn(
+        f"the build cache {root} cannot be used ({problem}), so {fallback} is used instead; "
+        f"set {ENVIRONMENT} to a folder that you can write.",
+        CacheWarning,
+        stacklevel=2,
+    )
+    return Cache(fallback)
+
+
+def _make_private(root: Path) -> str | None:
+    """Makes ``root`` a folder that only this user can use; says why where that is impossible."""
+    try:
+        root.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        root.mkdir(exist_ok=True, mode=0o700)
+        if not _is_private(root):
+            if root.lstat().st_uid != os.geteuid():
+                return "it belongs to another user"
+            root.chmod(0o700)
+        with tempfile.TemporaryFile(dir=root):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _is_private(folder: Path) -> bool:
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_through(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def cannot_write(error: OSError) -> BuildError:
+    """The sentence for a cache that stopped being writable, as on a full disk."""
+    return BuildError(
+        f"the build cache cannot be written ({error.strerror}: {error.filename}); free some space, "
+        f"or set {ENVIRONMENT} to a folder with room."
+    )

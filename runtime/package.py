@@ -1,0 +1,286 @@
+"""A generated package as data: ``manifest.json`` read once, validated, and typed."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Mapping
+
+from .errors import PackageError
+
+MANIFEST_FORMAT = 1
+LIBRARY_CALLS = ("linear", "conv2d")
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(cu|cpp)")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ARCH = re.compile(r"native|sm_[0-9]+[a-z]?")
+_INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape (elements) and dtype (torch's name without ``torch.``) of one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A temporary of one call: ``nbytes`` of raw memory, or a tensor of ``shape`` and ``dtype``."""
+
+    name: str
+    nbytes: int | None = None
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class LaunchStep:
+    """Call the emitted ``function`` with the pointers of ``args`` (None is a null pointer)."""
+
+    function: str
+    args: tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class LibraryStep:
+    """Call torch's own ``call`` (``linear`` or ``conv2d``) on ``args`` and keep the result as ``out``."""
+
+    call: str
+    args: tuple[str | None, ...]
+    out: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Step = LaunchStep | LibraryStep
+
+
+@dataclass(frozen=True)
+class TargetManifest:
+    """One target of a package: what to compile, how, for which devices, and the steps of one forward call.
+
+    ``arch`` is None for ``cpu``, ``native`` for "compile for the device's own architecture", else a fixed one.
+    ``min_capability`` is the least compute capability for ``native``; a fixed architecture with a letter (``sm_90a``)
+    runs on exactly that capability.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    flags: tuple[str, ...]
+    source_key: str
+    arch: str | None
+    min_capability: tuple[int, int] | None
+    buffers: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def functions(self) -> dict[str, int]:
+        """The launchers by name, each with the number of pointers it takes."""
+        return {step.function: len(step.args) for step in self.steps if isinstance(step, LaunchStep)}
+
+    def runs_on(self, capability: tuple[int, int] | None) -> bool:
+        """Whether a device of this compute capability (None: the CPU) can run the target."""
+        if capability is None or self.arch is None:
+            return capability is None and self.arch is None
+        if self.arch != "native" and self.arch[-1].isalpha():
+            return capability == _capability_of(self.arch)
+        return capability >= self.least_capability
+
+    @property
+    def least_capability(self) -> tuple[int, int]:
+        """The lowest compute capability that runs this CUDA target."""
+        return self.min_capability or _capability_of(self.name)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of ``manifest.json`` but the plan, which is explanation and stays a plain dictionary."""
+
+    name: str
+    spec: str
+    regenerate: str
+    batch: int
+    precision: str
+    init_args: tuple[tuple[str, Any], ...]
+    input: TensorSpec
+    output: TensorSpec
+    parameters: tuple[TensorSpec, ...]
+    targets: Mapping[str, TargetManifest]
+    plan: Mapping[str, Any]
+
+
+class Package:
+    """A folder that the generator wrote. Creating one costs nothing; the manifest is read at first use.
+
+    Two packages compare equal when they name the same folder. Raises PackageError at first use where the folder or
+    its manifest is missing, or not what this runtime reads.
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+
+    def __repr__(self):
+        return f"Package({str(self.path)!r})"
+
+    def __eq__(self, other):
+        return isinstance(other, Package) and self.path == other.path
+
+    def __hash__(self):
+        return hash(self.path)
+
+    def __reduce__(self):
+        return Package, (str(self.path),)
+
+    def __deepcopy__(self, memo):
+        return self
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The validated manifest."""
+        path = self.path / "manifest.json"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise PackageError(
+                f"{self.path} is not a generated package: it has no manifest.json; generate it with make generate SPEC=..."
+            ) from None
+        except (OSError, ValueError) as error:
+            raise PackageError(f"{path} cannot be read ({error}); generate the package again.") from error
+        found = data.get("format") if isinstance(data, dict) else None
+        if found != MANIFEST_FORMAT:
+            raise PackageError(
+                f"{path} has format {found!r} and this runtime reads format {MANIFEST_FORMAT}; "
+                "generate the package again with the generator that belongs to this runtime."
+            )
+        try:
+            return _manifest(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise PackageError(f"{path} is not a valid manifest: {what}; generate the package again.") from error
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the manifest's bytes."""
+        return hashlib.sha256((self.path / "manifest.json").read_bytes()).hexdigest()
+
+    def target(self, name: str) -> TargetManifest:
+        """The target called ``name``; PackageError names those emitted where it is not among them."""
+        targets = self.manifest.targets
+        if name not in targets:
+            raise PackageError(
+                f"{self.manifest.name} has no target {name!r}; it was generated for {', '.join(targets)}; "
+                f"add it to targets in {self.manifest.spec} and run {self.manifest.regenerate}."
+            )
+        return targets[name]
+
+    def read_sources(self, target: TargetManifest) -> dict[str, bytes]:
+        """The bytes of a target's sources, and of every file of the package that they include, by file name."""
+        texts: dict[str, bytes] = {}
+        wanted = list(target.sources)
+        while wanted:
+            name = wanted.pop(0)
+            if name in texts:
+                continue
+            try:
+                texts[name] = (self.path / name).read_bytes()
+            except OSError as error:
+                raise PackageError(
+                    f"{self.path / name} cannot be read ({error.strerror}); run {self.manifest.regenerate}."
+                ) from error
+            for match in _INCLUDE.findall(texts[name]):
+                included = match.decode("utf-8", "replace")
+                if "/" not in included and (self.path / included).is_file():
+                    wanted.append(included)
+        return texts
+
+
+def _capability_of(arch: str) -> tuple[int, int]:
+    """The compute capability that an architecture's name stands for: ``sm_90a`` -> (9, 0)."""
+    digits = re.fullmatch(r"sm_([0-9]+)([0-9])[a-z]?", arch)
+    if digits is None:
+        raise ValueError(f"{arch!r} is not the name of a CUDA architecture such as sm_80")
+    return int(digits[1]), int(digits[2])
+
+
+def _manifest(data: dict) -> Manifest:
+    manifest = Manifest(
+        name=_match(_IDENTIFIER, data["name"], "name"),
+        spec=str(data["spec"]),
+        regenerate=str(data["regenerate"]),
+        batch=int(data["batch"]),
+        precision=str(data["precision"]),
+        init_args=tuple((str(key), _as_tuples(value)) for key, value in data["init_args"]),
+        input=_tensor(data["input"].get("name", "x"), data["input"]),
+        output=_tensor("y", data["output"]),
+        parameters=tuple(_tensor(entry["key"], entry) for entry in data["parameters"]),
+        targets={name: _target(name, entry) for name, entry in data["targets"].items()},
+        plan=data.get("plan", {}),
+    )
+    for target in manifest.targets.values():
+        _check_names(manifest, target)
+    return manifest
+
+
+def _target(name: str, data: dict) -> TargetManifest:
+    arch = data.get("arch")
+    if arch is None and name != "cpu":
+        raise ValueError(f"target {name} lacks arch")
+    if arch is not None:
+        _match(_ARCH, arch, f"arch of {name}")
+    capability = data.get("min_capability")
+    return TargetManifest(
+        name=name,
+        sources=tuple(_match(_FILE_NAME, source, f"source of {name}") for source in data["sources"]),
+        flags=tuple(str(flag) for flag in data["flags"]),
+        source_key=str(data["source_key"]),
+        arch=arch,
+        min_capability=None if capability is None else (int(capability[0]), int(capability[1])),
+        buffers=tuple(_buffer(key, entry) for key, entry in data.get("buffers", {}).items()),
+        steps=tuple(_step(entry) for entry in data["steps"]),
+    )
+
+
+def _step(data: dict) -> Step:
+    args = tuple(data["args"])
+    if "launch" in data:
+        return LaunchStep(_match(_IDENTIFIER, data["launch"], "launch"), args)
+    if data["library"] not in LIBRARY_CALLS:
+        raise ValueError(f"library step {data['library']!r} is none of {', '.join(LIBRARY_CALLS)}")
+    options = {key: _as_tuples(value) for key, value in data.items() if key not in ("library", "args", "out")}
+    return LibraryStep(data["library"], args, data["out"], options)
+
+
+def _buffer(name: str, data: dict) -> Buffer:
+    if "bytes" in data:
+        return Buffer(name, nbytes=int(data["bytes"]))
+    return Buffer(name, shape=tuple(data["shape"]), dtype=data["dtype"])
+
+
+def _tensor(name: str, data: dict) -> TensorSpec:
+    return TensorSpec(name, tuple(int(size) for size in data["shape"]), str(data["dtype"]))
+
+
+def _check_names(manifest: Manifest, target: TargetManifest) -> None:
+    """Every name a step uses must exist, and be written before it is read."""
+    known = {manifest.input.name, "y", *(parameter.name for parameter in manifest.parameters)}
+    buffers = {buffer.name for buffer in target.buffers}
+    for step in target.steps:
+        for name in step.args:
+            if name is not None and name not in known and name not in buffers:
+                raise ValueError(f"a step of target {target.name} uses {name!r}, which nothing defines")
+        if isinstance(step, LibraryStep):
+            known.add(step.out)
+
+
+def _as_tuples(value):
+    return tuple(_as_tuples(entry) for entry in value) if isinstance(value, list) else value
+
+
+def _match(pattern: re.Pattern, text: str, what: str) -> str:
+    if not pattern.fullmatch(text):
+        raise ValueError(f"{what} is {text!r}, which is not allowed there")
+    return text

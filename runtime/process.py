@@ -1,0 +1,49 @@
+"""The one way this package starts another program."""
+
+import os
+import subprocess
+from dataclasses import dataclass
+from typing import Callable, Mapping, Sequence
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a program left behind: its exit status and everything it printed (stdout and stderr interleaved)."""
+
+    status: int
+    output: str
+
+
+def run_program(
+    argv: Sequence[str],
+    cwd: str | os.PathLike | None = None,
+    env: Mapping[str, str] | None = None,
+    on_line: Callable[[str], None] | None = None,
+) -> Finished:
+    """Runs ``argv`` to its end, without a shell, with messages in English and nothing on its standard input.
+
+    ``env`` adds to the environment; ``on_line`` is called with each line as it is printed. Raises OSError where the
+    program cannot be started. A status below zero is the signal that ended it.
+    """
+    environment = {**os.environ, "LC_ALL": "C", **(env or {})}
+    lines = []
+    with subprocess.Popen(
+        [str(argument) for argument in argv],
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    ) as process:
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if on_line is not None:
+                    on_line(line)
+        except BaseException:
+            process.terminate()  # ninja passes this on to the compilers it started
+            raise
+    return Finished(process.returncode, "".join(lines))
