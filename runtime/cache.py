@@ -86,15 +86,16 @@ class Cache:
         self.entries, self.locks = root / "entries", root / "locks"
         self.building, self.failed = root / "building", root / "failed"
 
-    def find(self, key: str) -> Path | None:
-        """The library published under ``key``, or None. A damaged or foreign entry gives one warning and None."""
+    def find(self, key: str, warn: bool = True) -> Path | None:
+        """The library published under ``key``, or None. A damaged or foreign entry gives a warning and None."""
         folder = self.entries / key
         if not folder.exists():
             return None
         problem = self.problem_of(key)
         if problem is None:
             return folder / LIBRARY
-        warnings.warn(f"{folder} {problem}; it is built again.", CacheWarning, stacklevel=2)
+        if warn:
+            warnings.warn(f"{folder} {problem}; it is built again.", CacheWarning, stacklevel=2)
         return None
 
     def problem_of(self, key: str) -> str | None:

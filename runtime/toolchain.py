@@ -81,7 +81,7 @@ def toolchain(cuda: bool) -> Toolchain:
 def compile_flags(cuda: bool, flags: tuple[str, ...], arch: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Flags that turn one source into an object for a shared library; free of paths, so they can be part of a key."""
     extra = tuple(word for name in NVCC_ENVIRONMENT for word in os.environ.get(name, "").split()) if cuda else ()
-    return flags + arch + (("-Xcompiler", "-fPIC") if cuda else ("-fPIC", "-fvisibility=hidden")) + extra
+    return flags + arch + (("-Xcompiler", "-fPIC") if cuda else ("-fPIC",)) + extra
 
 
 def compile_command(tools: Toolchain, cuda: bool, flags: tuple[str, ...]) -> list[str]:

@@ -1,0 +1,170 @@
+"""Turns the steps of a target into one Python callable for one device.
+
+Nothing is kept on the device between calls and nothing waits for the device: the output and the temporaries come from
+torch's allocator on the current stream, and each launcher gets that stream.
+"""
+
+import ctypes
+from typing import Callable, Sequence
+
+import torch
+import torch.nn.functional as functional
+
+from .errors import CallError, LaunchError
+from .package import LaunchStep, LibraryStep, Manifest, TargetManifest
+
+DRIVER_ERROR = 1_000_000  # launchers return this plus a CUresult where the driver, not the runtime, failed
+
+Slots = list  # one tensor per name that the steps use; the last one is the output
+Program = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+
+
+def make_program(
+    manifest: Manifest, target: TargetManifest, functions: dict[str, Callable], device: torch.device
+) -> Program:
+    """``program(x, parameters) -> y`` for ``device``.
+
+    ``x`` and ``parameters`` (in the manifest's order) must have been checked, be contiguous and lie on the device.
+    ``functions`` are the resolved launchers. The program raises LaunchError with CUDA's message where a launch fails.
+    """
+    names = [manifest.input.name, *(parameter.name for parameter in manifest.parameters)]
+    produced = {step.out for step in target.steps if isinstance(step, LibraryStep)}
+    allocations = []
+    for buffer in target.buffers:
+        names.append(buffer.name)
+        if buffer.name in produced:
+            allocations.append(None)
+        elif buffer.nbytes is not None:
+            allocations.append(((buffer.nbytes,), torch.uint8))
+        else:
+            allocations.append((buffer.shape, dtype_named(buffer.dtype)))
+    for name in produced.difference(names, ("y",)):
+        names.append(name)
+        allocations.append(None)
+    names.append("y")
+    allocations.append(None if "y" in produced else (manifest.output.shape, dtype_named(manifest.output.dtype)))
+
+    slot_of = {name: index for index, name in enumerate(names)}
+    steps = [
+        _launch(step, functions[step.function], slot_of, device)
+        if isinstance(step, LaunchStep)
+        else _library(step, slot_of, manifest, device)
+        for step in target.steps
+    ]
+    stream_of = _stream_getter(device)
+    empty = torch.empty
+
+    def program(x, parameters):
+        slots = [x, *parameters]
+        for allocation in allocations:
+            slots.append(allocation and empty(allocation[0], dtype=allocation[1], device=device))
+        number, stream = stream_of()
+        for step in steps:
+            step(slots, number, stream)
+        return slots[-1]
+
+    return program
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """``float32`` -> ``torch.float32``."""
+    return getattr(torch, name)
+
+
+def _launch(step: LaunchStep, function: Callable, slot_of: dict[str, int], device: torch.device):
+    indices = [None if name is None else slot_of[name] for name in step.args]
+
+    def launch(slots, number, stream):
+        status = function(*[None if i is None else slots[i].data_ptr() for i in indices], number, stream)
+        if status:
+            raise LaunchError(f"{step.function} failed on {device}: {describe_status(status)}.")
+
+    return launch
+
+
+def _stream_getter(device: torch.device) -> Callable[[], tuple[int, int | None]]:
+    """The last two arguments of every launcher: device index and stream; for the CPU, threads and nothing."""
+    if device.type == "cpu":
+        return lambda: (torch.get_num_threads(), None)
+    index = device.index
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # the handle without a Stream object around it
+    if raw is None:
+        return lambda: (index, torch.cuda.current_stream(device).cuda_stream)
+    return lambda: (index, raw(index))
+
+
+def _library(step: LibraryStep, slot_of: dict[str, int], manifest: Manifest, device: torch.device):
+    """A step that torch's own library performs, in exactly the arithmetic the package promises."""
+    indices = [None if name is None else slot_of[name] for name in step.args]
+    out = slot_of[step.out]
+    call = {"linear": _linear, "conv2d": _conv2d}[step.call](step, manifest.precision, device)
+    kind = device.type
+
+    def library(slots, number, stream):
+        operands = [None if i is None else slots[i] for i in indices]
+        if torch.is_autocast_enabled(kind):  # it would change the type of the result under the next kernel's feet
+            with torch.autocast(kind, enabled=False):
+                slots[out] = call(*operands).contiguous()
+        else:
+            slots[out] = call(*operands).contiguous()
+
+    return library
+
+
+def _linear(step: LibraryStep, precision: str, device: torch.device):
+    if device.type == "cpu" or precision not in ("fp32", "tf32"):
+        return functional.linear
+    wanted = precision == "tf32"
+
+    def linear(x, weight, bias):
+        if torch.backends.cuda.matmul.allow_tf32 != wanted:
+            raise CallError(
+                f"this model promises {precision} and multiplies with torch's own GEMM on CUDA, while "
+                f"torch.backends.cuda.matmul.allow_tf32 is {not wanted}; set it to {wanted}."
+            )
+        return functional.linear(x, weight, bias)
+
+    return linear
+
+
+def _conv2d(step: LibraryStep, precision: str, device: torch.device):
+    stride, padding = step.options["stride"], step.options["padding"]
+    dilation, groups = step.options["dilation"], step.options["groups"]
+    if device.type == "cpu":
+        return lambda x, weight, bias: functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    allow_tf32 = bool(step.options.get("allow_tf32", precision == "tf32"))
+    convolution = torch.ops.aten.cudnn_convolution.default  # takes the flag as an argument; no global one is touched
+
+    def conv2d(x, weight, bias):
+        cudnn = torch.backends.cudnn
+        benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
+        y = convolution(x, weight, padding, stride, dilation, groups, benchmark, deterministic, allow_tf32)
+        return y if bias is None else y.add_(bias.view(1, -1, 1, 1))
+
+    return conv2d
+
+
+def describe_status(status: int) -> str:
+    """What a launcher's non-zero return value means."""
+    if status < 0:
+        return f"it refused its arguments (code {status}); the sources and the manifest do not belong together"
+    if status >= DRIVER_ERROR:
+        return f"CUDA driver error {status - DRIVER_ERROR} ({_driver_message(status - DRIVER_ERROR)})"
+    return f"CUDA error {status} ({_runtime_message(status)})"
+
+
+def _runtime_message(status: int) -> str:
+    try:
+        cudart = torch.cuda.cudart()
+        return str(cudart.cudaGetErrorString(cudart.cudaError(status)))
+    except Exception:  # noqa: BLE001 - torch without CUDA, or a code this torch does not know: the number must do
+        return "see cudaError_t in the CUDA documentation"
+
+
+def _driver_message(result: int) -> str:
+    try:
+        text = ctypes.c_char_p()
+        ctypes.CDLL("libcuda.so.1").cuGetErrorString(result, ctypes.byref(text))
+        return (text.value or b"unknown").decode()
+    except OSError:
+        return "see CUresult in the CUDA documentation"

@@ -1,0 +1,156 @@
+"""Chooses the targets that this machine needs, has them built, and resolves their functions.
+
+A target's library is loaded once per process, whatever the number of modules and threads that ask for it.
+"""
+
+import ctypes
+import os
+import re
+import threading
+from typing import Callable
+
+import torch
+
+from .build import ensure_built, plan_build
+from .errors import UnsupportedDeviceError
+from .launch import Program, make_program
+from .package import Package, TargetManifest
+
+Capability = tuple[int, int]
+
+_functions: dict[tuple, dict[str, Callable]] = {}  # by build key and signatures
+_locks: dict[str, threading.Lock] = {}
+_locks_lock = threading.Lock()
+
+
+class Loaded:
+    """The programs of one package, by device; ``built`` names the targets that were built for this machine.
+
+    A copy of a module shares it. It cannot leave the process: a pickled one comes back empty, and the module that
+    holds it loads again.
+    """
+
+    def __init__(self, programs: dict[torch.device, Program] | None = None, built: tuple[str, ...] = ()):
+        self.programs = programs or {}
+        self.built = built
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        return Loaded, ()
+
+
+def load(package: Package) -> Loaded:
+    """Builds and loads what the visible devices need, or what TARGETS names.
+
+    Raises ToolchainError, BuildError, PackageError, or UnsupportedDeviceError where no emitted target runs here.
+    """
+    capabilities = visible_capabilities()
+    chosen = choose_targets(package, capabilities, os.environ.get("TARGETS", ""))
+    functions = [load_functions(package, target, capability) for target, capability in chosen]
+    programs = {}
+    devices = [(torch.device("cuda", index), capability) for index, capability in enumerate(capabilities)]
+    for device, capability in [(torch.device("cpu"), None), *devices]:
+        for (target, compiled_for), resolved in zip(chosen, functions):
+            if compiled_for == capability and target.runs_on(capability) and device not in programs:
+                programs[device] = make_program(package.manifest, target, resolved, device)
+    return Loaded(programs, tuple(dict.fromkeys(target.name for target, _ in chosen)))
+
+
+def visible_capabilities() -> list[Capability]:
+    """The compute capability of every GPU torch sees, by device index. Initialises CUDA where there is one."""
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+
+
+def choose_targets(
+    package: Package, capabilities: list[Capability], requested: str
+) -> list[tuple[TargetManifest, Capability | None]]:
+    """What to build: pairs of a target and the capability to compile for, best target first.
+
+    Without a request: for each capability the best emitted target that runs on it, and ``cpu`` where no GPU is
+    visible. A requested target that no visible GPU can run is compiled for the least device it runs on.
+    """
+    emitted = package.manifest.targets
+    names = [name for name in re.split(r"[\s,]+", requested) if name]
+    if names:
+        named = [emitted[name] for name in names if name in emitted]
+        if not named:
+            raise UnsupportedDeviceError(
+                f"TARGETS is {requested!r}, but {package.manifest.name} was generated for {', '.join(emitted)}; "
+                f"name one of these, or run {package.manifest.regenerate} TARGETS={names[0]}."
+            )
+        return [pair for target in sorted(named, key=_rank, reverse=True) for pair in _pairs_of(target, capabilities)]
+    if not capabilities or set(emitted) == {"cpu"}:
+        return [(package.target("cpu"), None)]
+    chosen = []
+    for capability in dict.fromkeys(capabilities):
+        target = best_target(package, capability)
+        if target is not None:
+            chosen.append((target, capability))
+    if not chosen:
+        raise UnsupportedDeviceError(
+            f"no target of {package.manifest.name} runs on the visible GPUs (compute capability "
+            f"{', '.join(f'{major}.{minor}' for major, minor in dict.fromkeys(capabilities))}); "
+            f"emitted: {describe_targets(package)}. Set TARGETS=cpu to run on the CPU."
+        )
+    return chosen
+
+
+def best_target(package: Package, capability: Capability) -> TargetManifest | None:
+    """The emitted target to prefer on a GPU: one made for exactly this architecture, else the latest that runs."""
+    able = [target for target in package.manifest.targets.values() if target.runs_on(capability)]
+    return max(able, key=_rank, default=None)
+
+
+def _rank(target: TargetManifest) -> tuple:
+    """Later is better: the CPU, then what was planned for a range of devices, then for one exactly."""
+    return (False, (0, 0)) if target.arch is None else (target.arch != "native", target.least_capability)
+
+
+def describe_targets(package: Package) -> str:
+    """The emitted targets and what each runs on, for messages."""
+    texts = []
+    for target in package.manifest.targets.values():
+        if target.arch is None:
+            texts.append("cpu")
+            continue
+        major, minor = target.least_capability
+        later = "" if target.arch != "native" else " or later"
+        texts.append(f"{target.name} (compute capability {major}.{minor}{later})")
+    return ", ".join(texts)
+
+
+def load_functions(package: Package, target: TargetManifest, capability: Capability | None) -> dict[str, Callable]:
+    """The launchers of a target by name, with their C signatures; built first where the cache has none."""
+    build = plan_build(package, target, capability)
+    memo = (build.key, *target.functions.items())
+    with _lock_of(build.key):
+        if memo not in _functions:
+            _functions[memo] = _resolve(ensure_built(build), target)
+        return _functions[memo]
+
+
+def _pairs_of(target: TargetManifest, capabilities: list[Capability]):
+    if target.arch is None:
+        return [(target, None)]
+    able = [capability for capability in dict.fromkeys(capabilities) if target.runs_on(capability)]
+    return [(target, capability) for capability in able] or [(target, None)]
+
+
+def _resolve(path, target: TargetManifest) -> dict[str, Callable]:
+    library = ctypes.CDLL(str(path))
+    functions = {}
+    for name, pointers in target.functions.items():
+        function = library[name]
+        function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int, ctypes.c_void_p]
+        function.restype = ctypes.c_int
+        functions[name] = function
+    return functions
+
+
+def _lock_of(key: str) -> threading.Lock:
+    with _locks_lock:
+        return _locks.setdefault(key, threading.Lock())
