@@ -7,7 +7,7 @@ holds has been validated as a number or an identifier, so later stages may put i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,17 @@ class SpecError(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """One operator of the chain with its checked argument values and the shapes around it (batch first)."""
+    """One operator of the chain with its checked argument values and the shapes around it (batch first).
+
+    `sources` maps an argument to the entry of the spec's args that gave its value.
+    """
 
     operator: Operator
     name: str | None
     values: dict[str, Any]
     input_shape: Shape
     output_shape: Shape
+    sources: dict[str, str] = field(default_factory=dict)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -137,14 +141,22 @@ def load_spec(path: str | Path, precision: str | None = None) -> Spec:
     """Read and validate a spec file; `precision` overrides the file's. Raises SpecError (all problems at once)."""
     from codegen.spec_reader import read_spec  # the reader needs the types above
 
-    return read_spec(Path(path), str(path), precision)
+    found, shown = resolve(str(path))
+    return read_spec(found, shown, precision)
 
 
-def resolve(path: str) -> Path:
-    """Where a spec named on the command line lies: under the current folder, else under codegen/. Raises SpecError."""
-    for candidate in (Path(path), Path(__file__).parent / path):
+def resolve(path: str) -> tuple[Path, str]:
+    """Where a spec named on the command line lies (under the current folder, else under codegen/), and the name that sources show.
+
+    The shown name is the same wherever the command runs: `specs/<file>` for a shipped spec, else the path as given, without the folders of
+    an absolute one. Raises SpecError when there is no such file.
+    """
+    package = Path(__file__).resolve().parent
+    for candidate in (Path(path), package / path):
         if candidate.is_file():
-            return candidate
+            if candidate.resolve().is_relative_to(package):
+                return candidate, candidate.resolve().relative_to(package).as_posix()
+            return candidate, candidate.name if candidate.is_absolute() else candidate.as_posix()
     raise SpecError(path, [Problem(1, 1, f"no such file here or under codegen/; shipped specs: {', '.join(shipped())}")])
 
 

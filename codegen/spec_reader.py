@@ -204,7 +204,7 @@ class _Reader:
             if parsed is None:
                 shape = None if index == 0 else shape
                 continue
-            operator, name, values, place = parsed
+            operator, name, values, sources, place = parsed
             if (operator.kind is Kind.PRODUCER) != (index == 0):
                 self.fault(place, f"{operator.name}: a chain has exactly one linear or conv2d, and it comes first")
                 continue
@@ -227,7 +227,7 @@ class _Reader:
                 shape = self.input_shape(operator, values, batch, spatial, input_node, place)
                 if shape is None:
                     continue
-            step = self.step(operator, name, values, shape, place)
+            step = self.step(operator, name, values, sources, shape, place)
             shape = step.output_shape if step else None
             if step:
                 steps.append(step)
@@ -250,13 +250,15 @@ class _Reader:
             return None
         return (batch, values["in_channels"], spatial["height"], spatial["width"])
 
-    def step(self, operator: Operator, name: str | None, values: dict[str, Any], shape: ops.Shape, place: Node) -> Step | None:
+    def step(
+        self, operator: Operator, name: str | None, values: dict[str, Any], sources: dict[str, str], shape: ops.Shape, place: Node
+    ) -> Step | None:
         try:
             output = operator.shape(values, shape)
         except ops.ShapeError as error:
             self.fault(place, str(error))
             return None
-        step = Step(operator, name, values, shape, output)
+        step = Step(operator, name, values, shape, output, sources)
         for parameter in step.parameters:
             if operator.kind is Kind.ELEMENTWISE and not _per_channel(parameter.shape, shape):
                 channel = "(C,)" if len(shape) == 2 else "(C, 1, 1)"
@@ -270,8 +272,8 @@ class _Reader:
             return None
         return step
 
-    def operator(self, item: Node) -> tuple[Operator, str | None, dict[str, Any] | None, Node] | None:
-        """(operator, name, checked values or None, place) of one chain entry, or None when it is not recognisable."""
+    def operator(self, item: Node) -> tuple[Operator, str | None, dict[str, Any] | None, dict[str, str], Node] | None:
+        """(operator, name, checked values or None, sources of the values, place) of one chain entry, or None when it is not recognisable."""
         if item.is_mapping and len(item.value) == 1:
             (word, (place, arguments)), = item.value.items()
         elif isinstance(item.value, str):
@@ -288,8 +290,10 @@ class _Reader:
             arguments = None
         if arguments is not None and not arguments.is_mapping:
             self.fault(arguments, f"{word}: {arguments.describe()}; expected its arguments as a mapping")
-            return operator, None, None, place
-        return (operator, *self.arguments(operator, arguments, place), place)
+            return operator, None, None, {}, place
+        given = arguments.value if arguments is not None else {}
+        sources = {key: node.value for key, (_, node) in given.items() if isinstance(node.value, str) and node.value in self.args and key != "name"}
+        return (operator, *self.arguments(operator, arguments, place), sources, place)
 
     def arguments(self, operator: Operator, node: Node | None, place: Node) -> tuple[str | None, dict[str, Any] | None]:
         given: dict[str, tuple[Node, Node]] = node.value if node is not None else {}

@@ -1,0 +1,128 @@
+"""The generator's command: YAML specs in, packages of sources out.
+
+    load_spec -> Spec -> plan -> Plan -> render -> {path: text} -> write_if_different
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from codegen import index
+from codegen.manifest import Package
+from codegen.numerics import PRECISIONS
+from codegen.plan import PlanError, plan
+from codegen.render import render
+from codegen.report import explain
+from codegen.spec import Spec, SpecError, load_spec, shipped
+from codegen.standalone import render_standalone
+from codegen.targets import DEVICES, TARGETS
+
+DEFAULT_TARGETS = ("cpu", "sm_80")
+
+
+def make_package(spec: Spec, targets: tuple[str, ...] = (), device: str | None = None) -> Package:
+    """Plan `spec` for the given targets (else the spec's own, else all). Raises PlanError."""
+    chosen = targets or spec.targets or DEFAULT_TARGETS
+    return Package(spec, tuple(plan(spec, name, device if device and name in DEVICES[device].targets else None) for name in chosen))
+
+
+def write_if_different(folder: Path, files: dict[str, str]) -> list[Path]:
+    """Make `folder` hold exactly `files` (texts by name), touching only what differs; each file is replaced whole or not at all.
+
+    Files of an earlier generation that are no longer emitted are removed; anything else in the folder stays. Returns what changed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    changed = []
+    for name, text in files.items():
+        path = folder / name
+        if path.is_file() and path.read_bytes() == text.encode():
+            continue
+        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".tmp")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as stream:
+                stream.write(text)
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        changed.append(path)
+    for path in folder.iterdir():
+        if path.name not in files and path.suffix in (".cu", ".cpp") and "do not edit. Again: make generate" in path.read_text(encoding="utf-8", errors="replace"):
+            path.unlink()
+            changed.append(path)
+    return changed
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def check(out: Path) -> list[str]:
+    """Compare the checked-in packages listed in generated/index.yaml with what their specs emit; returns what differs, as text."""
+    differences = []
+    for spec_path, precision in index.entries(out):
+        package = make_package(load_spec(spec_path, precision))
+        for name, text in render(package).items():
+            path = out / package.spec.package / name
+            present = path.read_text(encoding="utf-8") if path.is_file() else ""
+            if present != text:
+                diff = difflib.unified_diff(present.splitlines(), text.splitlines(), f"{path} (checked in)", f"{path} (emitted)", lineterm="", n=1)
+                differences.append("\n".join(list(diff)[:40]))
+    return differences
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("specs", nargs=-1)
+@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision; the package is then <name>_<precision>.")
+@click.option("--target", "targets", multiple=True, type=click.Choice(list(TARGETS)), help="Emit for this target only (may be repeated).")
+@click.option("--device", type=click.Choice(list(DEVICES)), help="Plan for this class of card instead of each target's default.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
+@click.option("--explain", "explaining", is_flag=True, help="Print the plan and write nothing.")
+@click.option("--standalone", is_flag=True, help="Also write standalone.py: one file that imports nothing of ours.")
+@click.option("--debug", is_flag=True, help="Emit checks (bounded waits, traps) into build/debug/ instead.")
+@click.option("--all", "everything", is_flag=True, help="Every package listed in <out>/index.yaml.")
+@click.option("--check", "checking", is_flag=True, help="Fail when a checked-in package differs from what its spec emits.")
+def main(specs, precision, targets, device, out, explaining, standalone, debug, everything, checking) -> None:
+    """Generate specialised kernels from SPECS (YAML files; `specs/default.yaml` finds the shipped one)."""
+    try:
+        if checking:
+            differences = check(out)
+            if differences:
+                raise click.ClickException("checked-in packages differ from what their specs emit; run make generate-all\n" + "\n".join(differences))
+            click.echo(f"{len(index.entries(out))} checked-in packages are what their specs emit")
+            return
+        jobs = index.entries(out) if everything else [(spec, precision) for spec in specs]
+        if not jobs:
+            raise click.UsageError(f"name at least one spec; shipped: {', '.join(shipped())}")
+        if debug:
+            out = Path("build/debug")
+        packages = [make_package(load_spec(path, chosen), targets, device) for path, chosen in jobs]
+        for package in packages:
+            if explaining:
+                click.echo("\n".join(explain(p) for p in package.plans))
+                continue
+            files = render(package)
+            if standalone:
+                files["standalone.py"] = render_standalone(package, files)
+            folder = out / package.spec.package
+            changed = write_if_different(folder, files)
+            names = ", ".join(sorted(f for f in files if f not in ("__init__.py", "spec.yaml", "manifest.json")))
+            click.echo(f"{folder}: {names}" + (f" ({len(changed)} files changed)" if changed else " (unchanged)"))
+    except SpecError as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)
+    except PlanError as error:
+        raise click.ClickException(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

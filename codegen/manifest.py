@@ -1,0 +1,89 @@
+"""The package as a value, and manifest.json: all that the runtime needs to build and run it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from codegen.plan.model import Buffer, Launch, Library, Plan
+from codegen.report import explanation
+from codegen.spec import Spec
+
+FORMAT = 1
+_COMMENT_OR_STRING = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Package:
+    """What one `make generate` emits for one spec and precision: the spec and a plan for each target. `regenerate` is the command."""
+
+    spec: Spec
+    plans: tuple[Plan, ...]
+
+    @property
+    def regenerate(self) -> str:
+        precision = "" if self.spec.precision.name == "fp32" else f" PRECISION={self.spec.precision.name}"
+        return f"make generate SPEC={self.spec.path}{precision}"
+
+    def plan_for(self, target: str) -> Plan | None:
+        return next((plan for plan in self.plans if plan.target.name == target), None)
+
+
+def source_key(sources: dict[str, str], flags: tuple[str, ...], target: str) -> str:
+    """SHA-256 over the sources without comments and white space, the flags and the target: what a measurement is evidence for."""
+    digest = hashlib.sha256()
+    for name in sorted(sources):
+        bare = "".join(_COMMENT_OR_STRING.sub(lambda m: m.group() if m.group().startswith('"') else " ", sources[name]).split())
+        digest.update(f"{name}\0{bare}\0".encode())
+    digest.update("\0".join([*flags, target]).encode())
+    return digest.hexdigest()
+
+
+def manifest_text(package: Package, files: dict[str, str]) -> str:
+    """manifest.json for the package's rendered `files`."""
+    spec = package.spec
+    dtype = spec.precision.dtype
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "name": spec.package,
+        "spec": spec.path,
+        "regenerate": package.regenerate,
+        "batch": spec.batch,
+        "precision": spec.precision.name,
+        "init_args": [[name, list(value) if isinstance(value, tuple) else value] for name, value in spec.args],
+        "input": {"name": "x", "shape": list(spec.input_shape), "dtype": dtype},
+        "output": {"shape": list(spec.output_shape), "dtype": dtype},
+        "parameters": [{"key": key, "shape": list(shape), "dtype": dtype} for key, shape in spec.parameters],
+        "targets": {plan.target.name: _target(plan, files) for plan in package.plans},
+        "plan": {plan.target.name: explanation(plan) for plan in package.plans},
+    }
+    return json.dumps(data, indent=1, ensure_ascii=True) + "\n"
+
+
+def _target(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
+    target = plan.target
+    sources = list(dict.fromkeys(kernel.file(target) for kernel in plan.kernels))
+    return {
+        "sources": sources,
+        "flags": list(target.flags),
+        "source_key": source_key({name: files[name] for name in sources}, target.flags, target.name),
+        "min_capability": list(target.min_capability),
+        "arch": target.arch,
+        "device_class": plan.device.name,
+        "buffers": {buffer.name: _buffer(buffer) for buffer in plan.buffers},
+        "steps": [_step(step, plan) for step in plan.steps],
+    }
+
+
+def _buffer(buffer: Buffer) -> dict[str, Any]:
+    return {"bytes": buffer.bytes} if buffer.bytes else {"shape": list(buffer.shape), "dtype": buffer.dtype}
+
+
+def _step(step: Launch | Library, plan: Plan) -> dict[str, Any]:
+    if isinstance(step, Launch):
+        return {"launch": step.kernel.function(plan.target), "args": list(step.kernel.arguments)}
+    options = {key: list(value) if isinstance(value, tuple) else value for key, value in step.options.items()}
+    return {"library": step.operation, "args": list(step.arguments), "out": step.out, **options}

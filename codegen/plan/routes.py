@@ -1,0 +1,128 @@
+"""The routes through a target, and the choice among them.
+
+    cpu      torch's GEMM or convolution, then one C++ pass
+    sm_80    our GEMM with the whole chain in its epilogue; our GEMM, then the norm kernel; torch's GEMM or convolution, then the norm kernel
+"""
+
+from __future__ import annotations
+
+import math
+
+from codegen.plan.model import Buffer, Floor, Library, Plan
+from codegen.spec import Spec
+from codegen.targets import DEVICES, TARGETS, DeviceClass, Target
+
+LIBRARY_MARGIN = 0.95  # our GEMM is preferred to the vendor's when its estimate is below this share of the vendor's
+
+
+class PlanError(Exception):
+    """A valid spec that this target or device class has no kernel for; the message says why and what to do."""
+
+
+def plan(spec: Spec, target: str, device: str | None = None) -> Plan:
+    """The plan of `spec` for a target and a device class (None: the target's default). Raises PlanError."""
+    if target not in TARGETS:
+        raise PlanError(f"target {target!r} is unknown; there are {', '.join(TARGETS)}")
+    chosen = TARGETS[target]
+    name = device or chosen.default_device
+    if name not in DEVICES or target not in DEVICES[name].targets:
+        able = [d.name for d in DEVICES.values() if target in d.targets]
+        raise PlanError(f"device class {name!r} does not go with target {target}; for it there are {', '.join(able)}")
+    return _ROUTES[target](spec, chosen, DEVICES[name])
+
+
+def floor(spec: Spec, device: DeviceClass, products: int = 1, rate: float | None = None) -> Floor:
+    """What the chain costs at least: multiply-adds times `products` at `rate` TFLOP/s, and every tensor moved once.
+
+    Without a rate it is the device's best at the spec's precision: three fp16 products for fp32, one for the others.
+    """
+    producer = spec.producer
+    weight = producer.parameters[0].shape
+    outputs = math.prod(producer.output_shape)
+    flop = 2.0 * outputs * math.prod(weight[1:])
+    itemsize = spec.precision.itemsize
+    tensors = math.prod(spec.input_shape) + math.prod(spec.output_shape) + sum(math.prod(shape) for _, shape in spec.parameters)
+    moved = float(tensors * itemsize)
+    if rate is None:
+        products, rate = (3, device.fp16) if spec.precision.name == "fp32" else (1, device.fp16)
+    compute = flop * products / (rate * 1e9) if rate else 0.0
+    memory = moved / (device.hbm * 1e6) if device.hbm else 0.0
+    return Floor(flop, moved, compute, memory)
+
+
+def _cpu(spec: Spec, target: Target, device: DeviceClass) -> Plan:
+    from codegen.plan.cpu import plan_cpu
+
+    return plan_cpu(spec, target, device)
+
+
+def _sm_80(spec: Spec, target: Target, device: DeviceClass) -> Plan:
+    if spec.producer.operator.name == "conv2d":
+        return _library_route(spec, target, device, ("the convolution is torch's: this target has no convolution kernel of its own",))
+    library_ms = library_linear_ms(spec, device)
+    ours = _generated_linear(spec, target, device)
+    if spec.gemm is not None:
+        return _library_route(spec, target, device, ("gemm: library asked for",)) if spec.gemm == "library" else ours[0]
+    route, ours_ms = ours
+    if spec.precision.dtype == "float32":
+        return route
+    if ours_ms < library_ms * LIBRARY_MARGIN:
+        return route
+    return _library_route(
+        spec, target, device,
+        (f"torch's GEMM, then the norm kernel: {library_ms:.3f} ms estimated, against {ours_ms:.3f} ms with mma.sync in our own",),
+    )  # fmt: skip
+
+
+def library_linear_ms(spec: Spec, device: DeviceClass) -> float:
+    """Estimate of the vendor's half-precision GEMM followed by the norm kernel: two launches, y written, read and written again."""
+    bound = floor(spec, device, rate=device.fp16 * device.library_share)
+    tail_bytes = 2 * math.prod(spec.output_shape) * spec.precision.itemsize
+    return bound.ms + tail_bytes / (device.hbm * 1e6) + 2 * device.launch_us / 1e3
+
+
+def _generated_linear(spec: Spec, target: Target, device: DeviceClass) -> tuple[Plan, float]:
+    """Our GEMM, and the norm kernel behind it unless the chain ends in the GEMM; with its estimated time."""
+    from codegen.plan.gemm import choose_arithmetic, gemm_ms, plan_gemm
+
+    arithmetic = choose_arithmetic(spec, device)
+    gemm = plan_gemm(spec, target, device, arithmetic)
+    steps, buffers, why = gemm.steps, gemm.buffers, gemm.why
+    estimate = gemm_ms(spec, device, arithmetic)
+    if not gemm.finished:
+        tail = _norm(spec, target, device, source="y", apply_before=False, producer_bias=None, statistics=gemm.statistics)
+        steps, buffers, why = steps + tail.steps, buffers + tail.buffers, why + tail.why
+        estimate += 2 * math.prod(spec.output_shape) * spec.precision.itemsize / (device.hbm * 1e6) + device.launch_us / 1e3
+    rate = {"fp32": device.fp32, "tf32": device.tf32, "fp16": device.fp16, "bf16": device.fp16}[arithmetic.operand]
+    bound = floor(spec, device, len(arithmetic.products), rate)
+    return Plan(spec, target, device, steps, buffers, bound, why), estimate
+
+
+def _library_route(spec: Spec, target: Target, device: DeviceClass, why: tuple[str, ...]) -> Plan:
+    """Torch's own GEMM or convolution into a temporary, then the norm kernel with everything after it."""
+    producer = spec.producer
+    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
+    conv = producer.operator.name == "conv2d"
+    if not conv and spec.precision.dtype == "float32":
+        raise PlanError(
+            f"gemm: library at {spec.precision.name} would depend on torch's global TF32 switch; use gemm: generated, or precision fp16 or bf16"
+        )
+    # cuDNN's convolution is called without its bias: the call that names its TF32 mode takes none, and the norm kernel adds it for nothing.
+    bias_in_tail = keys.get("bias") if conv else None
+    options = {key: producer.values[key] for key in ("stride", "padding", "dilation", "groups")} if conv else {}
+    if conv:
+        options["allow_tf32"] = spec.precision.name == "tf32"
+    library = Library(producer.operator.name, ("x", keys["weight"], None if conv else keys.get("bias")), "t0", options)
+    tail = _norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias_in_tail, statistics=None)
+    temporary = Buffer("t0", producer.output_shape, spec.precision.dtype)
+    rate = {"fp32": device.fp32, "tf32": device.tf32}.get(spec.precision.name, device.fp16)
+    return Plan(spec, target, device, (library, *tail.steps), (temporary, *tail.buffers), floor(spec, device, 1, rate), why + tail.why)
+
+
+def _norm(spec: Spec, target: Target, device: DeviceClass, **source) -> "NormPlan":  # noqa: F821
+    from codegen.plan.norm import plan_norm
+
+    return plan_norm(spec, target, device, **source)
+
+
+_ROUTES = {"cpu": _cpu, "sm_80": _sm_80}

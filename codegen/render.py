@@ -1,0 +1,87 @@
+"""Plans -> text: the one Jinja environment and the files of a package.
+
+`render(package)` is a pure function to {file name: text}; the same package gives the same bytes everywhere. Nothing is decided here or in
+a template: every number comes from a plan.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from codegen import chain
+from codegen.manifest import Package, manifest_text
+from codegen.plan.model import Kernel, Plan
+from codegen.report import header_lines
+from codegen.spec_writer import resolved_yaml
+from codegen.torch_text import module_lines, reference_lines, uses_functional
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def environment() -> jinja2.Environment:
+    """The Jinja environment: undefined names are errors, block tags leave no blank lines behind."""
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    env.filters.update(c_identifier=chain.c_identifier, indent_lines=lambda text, width: textwrap.indent(text, " " * width))
+    env.globals.update(
+        constants=lambda items: "\n".join(str(item) for item in items), header=_header, range=range, min=min, max=max, zip=zip, enumerate=enumerate,
+        repr=repr,
+    )  # fmt: skip
+    return env
+
+
+_ENVIRONMENT = environment()
+
+
+def render_kernel(plan: Plan, kernel: Kernel) -> str:
+    """The source text of one kernel of `plan`."""
+    language = plan.target.language
+    text = _ENVIRONMENT.get_template(kernel.template).render(
+        plan=plan, kernel=kernel, spec=plan.spec, target=plan.target, functions=lambda items: chain.function_definitions(items, language)
+    )
+    return _tidy(text)
+
+
+def render_template(name: str, **context: Any) -> str:
+    """A template that is no kernel (model.py, standalone.py)."""
+    return _tidy(_ENVIRONMENT.get_template(name).render(**context))
+
+
+def render(package: Package) -> dict[str, str]:
+    """All files of a package: sources, model.py, spec.yaml, manifest.json and __init__.py."""
+    spec = package.spec
+    files = {kernel.file(plan.target): render_kernel(plan, kernel) for plan in package.plans for kernel in plan.kernels}
+    names = [name for name, _ in spec.args]
+    half = spec.precision.itemsize == 2
+    files["model.py"] = render_template(
+        "model/model.py.j2", spec=spec, package=package, modules=module_lines(spec), reference=reference_lines(spec), functional=uses_functional(spec),
+        names=names, keywords=[f"{name}={name}" for name in names], init=[repr(value) for _, value in spec.args], half=half,
+        cast=f".to(torch.{spec.precision.dtype})" if half else "",
+    )  # fmt: skip
+    files["__init__.py"] = render_template("model/init.py.j2", spec=spec)
+    files["spec.yaml"] = resolved_yaml(spec)
+    files["manifest.json"] = manifest_text(package, files)
+    return files
+
+
+def _header(plan: Plan, kernel: Kernel) -> str:
+    return "\n".join(f"// {line}".rstrip() for line in header_lines(plan, kernel))
+
+
+def _tidy(text: str) -> str:
+    """No trailing blanks, at most one blank line in a row, one newline at the end."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        line = line.rstrip()
+        if line or (lines and lines[-1]):
+            lines.append(line)
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+__all__ = ["environment", "render", "render_kernel", "render_template"]

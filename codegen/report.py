@@ -1,0 +1,100 @@
+"""A plan in words and numbers: the header of every source, `--explain`, and the explanation kept in the manifest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from codegen.chain import describe
+from codegen.plan.model import Kernel, Launch, Plan
+
+
+def chain_text(plan: Plan) -> str:
+    """The chain in one line: `linear -> group_norm -> hardtanh`."""
+    return " -> ".join(step.operator.name for step in plan.spec.chain)
+
+
+def header_lines(plan: Plan, kernel: Kernel) -> list[str]:
+    """The comment at the top of a source: what it computes, by which plan, and how to make it again."""
+    spec = plan.spec
+    precision = "" if spec.precision.name == "fp32" else f" PRECISION={spec.precision.name}"
+    lines = [
+        f"{spec.package}: {kernel.summary}",
+        "",
+        *(f"  {describe(step)}{f'  # {step.name}' if step.name else ''}" for step in spec.chain),
+        f"  x {spec.input_shape} -> y {spec.output_shape}, {spec.precision.name}",
+        "",
+        f"Plan for {plan.target.name} on {plan.device.name}:",
+        *(f"  {note}" for note in kernel.notes),
+    ]
+    if kernel.blocks:
+        lines.append(f"  {kernel.blocks} blocks of {kernel.threads} threads, {kernel.smem_bytes} bytes of shared memory")
+    lines += ["", f"Generated from {spec.path}; do not edit. Again: make generate SPEC={spec.path}{precision}"]
+    return lines
+
+
+def explanation(plan: Plan) -> dict[str, Any]:
+    """The plan as data: kernels, memory, floor and reasons."""
+    floor = plan.floor
+    return {
+        "chain": chain_text(plan),
+        "target": plan.target.name,
+        "device_class": plan.device.name,
+        "why": list(plan.why),
+        "kernels": [
+            {
+                "name": kernel.function(plan.target), "file": kernel.file(plan.target), "summary": kernel.summary, "blocks": kernel.blocks,
+                "threads": kernel.threads, "smem_bytes": kernel.smem_bytes, "max_registers": kernel.max_registers,
+                "waves": _waves(plan, kernel), "notes": list(kernel.notes),
+            }
+            for kernel in plan.kernels
+        ],
+        "workspace_bytes": plan.workspace_bytes,
+        "floor": {
+            "flop": floor.flop, "bytes": floor.bytes, "compute_ms": round(floor.compute_ms, 5), "memory_ms": round(floor.memory_ms, 5),
+            "ms": round(floor.ms, 5),
+        },
+    }  # fmt: skip
+
+
+def _waves(plan: Plan, kernel: Kernel) -> float | None:
+    """Rounds of blocks over the device's multiprocessors, by threads and shared memory alone."""
+    if not kernel.blocks or not kernel.threads or plan.target.language != "cuda":
+        return None
+    per_sm = min(2048 // kernel.threads, 32)
+    if kernel.smem_bytes:
+        per_sm = min(per_sm, plan.device.smem_per_sm // (kernel.smem_bytes + 1024))
+    if kernel.max_registers:
+        per_sm = min(per_sm, 65536 // (kernel.max_registers * kernel.threads))
+    return round(kernel.blocks / (max(per_sm, 1) * plan.device.sms), 2)
+
+
+def explain(plan: Plan) -> str:
+    """The plan for a reader at a terminal."""
+    spec, floor = plan.spec, plan.floor
+    lines = [
+        f"{spec.package} for {plan.target.name} ({plan.target.summary}), planned for {plan.device.name}",
+        f"  {chain_text(plan)}: x {spec.input_shape} -> y {spec.output_shape}, {spec.precision.name}",
+        "",
+        "steps",
+    ]
+    waves = {row["name"]: row["waves"] for row in explanation(plan)["kernels"]}
+    for number, step in enumerate(plan.steps, 1):
+        if not isinstance(step, Launch):
+            lines.append(f"  {number}. torch's own {step.operation} -> {step.out}")
+            continue
+        kernel = step.kernel
+        lines.append(f"  {number}. {kernel.file(plan.target)}: {kernel.summary}")
+        if kernel.blocks:
+            lines.append(
+                f"     {kernel.blocks} blocks of {kernel.threads} threads ({waves[kernel.function(plan.target)]} waves on {plan.device.sms} SMs), "
+                f"{kernel.smem_bytes / 1024:.1f} KB of shared memory, at most {kernel.max_registers} registers"
+            )
+        lines += [f"     {note}" for note in kernel.notes]
+    lines += ["", "why", *(f"  {reason}" for reason in plan.why), "", "memory"]
+    for buffer in plan.buffers:
+        lines.append(f"  {buffer.name}: " + (f"{buffer.bytes} bytes" if buffer.bytes else f"{buffer.shape} {buffer.dtype}"))
+    lines.append(f"  workspace per call: {plan.workspace_bytes / 1e6:.2f} MB")
+    lines += ["", "floor", f"  {floor.flop / 1e9:.2f} GFLOP, {floor.bytes / 1e6:.1f} MB read and written once"]
+    if floor.ms:
+        lines.append(f"  compute {floor.compute_ms:.4f} ms, memory {floor.memory_ms:.4f} ms: at least {floor.ms:.4f} ms on {plan.device.summary}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,37 @@
+"""The chain as PyTorch text: what model.py's constructors create and what its reference computes."""
+
+from __future__ import annotations
+
+from codegen.ops import Kind
+from codegen.spec import Spec, Step
+
+_DRAWS = {"randn": "torch.randn", "rand": "torch.rand", "ones": "torch.ones", "zeros": "torch.zeros"}
+
+
+def module_lines(spec: Spec) -> list[str]:
+    """Statements that create the parameters, in the chain's order: the order of PyTorch's random draws."""
+    lines = []
+    for step in spec.chain:
+        if step.operator.module is not None:
+            lines.append(f"self.{step.name} = {step.operator.module(step.values, step.input_shape)}")
+        elif step.parameters:
+            (parameter,) = step.parameters
+            lines.append(f"self.{step.name} = nn.Parameter({_DRAWS[parameter.initialiser]}({parameter.shape}))")
+    return lines
+
+
+def reference_lines(spec: Spec) -> list[str]:
+    """Statements that compute the chain on `v` (x at first) with PyTorch's own operators."""
+    return [f"v = {_call(step)}" for step in spec.chain]
+
+
+def _call(step: Step) -> str:
+    source = "x" if step.operator.kind is Kind.PRODUCER else "v"
+    if step.operator.module is not None:
+        return f"self.{step.name}({source})"
+    return step.operator.call(step.values).format(v=source, p=f"self.{step.name}")
+
+
+def uses_functional(spec: Spec) -> bool:
+    """Does the reference call torch.nn.functional?"""
+    return any("F." in line for line in reference_lines(spec))
