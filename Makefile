@@ -1,0 +1,55 @@
+# One recipe a command; `make help` lists them. The Python that runs is chosen, and set up where needed, by .ci/python.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-gpu generate generate-all check-generated explain standalone compile-all verify bench report clean
+
+PY = "$$(./.ci/python)"
+OUT ?= generated
+SPECS ?= $(SPEC)
+WORKERS ?= 2
+need-spec = @test -n "$(strip $(SPECS))" || { echo "make $@ needs a spec: make $@ SPEC=specs/default.yaml (shipped: $$(cd codegen && echo specs/*.yaml))" >&2; exit 2; }
+emit-options = $(if $(PRECISION),--precision $(PRECISION)) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device $(DEVICE)) \
+	--out "$(OUT)" $(if $(filter-out 0,$(DEBUG)),--debug)
+
+help: ## this list
+	@echo "Specialised GPU kernels for fixed shapes, from a YAML spec."
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@echo "Variables: SPEC or SPECS (a list), PRECISION=fp32|tf32|fp16|bf16, TARGETS=\"cpu sm_80 sm_90a\", DEVICE=h100|a100|..., OUT=generated, DEBUG=1, PYTHON=python3"
+
+demo: ## generate specs/default.yaml, build it, run it beside PyTorch
+	@$(PY) -m bench.demo $(if $(SPEC),"$(SPEC)")
+
+test: ## all tests that need no GPU
+	@$(PY) -m pytest -m "not gpu" -n $(WORKERS)
+
+test-gpu: ## the tests marked gpu, on a machine with a GPU
+	@$(PY) -m pytest -m gpu
+
+generate: ## emit the packages of SPEC or SPECS (PRECISION=, TARGETS=, DEVICE=, OUT=, DEBUG=1)
+	$(need-spec)
+	@$(PY) -m codegen.emit $(SPECS) $(emit-options)
+
+generate-all: ## emit every package listed in generated/index.yaml
+	@$(PY) -m codegen.emit --all
+
+check-generated: ## fail when a checked-in package differs from what its spec emits
+	@$(PY) -m codegen.emit --check
+
+explain: ## print the plan of SPEC: kernels, tiles, memory, floor
+	$(need-spec)
+	@$(PY) -m codegen.emit $(SPECS) $(emit-options) --explain
+
+standalone: ## also write <package>/standalone.py: one file that imports nothing of ours
+	$(need-spec)
+	@$(PY) -m codegen.emit $(SPECS) $(emit-options) --standalone
+
+compile-all: ## compile the full matrix of shapes, precisions and targets with nvcc (minutes)
+	@$(PY) -m tests.compile_matrix
+
+clean: ## remove what these commands made (.venv, build/, packages of your own under generated/)
+	@rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@git clean -fdXq generated
