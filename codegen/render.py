@@ -22,6 +22,10 @@ from codegen.torch_text import module_lines, reference_lines, uses_functional
 TEMPLATES = Path(__file__).parent / "templates"
 
 
+def _header(plan: Plan, kernel: Kernel) -> str:
+    return "\n".join(f"// {line}".rstrip() for line in header_lines(plan, kernel))
+
+
 def environment() -> jinja2.Environment:
     """The Jinja environment: undefined names are errors, block tags leave no blank lines behind."""
     env = jinja2.Environment(
@@ -68,10 +72,6 @@ def render(package: Package) -> dict[str, str]:
     files["spec.yaml"] = resolved_yaml(spec)
     files["manifest.json"] = manifest_text(package, files)
     return files
-
-
-def _header(plan: Plan, kernel: Kernel) -> str:
-    return "\n".join(f"// {line}".rstrip() for line in header_lines(plan, kernel))
 
 
 def _tidy(text: str) -> str:

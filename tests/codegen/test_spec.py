@@ -1,0 +1,183 @@
+"""A spec is read exactly or refused with the place and the remedy."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from codegen.spec import SpecError, load_spec, resolve, shipped
+from codegen.spec_writer import resolved_yaml
+
+GOOD = """\
+name: layer
+batch: 4
+args: {in_features: 8, out_features: 6, num_groups: 3}
+chain:
+  - linear: {name: gemm, in_features: in_features, out_features: out_features}
+  - group_norm: {name: norm, num_groups: num_groups}
+  - hardtanh
+"""
+
+CONV = """\
+name: layer
+batch: 4
+input: {height: 9, width: 9}
+chain:
+  - conv2d: {name: conv, in_channels: 2, out_channels: 4, kernel_size: 3}
+  - group_norm: {name: norm, num_groups: 2}
+  - max_pool2d: {kernel_size: 2}
+"""
+
+
+def read(tmp_path: Path, text: str, precision: str | None = None):
+    path = tmp_path / "layer.yaml"
+    path.write_text(text)
+    return load_spec(path, precision)
+
+
+def problems(tmp_path: Path, text: str) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        read(tmp_path, text)
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize("path", shipped())
+def test_shipped_specs_load_and_survive_a_round_trip(path, tmp_path):
+    spec = load_spec(path)
+    again = read(tmp_path, resolved_yaml(spec))
+    assert (again.name, again.batch, again.args, again.input_shape, again.output_shape, again.parameters) == (
+        spec.name, spec.batch, spec.args, spec.input_shape, spec.output_shape, spec.parameters,
+    )  # fmt: skip
+    assert [(s.operator.name, s.name, s.values) for s in again.chain] == [(s.operator.name, s.name, s.values) for s in spec.chain]
+    assert resolved_yaml(again).split("\n", 1)[1] == resolved_yaml(spec).split("\n", 1)[1]
+
+
+def test_numbers_of_the_default_spec():
+    spec = load_spec("specs/default.yaml")
+    assert (spec.input_shape, spec.output_shape, spec.group_channels, spec.group_size, spec.spatial) == ((1024, 8192), (1024, 8192), 512, 512, 1)
+    assert spec.parameters == (("gemm.weight", (8192, 8192)), ("gemm.bias", (8192,)), ("group_norm.weight", (8192,)), ("group_norm.bias", (8192,)))
+    assert spec.package == "gemm_groupnorm_hardtanh" and spec.with_precision("bf16").package == "gemm_groupnorm_hardtanh_bf16"
+
+
+def test_own_parameters_come_before_those_of_children():
+    assert [key for key, _ in load_spec("specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml").parameters][:2] == ["bias", "gemm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("batch: 4", "batch: 0", 2, "expected an integer from 1"),
+        ("batch: 4", "batch: -3", 2, "expected an integer from 1"),
+        ("batch: 4", "batch: 2.5", 2, "expected an integer from 1"),
+        ("batch: 4", "batch: true", 2, "expected an integer from 1"),
+        ("batch: 4", 'batch: "4"', 2, "expected an integer from 1"),
+        ("batch: 4", "batch: 99999999999", 2, "expected an integer from 1"),
+        ("batch: 4", "bacth: 4", 2, "did you mean batch?"),
+        ("name: layer", "name: 3layer", 1, "no identifier"),
+        ("name: layer", "name: a-b", 1, "no identifier"),
+        ("name: layer", "name: ../x", 1, "no identifier"),
+        ("name: layer", "name: class", 1, "a meaning of its own"),
+        ("name: gemm", "name: forward", 5, "a meaning of its own"),
+        ("name: norm", "name: gemm", 6, "taken by the operator on line 5"),
+        ("num_groups: num_groups", "num_groups: 4", 6, "does not divide the 6 channels"),
+        ("num_groups: num_groups", "num_groups: 6", 6, "leaves one value in each group"),
+        ("num_groups: num_groups", "num_groups: num_gruops", 6, "did you mean num_groups?"),
+        ("num_groups: num_groups", "num_groups: num_groups, eps: 0.0", 6, "must be positive"),
+        ("num_groups: num_groups", "num_groups: num_groups, eps: .nan", 6, "expected a finite number"),
+        ("num_groups: num_groups", "num_groups: num_groups, groups: 2", 6, "no such argument"),
+        ("- hardtanh", "- hardtahn", 7, "did you mean hardtanh?"),
+        ("- hardtanh", "- hardtanh: {min_val: 1.0, max_val: 1.0}", 7, "must be less than"),
+        ("- hardtanh", "- hardtanh: {min_val: -.inf}", 7, "expected a finite number"),
+        ("- hardtanh", "- hardtanh: {min_val: 1e39}", 7, "beyond float32's range"),
+        ("- hardtanh", "- clamp", 7, "at least one of min and max"),
+        ("- hardtanh", "- hardtanh: 3", 7, "arguments as a mapping"),
+        ("- hardtanh", "- linear: {name: l2, in_features: 6, out_features: 6}", 7, "comes first"),
+        ("- hardtanh", "- max_pool2d: {kernel_size: 2}", 7, "takes (batch, channels, height, width)"),
+        ("- hardtanh", "- add: {shape: [6]}", 7, "name: add needs one"),
+        ("- hardtanh", "- add: {name: b, shape: [5]}", 7, "must be (6,) or (1,)"),
+        ("- hardtanh", "- add: {name: b}", 7, "give either shape"),
+        ("- hardtanh", "- group_norm: {name: n2, num_groups: 3}", 7, "has a norm already, on line 6"),
+        ("- hardtanh", "- [hardtanh]", 7, "is an operator"),
+        ("- hardtanh", "- !!python/object/apply:os.system {x: 1}", 7, "tags are not allowed"),
+        ("- hardtanh", "- &a hardtanh", 7, "anchors are not allowed"),
+        ("- hardtanh", "- *a", 7, ""),
+        ("batch: 4", "batch: 4\nbatch: 5", 3, "given twice, first on line 2"),
+        ("batch: 4", "batch: 4\nmath: fp16x3\nprecision: fp16", 3, "math at fp16: fp16x3"),
+        ("num_groups: 3}", "num_groups: 3, spare: 1}", 3, "spare: is never used"),
+        ("batch: 4", "batch: 4\ninput: {height: 3}", 3, "belong to conv2d"),
+        ("batch: 4", "batch: 4\ntargets: [sm_91]", 3, "targets: sm_91"),
+    ],
+)
+def test_faults_are_placed_and_explained(tmp_path, old, new, line, message):
+    assert GOOD.count(old) == 1
+    found = problems(tmp_path, GOOD.replace(old, new))
+    assert any(re.search(rf":{line}:\d+: ", text) and message in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("kernel_size: 3", "kernel_size: 12", "does not fit"),
+        ("kernel_size: 3", "kernel_size: [3, 3, 3]", "expected one or two"),
+        ("kernel_size: 3", "kernel_size: 3, groups: 4", "does not divide in_channels"),
+        ("kernel_size: 3", "kernel_size: 3, padding: -1", "expected an integer from 0"),
+        ("kernel_size: 2}", "kernel_size: 2, padding: 2}", "more than half"),
+        ("kernel_size: 2}", "kernel_size: 9}", "does not fit"),
+        ("input: {height: 9, width: 9}", "input: {height: 9}", "needs the input's width"),
+        ("input: {height: 9, width: 9}", "input: {height: 9, width: 9, values: normal}", "allowed: rand, randn"),
+    ],
+)
+def test_convolution_faults(tmp_path, old, new, message):
+    found = problems(tmp_path, CONV.replace(old, new))
+    assert any(message in text for text in found), found
+
+
+def test_all_faults_are_reported_at_once(tmp_path):
+    text = GOOD.replace("batch: 4", "batch: 0").replace("- hardtanh", "- hardtahn").replace("name: layer", "name: 1")
+    assert [re.search(r":(\d+):", line).group(1) for line in problems(tmp_path, text)] == ["1", "2", "7"]
+
+
+def test_pooling_before_the_norm_is_refused(tmp_path):
+    lines = CONV.splitlines()
+    assert any("after the norm" in text for text in problems(tmp_path, "\n".join([*lines[:5], lines[6], lines[5]])))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", "name: [", "a: b: c", "\x00", "- " * 5000, "{" * 3000, "? [a]\n: b"], ids=["empty", "list", "number", "open", "colons", "nul", "deep", "braces", "key"]
+)
+def test_no_yaml_at_all(tmp_path, text):
+    assert problems(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_names_the_shipped_ones():
+    with pytest.raises(SpecError, match=r"specs/default\.yaml"):
+        load_spec("specs/defualt.yaml")
+
+
+def test_aliases_cannot_explode(tmp_path):
+    bomb = "a: &a [x, x]\n" + "".join(f"{chr(98 + i)}: &{chr(98 + i)} [*{chr(97 + i)}, *{chr(97 + i)}]\n" for i in range(20))
+    assert all("not allowed" in line for line in problems(tmp_path, bomb))
+
+
+def test_the_shown_path_does_not_depend_on_where_the_command_runs(monkeypatch, tmp_path):
+    first = resolve("specs/default.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert resolve("specs/default.yaml")[1] == first[1] == "specs/default.yaml"
+    (tmp_path / "own.yaml").write_text(GOOD)
+    assert resolve(str(tmp_path / "own.yaml"))[1] == resolve("own.yaml")[1] == "own.yaml"
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_mangled_spec_is_read_or_refused(tmp_path_factory, data):
+    """Deleting, repeating or replacing any stretch of text never raises anything but SpecError."""
+    text = data.draw(st.sampled_from([GOOD, CONV]))
+    start = data.draw(st.integers(0, len(text) - 1))
+    end = data.draw(st.integers(start, min(len(text), start + 12)))
+    filler = data.draw(st.sampled_from(["", "x", "-1", "0", "true", "null", "[", "{", "&a", "*a", "!!x", ": ", "\n", "1e999", "[1, 2]", "{a: b}", "batch", text[start:end] * 2]))
+    try:
+        read(tmp_path_factory.mktemp("mangled"), text[:start] + filler + text[end:])
+    except SpecError as error:
+        assert error.problems and all(p.line >= 1 and p.column >= 1 and p.message for p in error.problems)
