@@ -1,8 +1,12 @@
 """The C functions that emitted kernels are made of: one text serves CUDA and C++.
 
 A function takes floats and returns a float. Bodies use only C that both languages share; where the two need different text
-(an exponential that vectorises on a CPU, the hardware's reciprocal on a GPU) both are given. The stated errors are relative,
-in units of 2^-24, and were bounded against double precision by `tests/test_functions.py`.
+(functions of the C library that would stop a compiler from vectorising the loop around them, the hardware's reciprocal on a GPU) both are
+given. Stated errors are relative, in units of 2^-24 (half the distance from 1 to the next float), and are checked against
+double precision by `tests/codegen/test_functions.py`, as are the rules for NaN, infinities and the derivatives at boundaries.
+
+Polynomial coefficients are minimax fits of the relative error on the stated interval, rounded to float from the lowest degree up, the
+rest refitted after each.
 """
 
 from __future__ import annotations
@@ -17,7 +21,10 @@ _QUALIFIER = {"cuda": "__device__ __forceinline__", "cpp": "static inline"}
 
 @dataclass(frozen=True)
 class Function:
-    """A pure float function. `cpp` replaces `body` in C++ where it is given; `uses` names the functions called."""
+    """A pure float function. `cpp` replaces `body` in C++ where it is given; `uses` names the functions called.
+
+    Errors the comment states hold in both languages unless it says otherwise.
+    """
 
     name: str
     parameters: tuple[str, ...]
@@ -34,78 +41,154 @@ class Function:
         return head + indent(body.strip("\n"), "  ") + "\n}"
 
 
-# exp by 2^n * p(r), |r| <= ln2 / 2: Cephes' degree-5 polynomial; branch-free, so that a compiler can vectorise the loop around it.
-_EXP_CPP = """
-float n = rintf(v * 1.44269504f);
-n = n < -126.0f ? -126.0f : (n > 127.0f ? 127.0f : n);
-const float r = (v - n * 0.693359375f) + n * 2.12194440e-4f;
-float p = 1.9875691500e-4f;
-p = p * r + 1.3981999507e-3f;
-p = p * r + 8.3334519073e-3f;
-p = p * r + 4.1665795894e-2f;
-p = p * r + 1.6666665459e-1f;
-p = p * r + 5.0000001201e-1f;
-p = p * r * r + r + 1.0f;
-const int bits = ((n == n ? (int)n : 0) + 127) << 23;
-float scale;
-memcpy(&scale, &bits, sizeof scale);
-const float inside = p * scale;
-return v > 88.72283f ? INFINITY : (v < -87.33654f ? 0.0f : inside);
+# e^v = 2^n e^r. Adding 1.5 * 2^23 rounds v / ln 2 to an integer, which then stands in the sum's low bits, ready to be shifted into an exponent
+# field; ln 2 is taken off in two parts, of which n times the first is exact. e^r = 1 + r + r^2 q(r): q's fit costs 0.06 units.
+_REDUCE = """
+const float shifted = v * 1.44269504f + 12582912.0f;
+const float n = shifted - 12582912.0f;
+const float r = (v - n * 0.693359375f) + n * 2.12194440e-4f;  // |r| <= ln 2 / 2
+float q = 1.38206338e-3f;
+q = q * r + 8.36867373e-3f;
+q = q * r + 4.16682661e-2f;
+q = q * r + 1.66665211e-1f;
+q = q * r + 4.99999940e-1f;
 """
+
+_EXPONENTIAL_CPP = (
+    _REDUCE
+    + """
+const float mantissa = q * (r * r) + r + 1.0f;
+unsigned bits, exponent;
+memcpy(&bits, &mantissa, sizeof bits);
+memcpy(&exponent, &shifted, sizeof exponent);
+bits += exponent << 23;  // times 2^n
+float power;
+memcpy(&power, &bits, sizeof power);
+return v < -87.33654f ? 0.0f : (v <= 88.72283f ? power : v + INFINITY);  // v + INFINITY keeps NaN
+"""
+)
+
+_EXPONENTIAL_MINUS_1_CPP = (
+    _REDUCE
+    + """
+const float rest = q * (r * r) + r;  // e^r - 1
+unsigned exponent;
+memcpy(&exponent, &shifted, sizeof exponent);
+exponent = (exponent << 23) + 0x3F800000u;
+float power;  // 2^n
+memcpy(&power, &exponent, sizeof power);
+return v < -87.0f ? -1.0f : power * rest + (power - 1.0f);
+"""
+)
+
+# Near 0 Phi is 1/2 and an odd polynomial (its fit costs 0.04 units of 1 for |v| <= 1.25). Further out, with a = |v| / sqrt 2, the tail beyond |v|
+# is e^(-a^2) t p(t) / 2 with t = 1 / (1 + 0.4 a), p fitted to e^(a^2) erfc(a) / t (0.7 units of the tail); small tails stay relatively accurate.
+_NORMAL_DISTRIBUTION_CPP = """
+const float a = v < 0.0f ? -v : v;
+const float s = v * v;
+float c = -6.66099277e-6f;
+c = c * s + 1.10401219e-4f;
+c = c * s - 1.18283462e-3f;
+c = c * s + 9.97159630e-3f;
+c = c * s - 6.64900169e-2f;
+c = c * s + 3.98942262e-1f;
+const float near = 0.5f + v * c;
+const float t = 1.0f / (1.0f + 0.282842712f * a);
+float p = -1.16329007e-1f;
+p = p * t + 2.43774593e-1f;
+p = p * t + 8.09522532e-3f;
+p = p * t + 2.13135287e-1f;
+p = p * t + 1.98759094e-1f;
+p = p * t + 2.26695895e-1f;
+p = p * t + 2.25626826e-1f;
+const float tail = 0.5f * (p * t) * exponential(-0.5f * s);
+return a < 1.25f ? near : (v < 0.0f ? tail : 1.0f - tail);
+"""
+
+_CLAMP = "return v < lo ? lo : (v > hi ? hi : v);"
 
 FUNCTIONS: dict[str, Function] = {
     f.name: f
     for f in (
-        Function("exponential", ("v",), "return expf(v);", "e^v, error at most 3 units; results below 2^-126 may be 0.", cpp=_EXP_CPP),
+        Function(
+            "exponential", ("v",), "return expf(v);", "e^v, error at most 3 units; results below 2^-126 may be 0.", cpp=_EXPONENTIAL_CPP.replace("\n\n", "\n"),
+        ),
+        Function(
+            "exponential_minus_1", ("v",), "return expm1f(v);", "e^v - 1 for v <= 0, error at most 4 units.",
+            cpp=_EXPONENTIAL_MINUS_1_CPP.replace("\n\n", "\n"),
+        ),
+        Function(
+            "logarithm_1_plus", ("v",), "return log1pf(v);", "log(1 + v) for 0 <= v <= 1, error at most 4 units.",
+            cpp="""
+const float s = v / (v + 2.0f);  // log(1 + v) = 2 artanh(s), s <= 1/3
+const float s2 = s * s;
+float p = 1.40033767e-1f;  // artanh(s) = s + s^3 p(s^2): the fit costs 0.08 units
+p = p * s2 + 1.40015140e-1f;
+p = p * s2 + 2.00107187e-1f;
+p = p * s2 + 3.33332092e-1f;
+return 2.0f * (s + s * s2 * p);
+""",
+        ),
         Function(
             "divide", ("a", "b"), "return __fdividef(a, b);",
-            "a / b for 1 <= |b| < 2^126: the hardware's reciprocal, error at most 2 units.", cpp="return a / b;",
+            "a / b for b >= 1, error at most 3 units; 0 for b > 2^126 on a GPU, whose fast division this is.", cpp="return a / b;",
         ),
-        Function(
-            "clamp", ("v", "lo", "hi"), "return v < lo ? lo : (v > hi ? hi : v);",
-            "min(max(v, lo), hi); both comparisons are false for NaN, so NaN passes through.",
-        ),
+        Function("clamp", ("v", "lo", "hi"), _CLAMP, "min(max(v, lo), hi); both comparisons are false for NaN, so NaN goes through."),
         Function("clamp_grad", ("v", "lo", "hi"), "return v >= lo && v <= hi ? 1.0f : 0.0f;", "1 inside the bounds and on them, as PyTorch's clamp."),
-        Function("clamp_min", ("v", "lo"), "return v < lo ? lo : v;", "max(v, lo); NaN passes through."),
+        Function("clamp_min", ("v", "lo"), "return v < lo ? lo : v;", "max(v, lo); NaN goes through."),
         Function("clamp_min_grad", ("v", "lo"), "return v >= lo ? 1.0f : 0.0f;", "1 at the bound and above."),
-        Function("clamp_max", ("v", "hi"), "return v > hi ? hi : v;", "min(v, hi); NaN passes through."),
+        Function("clamp_max", ("v", "hi"), "return v > hi ? hi : v;", "min(v, hi); NaN goes through."),
         Function("clamp_max_grad", ("v", "hi"), "return v <= hi ? 1.0f : 0.0f;", "1 at the bound and below."),
-        Function("hardtanh", ("v", "lo", "hi"), "return v < lo ? lo : (v > hi ? hi : v);", "min(max(v, lo), hi); NaN passes through."),
+        Function("hardtanh", ("v", "lo", "hi"), _CLAMP, "min(max(v, lo), hi); NaN goes through."),
         Function("hardtanh_grad", ("v", "lo", "hi"), "return v > lo && v < hi ? 1.0f : 0.0f;", "1 strictly inside the bounds, as PyTorch's hardtanh."),
-        Function("relu", ("v",), "return v < 0.0f ? 0.0f : v;", "max(v, 0); NaN passes through."),
+        Function("relu", ("v",), "return v < 0.0f ? 0.0f : v;", "max(v, 0); NaN goes through."),
         Function("relu_grad", ("v",), "return v > 0.0f ? 1.0f : 0.0f;", "0 at 0, as PyTorch's relu."),
         Function("leaky_relu", ("v", "slope"), "return v > 0.0f ? v : v * slope;", "v above 0, slope * v below."),
         Function("leaky_relu_grad", ("v", "slope"), "return v > 0.0f ? 1.0f : slope;", "slope at 0, as PyTorch's leaky_relu."),
         Function(
-            "sigmoid", ("v",), "return 1.0f / (1.0f + exponential(-v));", "1 / (1 + e^-v); e^-v may be infinite, the result is then 0.",
-            uses=("exponential",),
+            "sigmoid", ("v",), "return divide(1.0f, 1.0f + exponential(-v));", "1 / (1 + e^-v), error at most 5 units; results below 2^-126 may be 0.",
+            uses=("exponential", "divide"),
         ),
-        Function("sigmoid_grad", ("v",), "const float s = sigmoid(v);\nreturn s * (1.0f - s);", "s (1 - s).", uses=("sigmoid",)),
         Function(
-            "hyperbolic_tangent", ("v",), "return tanhf(v);", "tanh(v).",
-            cpp="""
-const float a = v < 0.0f ? -v : v;
-const float e = exponential(-2.0f * a);
-const float large = (1.0f - e) / (1.0f + e);
-const float s = v * v;
-float p = -5.70498872745e-3f;
-p = p * s + 2.06390887954e-2f;
-p = p * s - 5.37397155531e-2f;
-p = p * s + 1.33314422036e-1f;
-p = p * s - 3.33332819422e-1f;
-const float small = v + v * s * p;
-return a < 0.625f ? small : (v < 0.0f ? -large : (v > 0.0f ? large : v));
+            "sigmoid_grad", ("v",),
+            """
+const float e = exponential(v < 0.0f ? v : -v);
+const float s = divide(1.0f, 1.0f + e);
+return e * s * s;
 """,
-            uses=("exponential",),
+            "sigmoid(v) sigmoid(-v) = e / (1 + e)^2 with e = e^-|v|: no cancellation.", uses=("exponential", "divide"),
         ),
         Function(
-            "hyperbolic_tangent_grad", ("v",), "const float t = hyperbolic_tangent(v);\nreturn 1.0f - t * t;", "1 - tanh(v)^2.",
-            uses=("hyperbolic_tangent",),
+            "hyperbolic_tangent", ("v",), "return tanhf(v);", "tanh(v), error at most 6 units.",
+            cpp="""
+const float m = exponential_minus_1(v < 0.0f ? 2.0f * v : -2.0f * v);
+const float t = m / (m + 2.0f);  // -tanh(|v|)
+return v > 0.0f ? -t : t;
+""",
+            uses=("exponential_minus_1",),
         ),
-        Function("silu", ("v",), "return v / (1.0f + exponential(-v));", "v * sigmoid(v).", uses=("exponential",)),
         Function(
-            "silu_grad", ("v",), "const float s = sigmoid(v);\nreturn s * (1.0f + v * (1.0f - s));", "s (1 + v (1 - s)), s = sigmoid(v).",
-            uses=("sigmoid",),
+            "hyperbolic_tangent_grad", ("v",),
+            """
+const float e = exponential(v < 0.0f ? 2.0f * v : -2.0f * v);
+const float s = divide(1.0f, 1.0f + e);
+return 4.0f * e * s * s;
+""",
+            "1 - tanh(v)^2 = 4 e / (1 + e)^2 with e = e^-2|v|: no cancellation.", uses=("exponential", "divide"),
+        ),
+        Function(
+            "silu", ("v",), "return divide(v, 1.0f + exponential(-v));", "v * sigmoid(v), error at most 5 units; results below 2^-119 may be 0.",
+            uses=("exponential", "divide"),
+        ),
+        Function(
+            "silu_grad", ("v",),
+            """
+const float e = exponential(v < 0.0f ? v : -v);
+const float large = divide(1.0f, 1.0f + e);
+const float small = e * large;
+return v < 0.0f ? small * (1.0f + v * large) : large * (1.0f + v * small);
+""",
+            "s (1 + v (1 - s)), s = sigmoid(v); s and 1 - s are 1 / (1 + e) and e / (1 + e), e = e^-|v|.", uses=("exponential", "divide"),
         ),
         Function(
             "mish", ("v",),
@@ -114,58 +197,77 @@ const float e = exponential(v > 20.0f ? 20.0f : v);
 const float n = e * (e + 2.0f);
 return v * divide(n, n + 2.0f);
 """,
-            "v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential; from v = 20 on, n / (n + 2) rounds to 1.",
+            "v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; "
+            "from v = 20 on, n / (n + 2) rounds to 1.",
             uses=("exponential", "divide"),
         ),
         Function(
             "mish_grad", ("v",),
             """
-const float e = exponential(v > 20.0f ? 20.0f : v);
+const float c = v > 20.0f ? 20.0f : v;
+const float e = exponential(c);
 const float n = e * (e + 2.0f);
-const float t = divide(n, n + 2.0f);
-return t + v * (1.0f - t * t) * divide(e, 1.0f + e);
+const float w = divide(1.0f, n + 2.0f);
+return n * w + c * (4.0f * e * w) * ((1.0f + e) * w);
 """,
-            "t + v (1 - t^2) sigmoid(v), t = tanh(log(1 + e^v)).", uses=("exponential", "divide"),
-        ),
-        Function("gelu", ("v",), "return 0.5f * v * (1.0f + erff(v * 0.707106781f));", "v times the normal distribution function at v."),
-        Function(
-            "gelu_grad", ("v",),
-            "return 0.5f * (1.0f + erff(v * 0.707106781f)) + v * 0.398942280f * exponential(-0.5f * v * v);",
-            "Phi(v) + v phi(v).", uses=("exponential",),
+            "t + v (1 - t^2) sigmoid(v) with t = tanh(log(1 + e^v)) = n / (n + 2): 1 - t^2 = 4 (1 + e^v)^2 / (n + 2)^2; 1 from v = 20 on.",
+            uses=("exponential", "divide"),
         ),
         Function(
-            "gelu_tanh", ("v",), "return 0.5f * v * (1.0f + hyperbolic_tangent(0.797884561f * (v + 0.044715f * v * v * v)));",
-            "gelu by its tanh approximation.", uses=("hyperbolic_tangent",),
+            "normal_distribution", ("v",), "return 0.5f * (1.0f + erff(v * 0.707106781f));",
+            "The normal distribution function, absolute error at most 3 units.", uses=("exponential",), cpp=_NORMAL_DISTRIBUTION_CPP,
+        ),
+        Function("gelu", ("v",), "return v * normal_distribution(v);", "v times the normal distribution function at v.", uses=("normal_distribution",)),
+        Function(
+            "gelu_grad", ("v",), "return normal_distribution(v) + v * (0.398942280f * exponential(-0.5f * v * v));",
+            "Phi(v) + v phi(v), the normal distribution's function and density.", uses=("normal_distribution", "exponential"),
+        ),
+        Function(
+            "gelu_tanh", ("v",), "return divide(v, 1.0f + exponential(v * (-1.59576912f - 0.0713548163f * v * v)));",
+            "gelu by its tanh approximation, v (1 + tanh u) / 2 = v sigmoid(2 u) with u = sqrt(2 / pi) (v + 0.044715 v^3): one exponential.",
+            uses=("exponential", "divide"),
         ),
         Function(
             "gelu_tanh_grad", ("v",),
             """
-const float t = hyperbolic_tangent(0.797884561f * (v + 0.044715f * v * v * v));
-return 0.5f * (1.0f + t) + 0.5f * v * (1.0f - t * t) * 0.797884561f * (1.0f + 0.134145f * v * v);
+const float u2 = v * (1.59576912f + 0.0713548163f * v * v);
+const float e = exponential(u2 < 0.0f ? u2 : -u2);
+const float large = divide(1.0f, 1.0f + e);
+const float small = e * large;
+return (u2 < 0.0f ? small : large) + small * large * v * (1.59576912f + 0.214064449f * v * v);
 """,
-            "Derivative of gelu_tanh.", uses=("hyperbolic_tangent",),
+            "s + v s (1 - s) (2 u)', s = sigmoid(2 u) as in gelu_tanh; s and 1 - s are 1 / (1 + e) and e / (1 + e).", uses=("exponential", "divide"),
         ),
-        Function("hardswish", ("v",), "return v * clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f;", "v relu6(v + 3) / 6.", uses=("clamp",)),
+        Function("hardswish", ("v",), "return v * (clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f);", "v relu6(v + 3) / 6.", uses=("clamp",)),
         Function(
-            "hardswish_grad", ("v",), "return v <= -3.0f ? 0.0f : (v < 3.0f ? v * 0.333333333f + 0.5f : 1.0f);",
+            "hardswish_grad", ("v",), "return v <= -3.0f ? 0.0f : (v >= 3.0f ? 1.0f : v * 0.333333333f + 0.5f);",
             "0 up to -3, 1 from 3 on, as PyTorch's hardswish.",
         ),
         Function("hardsigmoid", ("v",), "return clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f;", "relu6(v + 3) / 6.", uses=("clamp",)),
         Function("hardsigmoid_grad", ("v",), "return v > -3.0f && v < 3.0f ? 0.166666667f : 0.0f;", "1/6 strictly inside (-3, 3)."),
         Function(
-            "softplus", ("v", "beta", "threshold"), "return v * beta > threshold ? v : log1pf(exponential(v * beta)) / beta;",
-            "log(1 + e^(beta v)) / beta; v itself above the threshold.", uses=("exponential",),
+            "softplus", ("v", "beta", "threshold"),
+            """
+const float z = v * beta;
+const float log_term = logarithm_1_plus(exponential(z < 0.0f ? z : -z));
+return z > threshold ? v : ((z > 0.0f ? z : 0.0f) + log_term) / beta;
+""",
+            "log(1 + e^(beta v)) / beta, error at most 6 + |beta v| units; v itself above the threshold. log(1 + e^z) = max(z, 0) + log(1 + e^-|z|).",
+            uses=("exponential", "logarithm_1_plus"),
         ),
         Function(
             "softplus_grad", ("v", "beta", "threshold"), "return v * beta > threshold ? 1.0f : sigmoid(v * beta);",
             "sigmoid(beta v); 1 above the threshold.", uses=("sigmoid",),
         ),
-        Function("elu", ("v", "alpha"), "return v > 0.0f ? v : alpha * expm1f(v);", "v above 0, alpha (e^v - 1) below."),
         Function(
-            "elu_grad", ("v", "alpha"), "return v > 0.0f ? 1.0f : alpha * exponential(v);", "1 above 0, alpha e^v below.", uses=("exponential",),
+            "elu", ("v", "alpha"), "return v > 0.0f ? v : alpha * exponential_minus_1(v);", "v above 0, alpha (e^v - 1) below.",
+            uses=("exponential_minus_1",),
+        ),
+        Function(
+            "elu_grad", ("v", "alpha"), "return v > 0.0f ? 1.0f : alpha * exponential(v);", "1 above 0, alpha e^v below and at 0.", uses=("exponential",),
         ),
     )
-}
+}  # fmt: skip
 
 
 def closure(names: Iterable[str]) -> tuple[Function, ...]:
