@@ -1,0 +1,82 @@
+"""docs/spec.md from the operator table: `python -m codegen.spec_docs` prints it, a test compares."""
+
+from __future__ import annotations
+
+from codegen.numerics import ARITHMETICS, MATH_CHOICES, PRECISIONS
+from codegen.ops import ALIASES, OPERATORS, REQUIRED, Argument, Kind
+from codegen.targets import DEVICES, TARGETS
+
+_TYPES = {
+    "size": "integer >= 1", "count": "integer >= 0", "pair": "integer >= 1, or two of them", "count_pair": "integer >= 0, or two of them",
+    "number": "finite number", "bound": "finite number, or left out", "flag": "true or false", "shape": "list of integers >= 1",
+}  # fmt: skip
+
+_HEAD = """\
+# The spec
+
+*Written by `python -m codegen.spec_docs` from the operator table; a test keeps it current.*
+
+A spec is one YAML file: what a layer computes and for which exact shapes.
+
+```yaml
+{example}```
+
+| key | what it is |
+|--|--|
+| `name` | a Python identifier: the package under `generated/`. At a precision other than fp32 the package is `<name>_<precision>` |
+| `batch` | samples in x |
+| `precision` | {precisions} (default fp32); `PRECISION=` on the command line overrides it |
+| `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; for conv2d also `height` and `width` |
+| `args` | the constructor's arguments of `ModelNew`, in order; every one is folded into the kernels, and `ModelNew` refuses other values |
+| `chain` | the operators, in order: `linear` or `conv2d`, element-wise operators, `group_norm`, then element-wise operators and pooling |
+| `targets` | a list out of {targets}; default: every target that can serve the spec |
+| `math` | forces an arithmetic: {maths} |
+| `gemm` | `library` (torch's GEMM in front of our norm kernel) or `generated`; default: the planner's choice |
+| `prepack` | `true` lets the kernels keep a converted copy of the weights; default `false` |
+
+A value in the chain is a literal or the name of an entry in `args`. `name` is the attribute that holds an operator's parameters: `state_dict` has
+the keys of the PyTorch module, in the same order. Anchors, aliases and tags are refused; all faults of a file are reported at once, each as
+`file:line:column: what is wrong`.
+"""
+
+
+def _argument(argument: Argument) -> str:
+    kind = " or ".join(f"`{word}`" for word in argument.type) if isinstance(argument.type, tuple) else _TYPES[argument.type]
+    if argument.default is REQUIRED:
+        return f"`{argument.name}`: {kind}, required"
+    if argument.default is None:
+        return f"`{argument.name}`: {kind}, optional"
+    default = {True: "true", False: "false"}.get(argument.default) if isinstance(argument.default, bool) else argument.default
+    return f"`{argument.name}`: {kind}, default {default[0] if isinstance(default, tuple) else default}"
+
+
+def reference(example: str) -> str:
+    """The text of docs/spec.md; `example` is the YAML shown at the top."""
+    maths = "; ".join(f"{precision}: {', '.join(f'`{m}`' for m in choices)}" for precision, choices in MATH_CHOICES.items())
+    parts = [_HEAD.format(example=example, precisions=", ".join(f"`{p}`" for p in PRECISIONS), targets=", ".join(f"`{t}`" for t in TARGETS), maths=maths)]
+    for kind in Kind:
+        parts.append(f"\n## {kind.value.capitalize()} operators\n\n| operator | computes | arguments |\n|--|--|--|\n")
+        for operator in OPERATORS.values():
+            if operator.kind is kind:
+                names = [operator.name, *(alias for alias, target in ALIASES.items() if target == operator.name)]
+                name = ["`name`: identifier" + (", required" if operator.requires_name else "")] if operator.takes_name else []
+                cells = "; ".join(name + [_argument(a) for a in operator.arguments])
+                parts.append(f"| {', '.join(f'`{n}`' for n in names)} | {operator.summary.replace('|', 'or')} | {cells} |\n")
+    parts.append("\n## Arithmetics\n\n| `math` | how a GEMM multiplies | relative error at K = 8192 |\n|--|--|--|\n")
+    parts += [f"| `{a.name}` | {a.summary} | {a.error:.1e} |\n" for a in ARITHMETICS.values()]
+    parts.append("\n## Targets\n\n| target | what it is |\n|--|--|\n")
+    parts += [f"| `{t.name}` | {t.summary} |\n" for t in TARGETS.values()]
+    parts.append("\n## Device classes\n\nThe planner plans for a class of card, never for the card that happens to be present (`DEVICE=`).\n\n| class | card | targets |\n|--|--|--|\n")
+    parts += [f"| `{d.name}` | {d.summary} | {', '.join(d.targets)} |\n" for d in DEVICES.values()]
+    return "".join(parts)
+
+
+def example() -> str:
+    """The default spec's text, as the reference shows it."""
+    from codegen.spec import resolve
+
+    return resolve("specs/default.yaml")[0].read_text(encoding="utf-8")
+
+
+if __name__ == "__main__":
+    print(reference(example()), end="")
