@@ -1,7 +1,7 @@
 """Turns the sources of one target into one shared library in the cache.
 
 A build happens in a folder of its own, from copies of the sources under their bare names, so that neither the
-checkout's path nor the cache's reaches a compiler's command line and equal inputs give equal objects.
+checkout's path nor the cache's reaches a compiler's command line.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from .errors import BuildError
 from .package import Package, TargetManifest
 from .process import run_program
 from .resources import parallel_jobs
-from .toolchain import Toolchain, arch_flags, compile_command, compile_flags, link_command, toolchain
+from .toolchain import Toolchain, arch_flags, compile_command, compile_flags, inherited_flags, link_command, toolchain
 
 NINJA_FILE = "build.ninja"
 LOG_FILE = "build.log"
@@ -62,7 +62,7 @@ def plan_build(package: Package, target: TargetManifest, capability: tuple[int, 
         flags=flags,
         functions=tuple(target.functions),
         tools=tools,
-        key=build_key(sources, flags, tools.identity),
+        key=build_key(sources, flags + inherited_flags(cuda), tools.identity),
     )
 
 
@@ -128,7 +128,9 @@ def _run_ninja(build: Build, folder: Path, cache: Cache) -> None:
     jobs = parallel_jobs(len(build.units))
     argv = [build.tools.ninja.path, "-f", NINJA_FILE, "-j", str(jobs)]
     progress = _Progress(build.label)
-    finished = run_program(argv, cwd=folder, env={"NINJA_STATUS": "[%f/%t] "}, on_line=progress.show)
+    # Temporary files go into the private folder: nvcc cannot quote every path, and a killed nvcc cleans nothing up.
+    environment = {"NINJA_STATUS": "[%f/%t] ", "TMPDIR": "."}
+    finished = run_program(argv, cwd=folder, env=environment, on_line=progress.show)
     progress.end()
     if finished.status == 0:
         return

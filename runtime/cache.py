@@ -5,6 +5,7 @@
         locks/<key>.lock           held (flock) while the key is built; the kernel releases it when the holder dies
         building/<key>-XXXX/       private to one build; removed by the next build of any key when its lock is free
         failed/<name>-<target>/    the last failed build of a target, kept to be looked at
+    reports/<key>.json         what ptxas said about one source
 
 A key says everything that determines the library's bytes, and never a time or a path.
 """
@@ -85,6 +86,7 @@ class Cache:
         self.root = root
         self.entries, self.locks = root / "entries", root / "locks"
         self.building, self.failed = root / "building", root / "failed"
+        self.reports = root / "reports"
 
     def find(self, key: str, warn: bool = True) -> Path | None:
         """The library published under ``key``, or None. A damaged or foreign entry gives a warning and None."""
@@ -180,6 +182,7 @@ class Cache:
             for left in self.building.iterdir():
                 self._remove_if_dead(left)
         shutil.rmtree(self.failed, ignore_errors=True)
+        shutil.rmtree(self.reports, ignore_errors=True)
         return removed
 
     def _remove_if_dead(self, folder: Path, held: str = "") -> None:

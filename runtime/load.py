@@ -12,11 +12,10 @@ from typing import Callable
 import torch
 
 from .build import ensure_built, plan_build
+from .devices import Capability, check_driver, visible_capabilities
 from .errors import UnsupportedDeviceError
 from .launch import Program, make_program
 from .package import Package, TargetManifest
-
-Capability = tuple[int, int]
 
 _functions: dict[tuple, dict[str, Callable]] = {}  # by build key and signatures
 _locks: dict[str, threading.Lock] = {}
@@ -56,13 +55,6 @@ def load(package: Package) -> Loaded:
             if compiled_for == capability and target.runs_on(capability) and device not in programs:
                 programs[device] = make_program(package.manifest, target, resolved, device)
     return Loaded(programs, tuple(dict.fromkeys(target.name for target, _ in chosen)))
-
-
-def visible_capabilities() -> list[Capability]:
-    """The compute capability of every GPU torch sees, by device index. Initialises CUDA where there is one."""
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
 
 
 def choose_targets(
@@ -126,6 +118,8 @@ def describe_targets(package: Package) -> str:
 def load_functions(package: Package, target: TargetManifest, capability: Capability | None) -> dict[str, Callable]:
     """The launchers of a target by name, with their C signatures; built first where the cache has none."""
     build = plan_build(package, target, capability)
+    if capability is not None:
+        check_driver(build.tools.nvcc)
     memo = (build.key, *target.functions.items())
     with _lock_of(build.key):
         if memo not in _functions:

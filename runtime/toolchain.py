@@ -33,7 +33,6 @@ NVCC_WHEELS = {
 }
 NEWEST_CAPABILITY_OF_MIN_NVCC = (9, 0)
 
-# Read by nvcc itself, so they are part of the command line and of the build key.
 NVCC_ENVIRONMENT = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 
@@ -80,17 +79,19 @@ def toolchain(cuda: bool) -> Toolchain:
 
 def compile_flags(cuda: bool, flags: tuple[str, ...], arch: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Flags that turn one source into an object for a shared library; free of paths, so they can be part of a key."""
-    extra = tuple(word for name in NVCC_ENVIRONMENT for word in os.environ.get(name, "").split()) if cuda else ()
-    return flags + arch + (("-Xcompiler", "-fPIC") if cuda else ("-fPIC",)) + extra
+    return flags + arch + (("-Xcompiler", "-fPIC") if cuda else ("-fPIC",))
+
+
+def inherited_flags(cuda: bool) -> tuple[str, ...]:
+    """Flags that nvcc takes from the environment by itself: part of the key, not of the command."""
+    return tuple(os.environ.get(name, "") for name in NVCC_ENVIRONMENT) if cuda else ()
 
 
 def compile_command(tools: Toolchain, cuda: bool, flags: tuple[str, ...]) -> list[str]:
     """The command, but for ``-c source -o object``, with ``flags`` from compile_flags."""
     if not cuda:
         return [tools.gxx.path, *flags]
-    inherited = sum(len(os.environ.get(name, "").split()) for name in NVCC_ENVIRONMENT)
-    own = flags[: len(flags) - inherited]  # nvcc adds what it reads from the environment by itself
-    return [tools.nvcc.path, "-ccbin", tools.gxx.path, *own]
+    return [tools.nvcc.path, "-ccbin", tools.gxx.path, *flags]
 
 
 def link_command(tools: Toolchain, cuda: bool, flags: tuple[str, ...]) -> list[str]:
@@ -177,6 +178,19 @@ def find_ninja() -> Tool:
     tool = _probe_ninja(path, origin)
     _check_version(tool, MIN_NINJA, "pip install --upgrade ninja")
     return tool
+
+
+def find_cuobjdump() -> Tool:
+    """cuobjdump beside nvcc, else on PATH; only for looking at machine code."""
+    beside = str(Path(find_nvcc().path).parent)
+    path = shutil.which("cuobjdump", path=beside) or shutil.which("cuobjdump")
+    if path is None:
+        raise ToolchainError(
+            "cuobjdump was not found beside nvcc or on PATH; it is only needed to show machine code: "
+            "install it with the CUDA toolkit, or pip install nvidia-cuda-cuobjdump"
+        )
+    match = re.search(r"V(\d+(?:\.\d+)*)", _version_output("cuobjdump", path))
+    return Tool("cuobjdump", path, _numbers(match[1]) if match else (), "", "PATH")
 
 
 def _locate_nvcc() -> tuple[str, str]:

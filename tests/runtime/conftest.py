@@ -4,6 +4,9 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import os
+import shutil
+import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -12,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from runtime import load
 from runtime.package import Package
 
+ROOT = Path(__file__).parents[2]
 BATCH, FEATURES = 4, 8
 
 CPU_SOURCE = """
@@ -91,8 +96,14 @@ class TinyPackage:
         file.write_text(json.dumps(data))
         return self.package
 
+    def change_source(self, name: str, old: str, new: str) -> None:
+        """Replaces ``old`` in one of the sources."""
+        file = self.path / name
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+
     def model_class(self):
-        """``ModelNew``, from a module name of its own, importable for as long as the test runs."""
+        """``ModelNew``, from a module name of its own."""
         name = f"tiny_package_{next(_numbers)}"
         spec = importlib.util.spec_from_file_location(name, self.path / "model.py")
         module = importlib.util.module_from_spec(spec)
@@ -149,11 +160,61 @@ def tiny(tmp_path) -> TinyPackage:
     return write_tiny_package(tmp_path / "tiny")
 
 
+@dataclass
+class CountingCompiler:
+    """A g++ that writes down each source it compiles and first waits for as long as the file ``delay`` says."""
+
+    path: Path
+
+    @property
+    def compiled(self) -> list[str]:
+        """The ``-c`` calls so far."""
+        log = self.path.parent / "log"
+        return log.read_text().splitlines() if log.exists() else []
+
+    def set_delay(self, seconds: float) -> None:
+        (self.path.parent / "delay").write_text(str(seconds))
+
+
+@pytest.fixture
+def counting_gxx(tmp_path, monkeypatch) -> CountingCompiler:
+    """The real g++, counted; CXX names it."""
+    folder = tmp_path / "compilers"
+    folder.mkdir()
+    script = folder / "counting-g++"
+    script.write_text(
+        "#!/bin/sh\n"
+        f"folder='{folder}'\n"
+        'case " $* " in *" -c "*)\n'
+        '  echo "$*" >> "$folder/log"\n'
+        '  if [ -f "$folder/delay" ]; then sleep "$(cat "$folder/delay")"; fi;;\n'
+        "esac\n"
+        f'exec {shutil.which("g++")} "$@"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return CountingCompiler(script)
+
+
+def run_python(code: str, **environment) -> subprocess.CompletedProcess:
+    """Runs ``code`` in a fresh Python that can import the repository and this file; returns its output as text."""
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=child_environment(**environment),
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+
+
+def child_environment(**more) -> dict[str, str]:
+    """This process's environment for a child: the repository importable, nothing written beside the sources."""
+    paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", **more}
+
+
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path, monkeypatch) -> Path:
-    """An empty build cache for this test alone; the variables that steer the runtime are unset."""
-    for name in ("TARGETS", "CUDA_HOME", "CXX", "MAX_JOBS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+    """An empty build cache for this test alone, and TARGETS=cpu; no other variable steers the runtime."""
+    for name in ("CUDA_HOME", "CXX", "MAX_JOBS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(load, "_functions", {})  # what another test loaded
+    monkeypatch.setenv("TARGETS", "cpu")
     monkeypatch.setenv("CODEGEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "v1"
 

@@ -1,0 +1,166 @@
+"""``python -m runtime``: look at the machine, the cache and a package; compile ahead of time."""
+
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from . import kernel_report, toolchain
+from .build import ensure_built, plan_build
+from .cache import LIBRARY, default_cache
+from .doctor import examine
+from .errors import PackageError, RuntimeFailure
+from .package import Package
+from .process import run_program
+
+STYLES = {"ok": "green", "missing": "bold red", "optional": "yellow"}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main():
+    """Builds and inspects generated packages."""
+    warnings.showwarning = lambda message, *_: click.echo(f"warning: {message}", err=True)
+
+
+@main.command()
+def doctor():
+    """Say what was found, what is missing and what to install, and which targets run here."""
+    findings = examine()
+    table = Table("what", "state", "detail", box=None)
+    for finding in findings:
+        table.add_row(finding.what, f"[{STYLES[finding.state]}]{finding.state}[/]", finding.detail.replace("[", r"\["))
+    _console().print(table)
+    sys.exit(any(finding.state == "missing" for finding in findings))
+
+
+@main.command()
+@click.argument("package", type=click.Path(path_type=Path))
+@click.option("--targets", default="", help="Targets to build, separated by spaces or commas; all emitted ones if absent.")
+@click.option("--capability", multiple=True, metavar="X.Y",
+              help="Compile for devices of this compute capability (repeatable); else for every device of the target.")  # fmt: skip
+def build(package, targets, capability):
+    """Compile PACKAGE (a generated folder) into the cache; no GPU is needed."""
+    opened = Package(package)
+    names = targets.replace(",", " ").split() or list(opened.manifest.targets)
+    wanted = [_capability(text) for text in capability] or [None]
+    for name in names:
+        target = opened.target(name)
+        able = [None] if target.arch is None else [entry for entry in wanted if entry is None or target.runs_on(entry)]
+        for entry in able:
+            path = ensure_built(plan_build(opened, target, entry))
+            click.echo(f"{opened.manifest.name} {name}: {path}")
+
+
+@main.command()
+@click.argument("package", type=click.Path(path_type=Path))
+@click.option("--target", "targets", multiple=True, help="Only this target (repeatable).")
+@click.option("--arch", help="Architecture to compile a native target for, such as sm_86.")
+@click.option("--ptx", "form", flag_value="ptx", help="Print the PTX.")
+@click.option("--sass", "form", flag_value="sass", help="Print the machine code (needs cuobjdump).")
+@click.option("--resources", "form", flag_value="resources", default=True, help="Print registers, stack, spills (default).")
+def show(package, targets, arch, form):
+    """Compile the CUDA sources of PACKAGE (a generated folder) and print what came out."""
+    opened = Package(package)
+    chosen = [opened.target(name) for name in targets] or [t for t in opened.manifest.targets.values() if t.arch]
+    units = [(target, source) for target in chosen for source in target.sources if source.endswith(".cu")]
+    if not units:
+        raise PackageError(f"{opened.manifest.name} has no CUDA sources among the targets asked for.")
+    table = Table("target", "source", "kernel", "registers", "stack", "spills", "static shared", "double", box=None)
+    for target, source in units:
+        compiled_for = (arch or "sm_%d%d" % target.least_capability) if target.arch == "native" else target.arch
+        path = opened.path / source
+        if form == "resources":
+            report = kernel_report.compile_report(path, target.flags, compiled_for)
+            for kernel in report.kernels:
+                spills = kernel.spill_stores + kernel.spill_loads
+                numbers = (kernel.registers, kernel.stack, spills, kernel.static_shared)
+                double = "yes" if report.uses_double else "no"
+                table.add_row(target.name, source, kernel.short_name, *map(str, numbers), double)
+            for warning in report.warnings:
+                click.echo(warning, err=True)
+        else:
+            click.echo(f"// {target.name}: {source} for {compiled_for}")
+            click.echo(_device_text(path, target.flags, compiled_for, form))
+    if form == "resources":
+        _console().print(table)
+
+
+@main.group()
+def cache():
+    """Look at, check or empty the build cache."""
+
+
+@cache.command("list")
+def list_entries():
+    """List what is in the cache."""
+    store = default_cache()
+    table = Table("key", "package", "target", "size", "flags", box=None)
+    for key in store.keys():
+        try:
+            record = store.record(key)
+            size = (store.entries / key / LIBRARY).stat().st_size
+            table.add_row(key[:12], record.package, record.target, f"{size / 1e6:.1f} MB", " ".join(record.flags))
+        except (OSError, ValueError, KeyError, TypeError):
+            table.add_row(key[:12], "damaged", "", "", "")
+    click.echo(store.root)
+    _console().print(table)
+
+
+@cache.command()
+def verify():
+    """Check every entry against its digest; exit with 1 where one is damaged."""
+    store = default_cache()
+    problems = {key: store.problem_of(key) for key in store.keys()}
+    for key, problem in problems.items():
+        if problem:
+            click.echo(f"{store.entries / key} {problem}; it is built again when it is next needed.")
+    damaged = sum(problem is not None for problem in problems.values())
+    click.echo(f"{len(problems) - damaged} sound, {damaged} damaged")
+    sys.exit(damaged > 0)
+
+
+@cache.command()
+def clear():
+    """Remove all entries, reports and kept failures; running builds are left alone."""
+    store = default_cache()
+    click.echo(f"removed {store.clear()} entries from {store.root}")
+
+
+def _device_text(path: Path, flags: tuple[str, ...], arch: str, form: str) -> str:
+    if form == "sass":
+        disassembler = toolchain.find_cuobjdump()  # before compiling: it may be missing
+    made = kernel_report.device_code(path, flags, arch, "ptx" if form == "ptx" else "cubin")
+    try:
+        if form == "ptx":
+            return made.read_text()
+        return run_program([disassembler.path, "--dump-sass", made]).output
+    finally:
+        shutil.rmtree(made.parent, ignore_errors=True)
+
+
+def _capability(text: str) -> tuple[int, int]:
+    major, _, minor = text.partition(".")
+    if not (major.isdigit() and minor.isdigit()):
+        raise click.BadParameter(f"{text!r} is not a compute capability such as 8.6.")
+    return int(major), int(minor)
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
+
+
+def run() -> None:
+    """The command, with failures as sentences."""
+    try:
+        main(prog_name="python -m runtime")
+    except RuntimeFailure as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,93 @@
+"""Looks at what a build needs on this machine and says what is missing and what to install."""
+
+import os
+import platform
+from dataclasses import dataclass
+from typing import Callable
+
+import torch
+
+from .cache import default_cache
+from .devices import check_driver, driver_version, visible_capabilities
+from .errors import ToolchainError
+from .package import TargetManifest
+from .resources import free_memory, parallel_jobs, usable_cores
+from .toolchain import Tool, find_cuobjdump, find_gxx, find_ninja, find_nvcc
+
+# The targets that the generator knows, as far as a machine is concerned: name, arch, least compute capability.
+KNOWN_TARGETS = (("cpu", None, None), ("sm_80", "native", (8, 0)), ("sm_90a", "sm_90a", (9, 0)))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``state`` is ``ok``, ``missing`` (nothing can be built for what is here) or ``optional``."""
+
+    what: str
+    state: str
+    detail: str
+
+
+def examine() -> list[Finding]:
+    """Everything the doctor reports, in order."""
+    capabilities = visible_capabilities()
+    nvcc = _tool("nvcc", find_nvcc, needed=bool(capabilities))
+    findings = [
+        Finding("Python", "ok", platform.python_version()),
+        Finding("torch", "ok", f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"),
+        _tool("g++", find_gxx, needed=True),
+        _tool("ninja", find_ninja, needed=True),
+        nvcc,
+        _tool("cuobjdump", find_cuobjdump, needed=False),
+        _driver(capabilities),
+        *_gpus(capabilities),
+        _cache(),
+        Finding("parallel jobs", "ok", f"{parallel_jobs(1000)} ({usable_cores()} cores, {free_memory() / 1e9:.1f} GB free)"),
+    ]
+    compilers = {finding.what: finding.state == "ok" for finding in findings}
+    return findings + [_target(*target, capabilities, compilers) for target in KNOWN_TARGETS]
+
+
+def _tool(name: str, find: Callable[[], Tool], needed: bool) -> Finding:
+    try:
+        tool = find()
+    except ToolchainError as error:
+        return Finding(name, "missing" if needed else "optional", str(error))
+    return Finding(name, "ok", f"{tool.version_text}, {tool.path} (from {tool.origin})")
+
+
+def _driver(capabilities) -> Finding:
+    version = driver_version()
+    if version is None:
+        return Finding("driver", "optional", "no NVIDIA driver: CUDA targets can be compiled here, not run")
+    try:
+        check_driver(find_nvcc())
+    except ToolchainError as error:
+        return Finding("driver", "missing" if capabilities else "optional", str(error))
+    return Finding("driver", "ok", f"supports CUDA {version[0]}.{version[1]}")
+
+
+def _gpus(capabilities) -> list[Finding]:
+    if not capabilities:
+        return [Finding("GPU", "optional", "none visible")]
+    return [
+        Finding(f"GPU {index}", "ok", f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}")
+        for index, (major, minor) in enumerate(capabilities)
+    ]
+
+
+def _cache() -> Finding:
+    cache = default_cache()
+    named = "CODEGEN_CACHE" if os.environ.get("CODEGEN_CACHE") else "default"
+    return Finding("cache", "ok", f"{cache.root} ({named}), {len(cache.keys())} entries")
+
+
+def _target(name, arch, least, capabilities, found: dict[str, bool]) -> Finding:
+    target = TargetManifest(name, (), (), "", arch, least, (), ())
+    tools = ["g++", "ninja"] if arch is None else ["g++", "ninja", "nvcc"]
+    absent = [tool for tool in tools if not found[tool]]
+    builds = f"cannot be built ({', '.join(absent)})" if absent else "can be built"
+    if arch is None:
+        return Finding("target cpu", "missing" if absent else "ok", f"{builds}; runs here")
+    able = [f"GPU {index}" for index, capability in enumerate(capabilities) if target.runs_on(capability)]
+    runs = f"runs here on {', '.join(able)}" if able else "no visible GPU runs it"
+    return Finding(f"target {name}", "ok" if able and not absent else "optional", f"{builds}; {runs}")

@@ -1,0 +1,216 @@
+"""Building with the real compilers: at once, interrupted, failing, in awkward places."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from conftest import child_environment, run_python, write_tiny_package
+from runtime import BuildError
+from runtime.build import ensure_built, plan_build
+from runtime.cache import Cache
+
+CONSTRUCT = """
+import sys, pathlib, torch
+from conftest import TinyPackage
+model = TinyPackage(pathlib.Path(sys.argv[1])).model()
+x = torch.randn(4, 8)
+assert torch.equal(model(x), x * model.scale)
+"""
+
+
+def start_construct(tiny) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", CONSTRUCT, str(tiny.path)], env=child_environment(),
+                            start_new_session=True)  # fmt: skip
+
+
+def wait_for(condition, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_80"])
+def test_a_build_is_published_whole(tiny, private_cache, target):
+    library = ensure_built(plan_build(tiny.package, tiny.package.target(target)))
+    assert sorted(path.name for path in library.parent.iterdir()) == ["library.so", "record.json"]
+    assert list((private_cache / "building").iterdir()) == []
+
+
+def test_a_killed_build_blocks_nothing(tiny, x, counting_gxx, private_cache):
+    counting_gxx.set_delay(60)
+    process = start_construct(tiny)
+    try:
+        assert wait_for(lambda: counting_gxx.compiled, 60)
+        process.kill()  # SIGKILL, to the process alone: its compiler lives on
+        process.wait()
+        counting_gxx.set_delay(0)
+        started = time.monotonic()
+        assert tiny.model()(x).shape == x.shape
+        assert time.monotonic() - started < 20
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    assert list((private_cache / "building").iterdir()) == []
+
+
+def test_an_interrupted_build_stops_its_compilers(tiny, counting_gxx, private_cache):
+    counting_gxx.set_delay(60)
+    process = start_construct(tiny)
+    try:
+        assert wait_for(lambda: counting_gxx.compiled, 60)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) != 0
+    finally:
+        wait_for(lambda: not group_is_alive(process.pid), 10)
+        alive = group_is_alive(process.pid)
+        if alive:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not alive
+    assert list((private_cache / "building").iterdir()) == []
+
+
+def group_is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_threads_share_one_build(tiny, x, counting_gxx):
+    counting_gxx.set_delay(0.5)
+    ModelNew = tiny.model_class()
+    barrier, results = threading.Barrier(8), []
+
+    def construct():
+        barrier.wait()
+        results.append(ModelNew(8, (8,))(x).tolist())
+
+    threads = [threading.Thread(target=construct) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [(x * ModelNew(8, (8,)).scale).tolist()] * 8
+    assert len(counting_gxx.compiled) == 1
+
+
+def test_processes_share_one_build(tiny, counting_gxx):
+    counting_gxx.set_delay(2)
+    processes = [start_construct(tiny) for _ in range(5)]
+    assert [process.wait(timeout=120) for process in processes] == [0] * 5
+    assert len(counting_gxx.compiled) == 1
+
+
+def test_a_second_process_compiles_nothing(tiny, counting_gxx):
+    tiny.model()
+    assert start_construct(tiny).wait(timeout=60) == 0
+    assert len(counting_gxx.compiled) == 1
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_80"])
+def test_awkward_paths(tmp_path, monkeypatch, target):
+    folder = tmp_path / "a b, c's $HOME arch=sm_90 ünï"
+    tiny = write_tiny_package(folder / "package")
+    monkeypatch.setenv("CODEGEN_CACHE", str(folder / "cache dir"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    assert ensure_built(plan_build(tiny.package, tiny.package.target(target))).is_relative_to(folder)
+
+
+def test_nothing_is_written_to_the_package(tiny, x):
+    before = {path: path.stat().st_mtime_ns for path in tiny.path.rglob("*")}
+    tiny.path.chmod(0o555)
+    code = f"import sys; sys.argv = ['', {str(tiny.path)!r}]\n{CONSTRUCT}"
+    done = run_python(code)
+    tiny.path.chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    assert {path: path.stat().st_mtime_ns for path in tiny.path.rglob("*")} == before
+
+
+def test_no_gpu_builds_for_the_cpu_and_compiles_cuda(tiny):
+    code = """
+        import pathlib, torch
+        from conftest import TinyPackage
+        tiny = TinyPackage(pathlib.Path(%r))
+        print(tiny.model())
+    """
+    for targets, built in (("", "built=cpu"), ("sm_80", "built=sm_80"), ("cpu, sm_80", "built=sm_80, cpu")):
+        done = run_python(code % str(tiny.path), CUDA_VISIBLE_DEVICES="", TARGETS=targets)
+        assert done.returncode == 0 and built in done.stdout, done.stderr
+
+
+def test_a_gxx_error_shows_the_lines_around_it(tiny, private_cache):
+    good = (tiny.path / "cpu.cpp").read_text()
+    tiny.change_source("cpu.cpp", "out[row * 8 + column] =", "out[row * 8 + colum] =")
+    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    with pytest.raises(BuildError) as caught:
+        ensure_built(build)
+    text = str(caught.value)
+    number = 1 + (tiny.path / "cpu.cpp").read_text()[: (tiny.path / "cpu.cpp").read_text().index("colum]")].count("\n")
+    assert f"tiny for cpu did not build: cpu.cpp, line {number}: " in text
+    lines = text.splitlines()
+    shown = next(index for index, line in enumerate(lines) if line.startswith(f"> {number} |"))
+    assert lines[shown + 1].index("^") == lines[shown].index("colum]")
+    assert f"  {number - 5:2} | " in lines[shown - 5] and str(number + 5) not in text.split("|")[0]
+    assert (caught.value.kept / "cpu.cpp").exists() and (caught.value.kept / "build.log").exists()
+    assert str(caught.value.kept) in text
+    assert not (private_cache / "entries").exists()
+    assert list((private_cache / "building").iterdir()) == []
+    (tiny.path / "cpu.cpp").write_text(good)
+    assert ensure_built(plan_build(tiny.package, tiny.package.target("cpu"))).exists()
+
+
+def test_an_nvcc_error_shows_the_lines_around_it(tiny):
+    tiny.change_source("scale_sm80.cu", "x[i] * scale[threadIdx.x]", "x[i] * scal[threadIdx.x]")
+    with pytest.raises(BuildError) as caught:
+        ensure_built(plan_build(tiny.package, tiny.package.target("sm_80")))
+    lines = str(caught.value).splitlines()
+    assert 'identifier "scal" is undefined' in lines[0]
+    shown = next(index for index, line in enumerate(lines) if line.startswith(">"))
+    assert lines[shown + 1].index("^") == lines[shown].index("scal[")
+
+
+def test_a_link_error_is_shown(tiny):
+    tiny.change_source("cpu.cpp", "extern", "int missing_function();\nstatic int used = missing_function();\nextern")
+    with pytest.raises(BuildError, match="undefined reference to `missing_function"):
+        ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+
+
+def test_a_library_that_lacks_a_function_is_not_published(tiny, private_cache):
+    tiny.change_source("cpu.cpp", "scale_launch", "scale_other")
+    with pytest.raises(BuildError, match="has no function scale_launch"):
+        ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+    assert not (private_cache / "entries").exists()
+
+
+def test_a_library_that_cannot_be_loaded_is_not_published(tiny, private_cache):
+    tiny.edit(lambda data: data["targets"]["cpu"]["flags"].append("-Dscale_launch=other"))
+    with pytest.raises(BuildError, match="no function"):
+        ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+    assert not (private_cache / "entries").exists()
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tiny, monkeypatch, private_cache):
+    def full(self, *args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "library.so")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Cache, "publish", full)
+        with pytest.raises(BuildError, match="No space left on device.*free some space"):
+            ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+    assert list((private_cache / "building").iterdir()) == []
+    assert ensure_built(plan_build(tiny.package, tiny.package.target("cpu"))).exists()
+
+
+def test_a_killed_compiler_gives_a_hint(tiny, tmp_path, monkeypatch, counting_gxx):
+    counting_gxx.path.write_text(counting_gxx.path.read_text().replace('echo "$*" >>', 'kill -9 $$; echo >>'))
+    with pytest.raises(BuildError, match="Hint: a compiler was killed.*MAX_JOBS=1"):
+        ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
