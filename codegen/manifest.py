@@ -65,13 +65,14 @@ def manifest_text(package: Package, files: dict[str, str]) -> str:
 
 def _target(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
     target = plan.target
+    arch = {"arch": target.arch} if target.language == "cuda" else {}
     sources = list(dict.fromkeys(kernel.file(target) for kernel in plan.kernels))
     return {
         "sources": sources,
         "flags": list(target.flags),
         "source_key": source_key({name: files[name] for name in sources}, target.flags, target.name),
         "min_capability": list(target.min_capability),
-        "arch": target.arch,
+        **arch,
         "device_class": plan.device.name,
         "buffers": {buffer.name: _buffer(buffer) for buffer in plan.buffers},
         "steps": [_step(step, plan) for step in plan.steps],

@@ -54,7 +54,7 @@ def render_kernel(plan: Plan, kernel: Kernel) -> str:
 
 def render_template(name: str, **context: Any) -> str:
     """A template that is no kernel (model.py, standalone.py)."""
-    return _tidy(_ENVIRONMENT.get_template(name).render(**context))
+    return _tidy(_ENVIRONMENT.get_template(name).render(**context), blank_lines=2)
 
 
 def render(package: Package) -> dict[str, str]:
@@ -74,12 +74,12 @@ def render(package: Package) -> dict[str, str]:
     return files
 
 
-def _tidy(text: str) -> str:
-    """No trailing blanks, at most one blank line in a row, one newline at the end."""
+def _tidy(text: str, blank_lines: int = 1) -> str:
+    """No trailing blanks, at most `blank_lines` empty lines in a row, one newline at the end."""
     lines: list[str] = []
     for line in text.splitlines():
         line = line.rstrip()
-        if line or (lines and lines[-1]):
+        if line or any(lines[-blank_lines:]):
             lines.append(line)
     return "\n".join(lines).strip("\n") + "\n"
 
