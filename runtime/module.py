@@ -5,6 +5,7 @@ from typing import Any, Sequence
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from .errors import ArgumentError, CallError, GradientError, UnsupportedDeviceError
 from .launch import dtype_named
@@ -50,13 +51,15 @@ class GeneratedModule(nn.Module):
         Any strides are accepted (other than contiguous ones cost a copy). Raises CallError for a wrong shape, dtype or
         device of ``x`` or a parameter, UnsupportedDeviceError where nothing was built for the device.
         """
-        if type(x) not in _PLAIN or x.shape != self._shape or x.dtype is not self._dtype:
-            x = self._accept(x)
+        if type(x) not in _PLAIN or x.shape != self._shape or x.dtype is not self._dtype or x.layout is not torch.strided:
+            self._refuse(x)
         device = x.device
         program = self._loaded.programs.get(device)
         if program is None:
             raise self._no_program(x)
         parameters = self._collect(device)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(self._package.manifest.name, [x, *parameters])
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters)):
             return _GradientNotGenerated.apply(program, self._package.manifest.name, x, *parameters)
         return program(_usable(x), [p if _is_usable(p) else _usable(p) for p in parameters])
@@ -96,21 +99,19 @@ class GeneratedModule(nn.Module):
             collected.append(parameter)
         return collected
 
-    def _accept(self, x: Any) -> torch.Tensor:
-        """``x`` where it is a subclass that is a plain tensor underneath; else raises what is wrong with it."""
-        manifest = self._package.manifest
+    def _refuse(self, x: Any) -> None:
+        """Raises what is wrong with ``x``; returns where it is only a subclass over plain memory."""
+        manifest, expected = self._package.manifest, _expected(self._package.manifest, self._places())
         if not isinstance(x, torch.Tensor):
-            raise CallError(f"{_expected(manifest, self._places())}, got {type(x).__name__}; pass a torch.Tensor.")
+            raise CallError(f"{expected}, got {type(x).__name__}; pass a torch.Tensor.")
         if x.layout is not torch.strided:
-            raise CallError(f"{_expected(manifest, self._places())}, got layout {x.layout}; pass x.to_dense().")
+            raise CallError(f"{expected}, got layout {x.layout}; pass x.to_dense().")
         if x.shape != self._shape or x.dtype is not self._dtype:
             raise CallError(_wrong_input(manifest, x, self._places()))
         if type(x).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
             raise CallError(
-                f"{_expected(manifest, self._places())}, got a {type(x).__name__}, whose memory the kernels cannot read; "
-                "pass a plain torch.Tensor."
+                f"{expected}, got a {type(x).__name__}, whose memory the kernels cannot read; pass a plain torch.Tensor."
             )
-        return x
 
     def _places(self) -> str:
         kinds = dict.fromkeys(device.type for device in self._loaded.programs)
@@ -163,6 +164,12 @@ class _GradientNotGenerated(torch.autograd.Function):
             f"gradients are not generated yet for {ctx.name}; call the model under torch.no_grad() or "
             "torch.inference_mode(), and train with the reference module."
         )
+
+
+def _refuse_tangents(name: str, tensors: list[torch.Tensor]) -> None:
+    """Forward-mode derivatives go on under no_grad, so they need a refusal of their own."""
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise GradientError(f"forward-mode derivatives are not generated for {name}; use the reference module for them.")
 
 
 def _is_usable(tensor: torch.Tensor) -> bool:

@@ -10,14 +10,15 @@ import time
 
 import pytest
 
-from conftest import child_environment, run_python, write_tiny_package
 from runtime import BuildError
 from runtime.build import ensure_built, plan_build
 from runtime.cache import Cache
 
+from .tiny_package import child_environment, run_python, write_tiny_package
+
 CONSTRUCT = """
 import sys, pathlib, torch
-from conftest import TinyPackage
+from tests.runtime.tiny_package import TinyPackage
 model = TinyPackage(pathlib.Path(sys.argv[1])).model()
 x = torch.randn(4, 8)
 assert torch.equal(model(x), x * model.scale)
@@ -138,7 +139,7 @@ def test_nothing_is_written_to_the_package(tiny, x):
 def test_no_gpu_builds_for_the_cpu_and_compiles_cuda(tiny):
     code = """
         import pathlib, torch
-        from conftest import TinyPackage
+        from tests.runtime.tiny_package import TinyPackage
         tiny = TinyPackage(pathlib.Path(%r))
         print(tiny.model())
     """
