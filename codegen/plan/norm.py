@@ -1,10 +1,13 @@
-"""GroupNorm and what follows it, as kernels behind a GEMM or a convolution."""
+"""GroupNorm and what follows it, as kernels behind a GEMM or a convolution: the types at the boundary and the choice among the kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from codegen.ops import Kind
 from codegen.plan.model import Buffer, Launch
+from codegen.spec import Spec
+from codegen.targets import DeviceClass, Target
 
 
 @dataclass(frozen=True)
@@ -27,3 +30,43 @@ class NormPlan:
     steps: tuple[Launch, ...]
     buffers: tuple[Buffer, ...]
     why: tuple[str, ...]
+
+
+def plan_norm(
+    spec: Spec, target: Target, device: DeviceClass, *, source: str, apply_before: bool, producer_bias: str | None, statistics: TileStatistics | None,
+) -> NormPlan:  # fmt: skip
+    """Kernels from the producer's result to y.
+
+    `source` is the buffer with the producer's result, (batch, channels, spatial...) contiguous in the storage type; "y" means in place.
+    `apply_before`: apply the operators between the producer and the norm too, after adding `producer_bias` (a state_dict key), if given, to
+    each channel. `statistics`: what the producer left, instead of computing it. Parameters must start at multiples of 16 bytes.
+    Raises PlanError for a chain that no kernel here covers, ValueError for statistics whose tiles do not divide the groups.
+    """
+    from codegen.plan import norm_flat, norm_pool
+    from codegen.plan.routes import PlanError
+
+    pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
+    if len(pools) > 1:
+        raise PlanError(f"{len(pools)} max_pool2d operators follow the norm, and the {target.name} target fuses one; split the chain into two modules")
+    if pools and source == "y":
+        raise PlanError("a pooled result cannot be written over the producer's; give the producer a buffer of its own")
+    if pools:
+        kernel, reason = norm_pool.plan_pool(spec, target, source, apply_before, producer_bias)
+        return NormPlan((Launch(kernel),), (), (reason,))
+    if statistics is not None:
+        group_width = spec.group_size
+        if group_width % statistics.tile_n or statistics.tiles * statistics.tile_n != spec.channels * spec.spatial:
+            raise ValueError(f"statistics of {statistics.tiles} tiles of {statistics.tile_n} do not divide groups of {group_width}")
+        pieces = group_width // statistics.tile_n
+        kernel = norm_flat.apply_kernel(spec, source, apply_before, producer_bias, statistics.buffer, pieces, statistics.tile_n)
+        return NormPlan((Launch(kernel),), (), (f"the GEMM's statistics of {pieces} tile{'s' if pieces > 1 else ''} of a group are merged, not computed anew",))
+    how = norm_flat.residency(spec.group_size, norm_flat.access_width(spec), spec.precision.itemsize)
+    if how is not None:
+        kernel = norm_flat.resident_kernel(spec, how, source, apply_before, producer_bias)
+        return NormPlan((Launch(kernel),), (), (f"a group's {spec.group_size} values stay in the registers of {how.lanes} threads: one read, one write",))
+    if spec.batch * spec.num_groups < device.sms:
+        steps, buffer = norm_flat.plan_split(spec, device, source, apply_before, producer_bias)
+        reason = f"{spec.batch * spec.num_groups} groups of {spec.group_size} values leave SMs idle, so several blocks share a group: statistics first"
+        return NormPlan(steps, (buffer,), (reason,))
+    kernel = norm_flat.stream_kernel(spec, source, apply_before, producer_bias)
+    return NormPlan((Launch(kernel),), (), (f"a group's {spec.group_size} values exceed a block's registers: two reads, the second from the L2 cache",))

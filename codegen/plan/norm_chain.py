@@ -1,0 +1,167 @@
+"""What norm kernels do to one value: the chain's operators as C functions of a value and of its channel's parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from codegen.chain import Apply, Constant, applies, c_identifier, unique_constants
+from codegen.numerics import float_literal
+from codegen.plan.model import Kernel
+from codegen.spec import Spec, Step
+
+VECTOR_BYTES = 16  # the widest access of a thread
+REGISTERS_PER_SM = 65536
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A parameter tensor: `pointer` is its C name, `value` the C name of one channel's value."""
+
+    key: str
+    pointer: str
+    value: str
+    per_channel: bool = True
+
+
+@dataclass(frozen=True)
+class ValueFunction:
+    """`float <name>(float v, <arguments>, <the operands' values>)`: `lines` are its C statements on v."""
+
+    name: str
+    comment: str
+    lines: tuple[str, ...]
+    operands: tuple[Operand, ...]
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormKernel(Kernel):
+    """What all norm kernels share.
+
+    `entry` is the CUDA kernel's name; `input` and `output` the C names of its tensors, the same one in place; `operands` its parameter
+    tensors in the launcher's order; `width` the values of one access, and `io_widths` all widths for which load and store are needed;
+    `channel_mode` says how a vector of values meets its parameters: "vector" (one channel each), "uniform" (one channel for all) or
+    "element" (found value by value). `groups` counts the groups of all samples, `min_blocks` the blocks that must fit on an SM.
+    """
+
+    entry: str
+    input: str
+    output: str
+    operands: tuple[Operand, ...]
+    applied: tuple[Apply, ...]
+    prepare: ValueFunction | None
+    finish: ValueFunction | None
+    width: int
+    io_widths: tuple[int, ...]
+    channel_mode: str
+    groups: int
+    min_blocks: int
+
+    @property
+    def in_place(self) -> bool:
+        return self.input == self.output
+
+
+def vector_width(spec: Spec, *lengths: int) -> int:
+    """Values of the widest access that every one of `lengths` is a multiple of."""
+    return math.gcd(VECTOR_BYTES // spec.precision.itemsize, *lengths)
+
+
+def channel_mode(spatial: int, width: int) -> str:
+    return "vector" if spatial == 1 else "uniform" if spatial % width == 0 else "element"
+
+
+def norm_operands(spec: Spec) -> tuple[Operand, ...]:
+    """gamma and beta, or nothing where the norm is not affine."""
+    keys = [spec.norm.key(parameter) for parameter in spec.norm.parameters]
+    return tuple(Operand(key, f"p_{name}", f"c_{name}") for key, name in zip(keys, ("gamma", "beta"), strict=False))
+
+
+def operand_of(item: Apply) -> Operand:
+    """The parameter that an applied operator takes."""
+    return Operand(item.parameter, f"p_{item.pointer}", f"c_{item.pointer}", item.per_channel)
+
+
+def _statements(items: Sequence[Apply]) -> tuple[str, ...]:
+    return tuple(f"v = {item.apply('v', operand_of(item).value if item.parameter else None)};  // {item.comment}" for item in items)
+
+
+def _operands(items: Sequence[Apply]) -> tuple[Operand, ...]:
+    return tuple(operand_of(item) for item in items if item.parameter)
+
+
+def prepare_function(spec: Spec, apply_before: bool, producer_bias: str | None) -> ValueFunction | None:
+    """From the producer's value to the norm's input; None where they are the same."""
+    items = applies(spec, spec.before_norm) if apply_before else ()
+    bias = Operand(producer_bias, f"p_{c_identifier(producer_bias)}", f"c_{c_identifier(producer_bias)}") if producer_bias else None
+    lines = ((f"v = v + {bias.value};  // {spec.producer.operator.name}'s bias",) if bias else ()) + _statements(items)
+    operands = ((bias,) if bias else ()) + _operands(items)
+    return ValueFunction("prepare_value", "From the producer's value to the norm's input.", lines, operands) if lines else None
+
+
+def normalise_lines(spec: Spec) -> tuple[str, ...]:
+    affine = ("v = fmaf(v, c_gamma, c_beta);",) if norm_operands(spec) else ()
+    return ("v = (v - mean) * rstd;", *affine)
+
+
+def finish_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction:
+    """The norm, of a value and a mean that are both relative to the group's shift, and the element-wise `steps` after it."""
+    items = applies(spec, steps)
+    return ValueFunction(name, comment, normalise_lines(spec) + _statements(items), norm_operands(spec) + _operands(items), ("mean", "rstd"))
+
+
+def follow_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction | None:
+    """The element-wise `steps` alone; None where there are none."""
+    items = applies(spec, steps)
+    return ValueFunction(name, comment, _statements(items), _operands(items)) if items else None
+
+
+def chain_items(spec: Spec, apply_before: bool) -> tuple[Apply, ...]:
+    """Every element-wise operator that the kernel applies."""
+    return applies(spec, (*(spec.before_norm if apply_before else ()), *spec.after_norm))
+
+
+def unique_operands(*functions: ValueFunction | None) -> tuple[Operand, ...]:
+    """The operands of all functions in order, each once."""
+    return tuple({operand.key: operand for function in functions if function for operand in function.operands}.values())
+
+
+def shape_constants(spec: Spec) -> list[Constant]:
+    """The group's shape, with derivations."""
+    spatial = "" if spec.spatial == 1 else " x ".join(str(size) for size in spec.norm.input_shape[2:])
+    listed = [
+        Constant("kNumGroups", str(spec.num_groups), "groups of a sample"),
+        Constant("kGroupChannels", str(spec.group_channels), f"{spec.channels} channels / kNumGroups"),
+    ]
+    if spatial:
+        listed.append(Constant("kPlane", str(spec.spatial), f"{spatial} positions of a channel"))
+        listed.append(Constant("kGroupSize", str(spec.group_size), "kGroupChannels x kPlane: one contiguous span"))
+    else:
+        listed.append(Constant("kGroupSize", str(spec.group_size), "values of a group: one contiguous span"))
+    return listed
+
+
+def norm_constants(spec: Spec, items: Sequence[Apply]) -> list[Constant]:
+    return [
+        Constant("kEps", float_literal(spec.norm.values["eps"]), "group_norm's eps, added to the variance", "float"),
+        *unique_constants(items),
+    ]
+
+
+def register_limit(threads: int, min_blocks: int) -> int:
+    """Registers a thread may use so that `min_blocks` blocks fit on an SM."""
+    return min(255, REGISTERS_PER_SM // (threads * min_blocks) // 8 * 8)
+
+
+def tensor_names(source: str) -> tuple[str, str]:
+    """C names of the input and the output tensor: one name in place."""
+    return ("values", "values") if source == "y" else ("input", "output")
+
+
+def launch_arguments(source: str, operands: Sequence[Operand]) -> tuple[str, ...]:
+    """The launcher's pointers: the input, the parameters, the output (once, first, in place)."""
+    keys = tuple(operand.key for operand in operands)
+    return ("y", *keys) if source == "y" else (source, *keys, "y")
+

@@ -1,0 +1,274 @@
+"""GroupNorm without pooling: which threads hold which values.
+
+A group of a sample is one contiguous span. Behind a GEMM that left statistics the kernel only applies them; otherwise, by the span's length:
+
+    warp    a few lanes hold a group in registers
+    block   a block holds a group in registers
+    stream  a block reads a group twice, the second time from the L2 cache
+    split   few, long groups: many blocks share one, first for the statistics, then to apply them
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from codegen.chain import Constant, applies
+from codegen.plan.model import Buffer, Launch
+from codegen.plan.norm_chain import (
+    NormKernel,
+    chain_items,
+    channel_mode,
+    finish_function,
+    launch_arguments,
+    norm_constants,
+    prepare_function,
+    register_limit,
+    shape_constants,
+    tensor_names,
+    unique_operands,
+    vector_width,
+)
+from codegen.spec import Spec
+from codegen.targets import DeviceClass, Target
+
+WARP_BLOCK = 256  # threads of a block whose groups take no more than a warp
+MAX_VALUES = 32  # values that a thread holds: with 1024 threads 64 registers are left for each
+CHUNK_VALUES = 16  # values that a thread has in flight where it streams
+STREAM_THREADS = 1024
+SERIAL_PIECES = 8  # up to this many pieces' statistics are merged by every thread for itself
+SPLIT_BLOCKS = 8  # blocks on an SM that split groups should give work to
+
+
+@dataclass(frozen=True)
+class Residency:
+    """`lanes` threads hold a group, `vectors` accesses of `width` values each; `ragged`: the last access is partly beyond the group."""
+
+    lanes: int
+    vectors: int
+    width: int
+    group_vectors: int
+
+    @property
+    def ragged(self) -> bool:
+        return self.lanes * self.vectors != self.group_vectors
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatKernel(NormKernel):
+    """A kernel over flat spans. `vectors` accesses a thread has in flight; `ragged`: some lie beyond the group; `partial_block`: so do groups."""
+
+    vectors: int
+    ragged: bool
+    partial_block: bool = False
+    cooperative: bool = False
+    equal_pieces: bool = True
+
+    @property
+    def uses_channels(self) -> bool:
+        return bool(self.operands)
+
+    @property
+    def reads_single_values(self) -> bool:
+        """Does an access or a parameter take one value at a time?"""
+        return self.width == 1 or any(self.channel_mode != "vector" or not operand.per_channel for operand in self.operands)
+
+
+def residency(group_size: int, width: int, itemsize: int) -> Residency | None:
+    """The cheapest way to hold a group in registers, or None if none can.
+
+    The cost weighs what was seen to matter: lanes that do nothing, segments shorter than the 128-byte line, too few accesses in flight to
+    hide the memory's latency, registers, and the barriers that a block needs where lanes of a warp do not.
+    """
+    group_vectors = group_size // width
+    best: tuple[float, Residency] | None = None
+    for lanes in (1, 2, 4, 8, 16, *range(32, 1025, 32)):
+        vectors = -(-group_vectors // lanes)
+        if vectors * width > MAX_VALUES:
+            continue
+        cost = lanes * vectors / group_vectors
+        cost += 0.15 * max(0.0, math.log2(128 / (min(lanes, 32) * width * itemsize)))
+        cost += 0.10 * abs(math.log2(vectors * width / CHUNK_VALUES))
+        cost += 0.30 if lanes > 32 else 0.0
+        if best is None or cost < best[0] - 1e-9:
+            best = (cost, Residency(lanes, vectors, width, group_vectors))
+    return best[1] if best else None
+
+
+def access_width(spec: Spec) -> int:
+    """Values of one access: all of one channel where that leaves accesses of at least 8 bytes."""
+    width = vector_width(spec, spec.group_size)
+    uniform = vector_width(spec, spec.group_size, spec.spatial)
+    return uniform if spec.spatial > 1 and uniform * spec.precision.itemsize >= 8 else width
+
+
+def _shared(spec: Spec, source: str, apply_before: bool, producer_bias: str | None, width: int) -> dict:
+    prepare = prepare_function(spec, apply_before, producer_bias)
+    finish = finish_function(spec, spec.after_norm, "finish_value", "The norm and what follows it; v and mean are relative to the group's shift.")
+    operands = unique_operands(prepare, finish)
+    names = tensor_names(source)
+    return dict(
+        input=names[0], output=names[1], operands=operands, applied=chain_items(spec, apply_before), prepare=prepare, finish=finish, width=width,
+        io_widths=(width,), channel_mode=channel_mode(spec.spatial, width), groups=spec.batch * spec.num_groups,
+        arguments=launch_arguments(source, operands),
+    )  # fmt: skip
+
+
+def _access_constants(spec: Spec, width: int, counted: bool = True) -> list[Constant]:
+    """`counted`: the kernel compares with the number of accesses in a group."""
+    listed = [Constant("kWidth", str(width), f"values of one access: {width * spec.precision.itemsize} bytes")]
+    return listed + [Constant("kGroupVectors", str(spec.group_size // width), "kGroupSize / kWidth")] if counted else listed
+
+
+def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool, producer_bias: str | None) -> FlatKernel:
+    """A group per `how.lanes` threads, read once and written once."""
+    groups = spec.batch * spec.num_groups
+    shared = _shared(spec, source, apply_before, producer_bias, how.width)
+    warp = how.lanes <= 32
+    threads = WARP_BLOCK if warp else how.lanes
+    per_block = threads // how.lanes
+    blocks = -(-groups // per_block)
+    min_blocks = max(1, 65536 // (64 * threads)) if how.vectors * how.width > CHUNK_VALUES else max(1, min(2048, 65536 // 48) // threads)
+    layout = [Constant("kVectors", str(how.vectors), "accesses of a thread")]
+    if warp:
+        layout += [
+            Constant("kLanes", str(how.lanes), "threads of a group"),
+            Constant("kThreads", str(threads), "threads of a block"),
+            Constant("kGroupsPerBlock", str(per_block), "kThreads / kLanes"),
+        ]
+        if blocks * per_block != groups:
+            layout.append(Constant("kGroups", str(groups), f"{spec.batch} samples x kNumGroups"))
+        layout.append(Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups / kGroupsPerBlock" + _rounded(blocks * per_block != groups)))
+    else:
+        layout += [
+            Constant("kThreads", str(threads), "threads of a block, which holds a group"),
+            Constant("kWarps", str(threads // 32), "kThreads / 32"),
+            Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups"),
+        ]
+    layout.append(Constant("kMinBlocks", str(min_blocks), "blocks that fit on an SM"))
+    holder = f"{how.lanes} lane{'s' if how.lanes > 1 else ''}" if warp else "a block"
+    return FlatKernel(
+        name="group_norm", template=f"norm/group_norm_{'warp' if warp else 'block'}.cu.j2", entry="group_norm",
+        constants=(*shape_constants(spec), *_access_constants(spec, how.width, how.ragged), *layout, *norm_constants(spec, shared["applied"])),
+        summary=f"GroupNorm and what follows; {holder} hold{'s' if not warp or how.lanes == 1 else ''} a group of {spec.group_size} values",
+        threads=threads, blocks=blocks, min_blocks=min_blocks, max_registers=register_limit(threads, min_blocks), vectors=how.vectors,
+        ragged=how.ragged, partial_block=warp and blocks * per_block != groups, smem_bytes=0 if warp else 2 * threads // 32 * 4, **shared,
+    )  # fmt: skip
+
+
+def _rounded(up: bool) -> str:
+    return ", rounded up" if up else ""
+
+
+def stream_kernel(spec: Spec, source: str, apply_before: bool, producer_bias: str | None) -> FlatKernel:
+    """A block per group, which it reads twice."""
+    width = access_width(spec)
+    shared = _shared(spec, source, apply_before, producer_bias, width)
+    threads, vectors = STREAM_THREADS, CHUNK_VALUES // width
+    group_vectors, chunk = spec.group_size // width, threads * vectors
+    layout = [
+        Constant("kVectors", str(vectors), "accesses that a thread has in flight"),
+        Constant("kThreads", str(threads), "threads of a block, which takes a group"),
+        Constant("kWarps", str(threads // 32), "kThreads / 32"),
+        Constant("kChunk", str(chunk), "kThreads x kVectors: accesses of a block in flight"),
+        Constant("kLastChunk", str((group_vectors - 1) // chunk * chunk), "where the group's last chunk starts"),
+        Constant("kBlocks", str(shared["groups"]), f"{spec.batch} samples x kNumGroups"),
+        Constant("kMinBlocks", "1", "blocks that must fit on an SM"),
+    ]
+    return FlatKernel(
+        name="group_norm", template="norm/group_norm_stream.cu.j2", entry="group_norm",
+        constants=(*shape_constants(spec), *_access_constants(spec, width), *layout, *norm_constants(spec, shared["applied"])),
+        summary=f"GroupNorm and what follows; a block reads a group of {spec.group_size} values twice", threads=threads, blocks=shared["groups"],
+        min_blocks=1, max_registers=register_limit(threads, 1), vectors=vectors, ragged=group_vectors % chunk != 0, smem_bytes=threads // 32 * 12,
+        **shared,
+    )  # fmt: skip
+
+
+def split_pieces(spec: Spec, device: DeviceClass, width: int) -> tuple[int, int]:
+    """(pieces of a group, accesses of a piece) that give every SM work; a piece is a whole number of a block's chunks."""
+    chunk = WARP_BLOCK * (CHUNK_VALUES // width)
+    group_vectors = spec.group_size // width
+    wanted = -(-device.sms * SPLIT_BLOCKS // (spec.batch * spec.num_groups))
+    chunks = -(-group_vectors // chunk)
+    piece = -(-chunks // min(wanted, chunks)) * chunk
+    return -(-group_vectors // piece), piece
+
+
+def statistics_kernel(spec: Spec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None, buffer: str) -> FlatKernel:
+    """Statistics alone: `kPieces` blocks share a group and leave a pair each in `buffer`."""
+    width = access_width(spec)
+    pieces, piece_vectors = split_pieces(spec, device, width)
+    shared = _shared(spec, source, apply_before, producer_bias, width)
+    operands = unique_operands(shared["prepare"])
+    shared |= dict(operands=operands, arguments=(source, *(o.key for o in operands), buffer), input="input", output="statistics")
+    shared |= dict(applied=applies(spec, spec.before_norm) if apply_before else (), finish=None)
+    threads, vectors = WARP_BLOCK, CHUNK_VALUES // width
+    blocks = shared["groups"] * pieces
+    layout = [
+        Constant("kVectors", str(vectors), "accesses that a thread has in flight"),
+        Constant("kThreads", str(threads), "threads of a block"),
+        Constant("kWarps", str(threads // 32), "kThreads / 32"),
+        Constant("kChunk", str(threads * vectors), "kThreads x kVectors: accesses of a block in flight"),
+        Constant("kPieceVectors", str(piece_vectors), "accesses of a piece, which a block takes"),
+        Constant("kPieces", str(pieces), "kGroupVectors / kPieceVectors, rounded up"),
+        Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups x kPieces"),
+        Constant("kMinBlocks", "4", "blocks that fit on an SM"),
+    ]
+    group_vectors = spec.group_size // width
+    return FlatKernel(
+        name="group_norm_statistics", template="norm/group_norm_statistics.cu.j2", entry="group_norm_statistics",
+        constants=(*shape_constants(spec), *_access_constants(spec, width), *layout, *norm_constants(spec, shared["applied"])[1:]),
+        summary=f"statistics of GroupNorm; {pieces} blocks share a group of {spec.group_size} values", threads=threads, blocks=blocks, min_blocks=4,
+        max_registers=register_limit(threads, 4), vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, smem_bytes=threads // 32 * 12,
+        **shared,
+    )  # fmt: skip
+
+
+def apply_kernel(
+    spec: Spec, source: str, apply_before: bool, producer_bias: str | None, buffer: str, pieces: int, piece_size: int,
+) -> FlatKernel:  # fmt: skip
+    """The norm and what follows, with statistics of `pieces` pieces of `piece_size` values a group (the last may be shorter) in `buffer`."""
+    width = access_width(spec)
+    shared = _shared(spec, source, apply_before, producer_bias, width)
+    group_vectors, groups = spec.group_size // width, shared["groups"]
+    cooperative = pieces > SERIAL_PIECES
+    vectors = max(1, min(CHUNK_VALUES // width, -(-group_vectors // 32) if cooperative else group_vectors))
+    lanes = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128, WARP_BLOCK) if n * vectors >= group_vectors or n == WARP_BLOCK)
+    if cooperative:
+        lanes = max(lanes, 32)
+    tiles = -(-group_vectors // (lanes * vectors))
+    per_block = WARP_BLOCK // lanes
+    blocks = -(-groups * tiles // per_block)
+    partial = blocks * per_block != groups * tiles
+    shared["arguments"] += (buffer,)
+    layout = [
+        Constant("kPieces", str(pieces), "pieces of a group whose statistics are there"),
+        Constant("kPieceSize", str(piece_size), "values of a piece"),
+        Constant("kVectors", str(vectors), "accesses of a thread"),
+        Constant("kLanes", str(lanes), "threads of a tile"),
+        Constant("kTileVectors", str(lanes * vectors), "kLanes x kVectors"),
+        Constant("kTiles", str(tiles), "tiles of a group: kGroupSize / kWidth / kTileVectors" + _rounded(tiles * lanes * vectors != group_vectors)),
+        Constant("kThreads", str(WARP_BLOCK), "threads of a block"),
+        Constant("kTilesPerBlock", str(per_block), "kThreads / kLanes"),
+        *([Constant("kGroups", str(groups), f"{spec.batch} samples x kNumGroups")] if partial else []),
+        Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups x kTiles / kTilesPerBlock" + _rounded(partial)),
+        Constant("kMinBlocks", "5", "blocks that fit on an SM"),
+    ]
+    ragged = tiles * lanes * vectors != group_vectors
+    return FlatKernel(
+        name="group_norm", template="norm/group_norm_apply.cu.j2", entry="group_norm",
+        constants=(*shape_constants(spec), *_access_constants(spec, width, ragged), *layout, *norm_constants(spec, shared["applied"])),
+        summary=f"GroupNorm and what follows, with statistics of {pieces} piece{'s' if pieces > 1 else ''} of a group merged", threads=WARP_BLOCK,
+        blocks=blocks, min_blocks=5, max_registers=register_limit(WARP_BLOCK, 5), vectors=vectors, ragged=ragged,
+        partial_block=partial, cooperative=cooperative, equal_pieces=pieces * piece_size == spec.group_size, **shared,
+    )  # fmt: skip
+
+
+def plan_split(spec: Spec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None) -> tuple[tuple[Launch, ...], Buffer]:
+    """Statistics by many blocks a group, then a kernel that applies them; the buffer between the two."""
+    width = access_width(spec)
+    pieces, piece_vectors = split_pieces(spec, device, width)
+    buffer = Buffer("norm_statistics", bytes=8 * spec.batch * spec.num_groups * pieces)
+    first = statistics_kernel(spec, device, source, apply_before, producer_bias, buffer.name)
+    second = apply_kernel(spec, source, apply_before, producer_bias, buffer.name, pieces, piece_vectors * width)
+    return (Launch(first), Launch(second)), buffer
