@@ -1,0 +1,100 @@
+"""Planning the sm_80 GEMM: its arithmetic, its tile, and whether the chain finishes in its epilogue."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from codegen.numerics import ARITHMETICS, Arithmetic
+from codegen.plan.gemm_kernels import SCALES, STATISTICS, gemm_kernel, row_scale_kernel
+from codegen.plan.gemm_tiles import Choice, choose_tile
+from codegen.plan.model import Buffer, Launch
+from codegen.plan.norm import TileStatistics
+from codegen.spec import Spec
+from codegen.targets import DeviceClass, Target
+
+HELD_BY_NORM = 8192  # values of a group that the norm kernel keeps in registers; wider groups get statistics from here
+
+# What the planner weighs against each other where the spec forces nothing. A split of bf16 parts is not fp32-grade, so it has to be asked for.
+CANDIDATES = {"fp32": ("fp16x3", "tf32x3", "ffma"), "tf32": ("tf32",), "fp16": ("fp16",), "bf16": ("bf16",)}
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """The launches up to the norm and what they leave behind.
+
+    `finished`: "y" holds the chain's result; otherwise it holds the values before the norm, in the spec's storage type, and where
+    `statistics` is set each row's and tile's (mean, M2) lie in its buffer. `why` holds the reasons, one sentence each.
+    """
+
+    steps: tuple[Launch, ...]
+    buffers: tuple[Buffer, ...]
+    finished: bool
+    statistics: TileStatistics | None
+    why: tuple[str, ...]
+
+
+def choose_arithmetic(spec: Spec, device: DeviceClass) -> Arithmetic:
+    """The spec's own `math`, else the fastest arithmetic that keeps the precision's promise on the device."""
+    if spec.math is not None:
+        return ARITHMETICS[spec.math]
+    names = CANDIDATES[spec.precision.name]
+    return min((ARITHMETICS[name] for name in names), key=lambda arithmetic: _total_ms(spec, device, arithmetic))
+
+
+def gemm_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
+    """Estimated milliseconds of the GEMM's launches, without a norm kernel that may follow."""
+    choice = choose_tile(spec, device, arithmetic)
+    return choice.ms - (0.0 if choice.finished else _tail_ms(spec, device)) + device.launch_us / 1e3 + _scale_ms(spec, device, arithmetic)
+
+
+def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arithmetic) -> GemmPlan:
+    """The GEMM of a chain that starts with a linear, with all that its epilogue can take of the chain."""
+    choice = choose_tile(spec, device, arithmetic)
+    tile = choice.tile
+    statistics = None
+    if not choice.finished and spec.group_channels > HELD_BY_NORM and spec.group_channels % tile.n == 0:
+        statistics = TileStatistics(tile.n, spec.channels // tile.n, STATISTICS)
+    why = _why(spec, device, arithmetic, choice)
+    kernel = gemm_kernel(spec, arithmetic, choice, statistics is not None, notes=why)
+    steps, buffers = [Launch(kernel)], []
+    if kernel.scaled:
+        steps.insert(0, Launch(row_scale_kernel(spec)))
+        buffers.append(Buffer(SCALES, (spec.batch + spec.channels,), "float32"))
+    if statistics is not None:
+        buffers.append(Buffer(STATISTICS, (spec.batch, statistics.tiles, 2), "float32"))
+    return GemmPlan(tuple(steps), tuple(buffers), choice.finished, statistics, why)
+
+
+def _tail_ms(spec: Spec, device: DeviceClass) -> float:
+    return 2 * spec.batch * spec.channels * spec.precision.itemsize / (device.hbm * 1e6) + device.launch_us / 1e3
+
+
+def _scale_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
+    """The kernel that finds fp16x3's scales reads x and W once."""
+    if arithmetic.name != "fp16x3":
+        return 0.0
+    return (spec.batch + spec.channels) * spec.input_shape[1] * 4 / (device.hbm * 0.9e6) + device.launch_us / 1e3
+
+
+def _total_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
+    return choose_tile(spec, device, arithmetic).ms + _scale_ms(spec, device, arithmetic)
+
+
+def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Choice) -> tuple[str, ...]:
+    tile = choice.tile
+    forced = "asked for" if spec.math else f"the fastest here for {device.name} at {spec.precision.name}"
+    blocks = math.ceil(spec.batch / tile.m) * math.ceil(spec.channels / choice.columns)
+    reasons = [
+        f"{arithmetic.name}, {arithmetic.summary}: {forced}",
+        f"tiles of {tile.m}x{tile.n}: {blocks} blocks on {device.sms} SMs, {choice.ms:.3f} ms estimated",
+    ]
+    if choice.finished:
+        waste = "" if choice.columns == tile.n else f" ({choice.columns} of {tile.n} columns kept, so that no group is cut)"
+        reasons.append(f"groups of {spec.group_channels} channels lie within a tile, so the whole chain ends in this kernel{waste}")
+    else:
+        reasons.append(f"groups of {spec.group_channels} channels span several tiles, so the norm kernel follows")
+    return tuple(reasons)
+
+
+__all__ = ["GemmPlan", "choose_arithmetic", "gemm_ms", "plan_gemm"]

@@ -1,0 +1,324 @@
+"""The sm_80 GEMM's kernels as data: everything that templates/gemm/*.cu.j2 read."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from dataclasses import dataclass, replace
+
+from codegen.chain import Apply, Constant, applies, c_identifier, parameter_keys, unique_constants
+from codegen.numerics import Arithmetic, float_literal
+from codegen.plan.gemm_tiles import WARP, Choice, Tile
+from codegen.plan.model import Kernel
+from codegen.spec import Spec
+
+RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
+FFMA_PARTIAL_K = 256  # K of one partial sum: error below that of one chain of K additions
+SCALES = "row_scales"
+STATISTICS = "tile_statistics"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A launcher's argument: C type, C name, and whether the kernel writes it."""
+
+    c_type: str
+    name: str
+    written: bool = False
+
+    def declaration(self, restrict: bool = False) -> str:
+        const = "" if self.written else "const "
+        return f"{const}{self.c_type}* {'__restrict__ ' if restrict else ''}{self.name}"
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """How staged sums become results: a team of `team` lanes takes `span` neighbouring columns of one row, `vector` at a time.
+
+    `span` is the norm's group width where the chain finishes here, else the tile's width. `items` (row, span) pairs are staged at once.
+    """
+
+    span: int
+    spans: int
+    vector: int
+    team: int
+    vectors_per_lane: int
+    round_rows: int
+    items: int
+    teams: int
+    pitch: int
+
+    @property
+    def ragged_lanes(self) -> bool:
+        return self.span // self.vector != self.team * self.vectors_per_lane
+
+    @property
+    def items_per_team(self) -> int:
+        return math.ceil(self.items / self.teams)
+
+    @property
+    def ragged_items(self) -> bool:
+        return self.items % self.teams != 0
+
+
+@dataclass(frozen=True)
+class GemmKernel(Kernel):
+    """One GEMM with its epilogue. `copy_bytes` is the widest copy that every row of x and W allows; the `ragged_*` flags say whether a
+    tile can reach beyond the operands' rows or K."""
+
+    pointers: tuple[Pointer, ...] = ()
+    tile: Tile | None = None
+    arithmetic: Arithmetic | None = None
+    storage: str = "float"
+    copy_bytes: int = 16
+    ragged_m: bool = False
+    ragged_n: bool = False
+    ragged_k: bool = False
+    ragged_outputs: bool = False
+    raster_remainder: bool = False
+    finished: bool = False
+    statistics: bool = False
+    bias: str | None = None
+    weight: str = ""
+    gamma: str | None = None
+    beta: str | None = None
+    before: tuple[Apply, ...] = ()
+    after: tuple[Apply, ...] = ()
+    epilogue: Epilogue | None = None
+
+    @property
+    def ragged(self) -> bool:
+        return self.ragged_m or self.ragged_n or self.ragged_k
+
+    @property
+    def scaled(self) -> bool:
+        return self.arithmetic.name == "fp16x3"
+
+    @property
+    def declarations(self) -> tuple[str, ...]:
+        return tuple(p.declaration() for p in self.pointers)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.pointers)
+
+    @property
+    def tail_pointers(self) -> tuple[Pointer, ...]:
+        """What the epilogue reads and writes: all but the operands and their scales."""
+        return tuple(p for p in self.pointers if p.name not in ("x", self.weight, SCALES))
+
+    @property
+    def uses_to_float(self) -> bool:
+        """Whether the epilogue reads single values of the storage type."""
+        one_element = any(item.parameter and not item.per_channel for item in self.before + self.after)
+        by_value = self.epilogue.vector == 1 and self.loads_channels
+        return one_element or by_value or (self.statistics and self.storage != "float")
+
+    @property
+    def loads_channels(self) -> bool:
+        """Whether the epilogue reads per-channel parameters."""
+        return bool(self.bias or self.gamma or any(item.per_channel for item in self.before + self.after))
+
+    def wrap(self, pointers: tuple[Pointer, ...], indent: int) -> str:
+        """Parameter declarations on lines of at most 140 characters, `indent` blanks in."""
+        text = ", ".join(p.declaration(restrict=True).replace(" ", "\0") for p in pointers)
+        return textwrap.fill(text, 140, initial_indent=" " * indent, subsequent_indent=" " * indent, break_long_words=False).replace("\0", " ")
+
+    def guard_copy(self, rows: int) -> bool:
+        """Whether the block's threads outnumber the 16-byte pieces of `rows` rows of a panel."""
+        return self.tile.copy_rows > rows
+
+
+@dataclass(frozen=True)
+class RowScaleKernel(Kernel):
+    """Power-of-two scales of the rows of x and W. `held`: each thread keeps its part of the row in registers between the two readings."""
+
+    pointers: tuple[Pointer, ...] = ()
+    vector: int = 4
+    held: bool = True
+    ragged: bool = False
+    weight: str = ""
+
+    @property
+    def declarations(self) -> tuple[str, ...]:
+        return tuple(p.declaration() for p in self.pointers)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.pointers)
+
+
+def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
+    """The GEMM of `spec` with the chosen tile; `statistics`: leave (mean, M2) of every row and tile behind."""
+    tile, precision = choice.tile, spec.precision
+    k = spec.input_shape[1]
+    before = applies(spec, spec.before_norm)
+    after = applies(spec, spec.after_norm) if choice.finished else ()
+    keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters}
+    norm = {p.suffix: spec.norm.key(p) for p in spec.norm.parameters} if choice.finished else {}
+    named = [keys["weight"], keys.get("bias"), *parameter_keys(before), norm.get("weight"), norm.get("bias"), *parameter_keys(after)]
+    parameters = tuple(dict.fromkeys(key for key in named if key))
+    scaled = arithmetic.name == "fp16x3"
+    arguments = ("x", *parameters, *((SCALES,) if scaled else ()), *((STATISTICS,) if statistics else ()), "y")
+    types = {SCALES: "float", STATISTICS: "float2"}
+    pointers = tuple(Pointer(types.get(a, precision.c_type), c_identifier(a), a in ("y", STATISTICS)) for a in arguments)
+    stages_per_chunk, stage_count = _stage_counts(arithmetic, tile, k, precision.itemsize)
+    padded_k = stage_count * tile.stage_k(precision.itemsize)
+    tiles_m, tiles_n = math.ceil(spec.batch / tile.m), math.ceil(spec.channels / choice.columns)
+    raster = min(RASTER_ROWS, tiles_m)
+    epilogue = _epilogue(spec, tile, choice, pad=4 if arithmetic.name == "ffma" else 8)
+    kernel = GemmKernel(
+        name="gemm", template=f"gemm/{_template(arithmetic)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic),
+        smem_bytes=max(tile.smem_bytes, epilogue.round_rows * epilogue.pitch * 4 * tile.warps_k), max_registers=tile.max_registers,
+        threads=tile.threads, blocks=tiles_m * tiles_n, pointers=pointers, tile=tile, arithmetic=arithmetic, storage=precision.c_type,
+        copy_bytes=math.gcd(16, k * precision.itemsize), ragged_m=spec.batch % tile.m != 0,
+        ragged_n=(tiles_n - 1) * choice.columns + tile.n > spec.channels, ragged_k=padded_k != k,
+        ragged_outputs=tiles_n * choice.columns != spec.channels, raster_remainder=tiles_m % raster != 0,
+        finished=choice.finished, statistics=statistics, bias=_pointer(keys.get("bias")), weight=c_identifier(keys["weight"]),
+        gamma=_pointer(norm.get("weight")), beta=_pointer(norm.get("bias")), before=before, after=after, epilogue=epilogue, notes=notes,
+    )  # fmt: skip
+    constants = _shape_constants(spec, choice) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)
+    constants += _epilogue_constants(spec, kernel) + unique_constants(before + after)
+    return replace(kernel, constants=constants)
+
+
+def row_scale_kernel(spec: Spec) -> RowScaleKernel:
+    """The kernel that finds the scales of every row of x, then of W."""
+    k = spec.input_shape[1]
+    rows = spec.batch + spec.channels
+    vector = math.gcd(4, k)
+    vectors = k // vector
+    threads = next((t for t in (64, 128, 256, 512) if math.ceil(vectors / t) * vector <= 32), 1024)
+    per_thread = math.ceil(vectors / threads)
+    weight = spec.producer.key(spec.producer.parameters[0])
+    pointers = (Pointer("float", "x"), Pointer("float", c_identifier(weight)), Pointer("float", SCALES, True))
+    constants = (
+        Constant("kBatch", str(spec.batch), "rows of x"),
+        Constant("kInFeatures", str(k), "values in a row of x or W"),
+        Constant("kBlocks", str(rows), "batch + out_features: one block for each row of x, then of W"),
+        Constant("kThreads", str(threads), "each block"),
+        Constant("kVector", str(vector), "values in one load: the most that in_features allows, 16 bytes at most"),
+        Constant("kVectors", str(vectors), "in_features / vector"),
+        Constant("kSmallLimit", str(max(4, k // 1024)), "in_features / 1024, at least 4: more values too small to split and the row is given up"),
+    )
+    held = per_thread * vector <= 32
+    if held:
+        constants += (Constant("kVectorsPerThread", "(kVectors + kThreads - 1) / kThreads", str(per_thread)),)
+    return RowScaleKernel(
+        name="row_scale", template="gemm/row_scale.cu.j2", arguments=("x", weight, SCALES), constants=constants,
+        summary="a power of two for each row of x and W that brings its largest value to [2^14, 2^15); NaN where fp16 parts cannot hold the row",
+        max_registers=min(255, 65536 // threads), threads=threads, blocks=rows, pointers=pointers, vector=vector, held=held,
+        ragged=vectors % threads != 0, weight=c_identifier(weight),
+    )  # fmt: skip
+
+
+def _pointer(key: str | None) -> str | None:
+    return c_identifier(key) if key else None
+
+
+def _template(arithmetic: Arithmetic) -> str:
+    return "ffma" if arithmetic.name == "ffma" else "mma_split" if arithmetic.parts == 2 else "mma"
+
+
+def _summary(choice: Choice, arithmetic: Arithmetic) -> str:
+    rest = "the whole chain in its epilogue" if choice.finished else "bias and the operators before the norm in its epilogue"
+    return f"x W^T by {arithmetic.summary}, {rest}"
+
+
+def _stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> tuple[int, int]:
+    """(stages in one partial sum, stages in all). Split products run whole partial sums, so their stage count is rounded up to them."""
+    stages = math.ceil(k / tile.stage_k(itemsize))
+    if arithmetic.name == "ffma":
+        return max(1, FFMA_PARTIAL_K // tile.panel_k(itemsize)), stages
+    if not arithmetic.promote:
+        return stages, stages
+    chunk = min(stages, max(1, arithmetic.promote // tile.panel_k(itemsize)))
+    return chunk, math.ceil(stages / chunk) * chunk
+
+
+def _epilogue(spec: Spec, tile: Tile, choice: Choice, pad: int) -> Epilogue:
+    span = spec.group_channels if choice.finished else tile.n
+    vector = math.gcd(math.gcd(span, spec.channels), 16 // spec.precision.itemsize)
+    slices = span // vector
+    team = min(WARP, 1 << (slices - 1).bit_length())
+    spans = choice.columns // span
+    pitch = tile.n + pad
+    rows = tile.warp_m
+    while rows < tile.m and 2 * rows * pitch * 4 * tile.warps_k <= tile.smem_bytes:
+        rows *= 2
+    return Epilogue(span, spans, vector, team, math.ceil(slices / team), rows, rows * spans, tile.threads // team, pitch)
+
+
+def _shape_constants(spec: Spec, choice: Choice) -> tuple[Constant, ...]:
+    shape = (
+        Constant("kBatch", str(spec.batch), "rows of x and y"),
+        Constant("kInFeatures", str(spec.input_shape[1]), "K: values in a row of x or W"),
+        Constant("kOutFeatures", str(spec.channels), "rows of W, columns of y"),
+    )
+    if not choice.finished:
+        return shape
+    width = spec.group_channels
+    return shape + (
+        Constant("kGroupWidth", str(width), f"out_features / num_groups = {spec.channels} / {spec.num_groups}"),
+        Constant("kEps", float_literal(spec.norm.values["eps"]), "added to the variance, inside the root", "float"),
+    )
+
+
+def _tile_constants(
+    spec: Spec, kernel: GemmKernel, choice: Choice, tiles_m: int, tiles_n: int, raster: int, stage_count: int, stages_per_chunk: int
+) -> tuple[Constant, ...]:  # fmt: skip
+    tile, itemsize = kernel.tile, spec.precision.itemsize
+    ffma = kernel.arithmetic.name == "ffma"
+    kept = "" if choice.columns == tile.n else f", of which the first {choice.columns} are kept: whole groups"
+    constants = [
+        Constant("kTileM", str(tile.m), "rows of x in a block's tile"),
+        Constant("kTileN", str(tile.n), "rows of W in a block's tile" + kept),
+        Constant("kTileColumns", str(choice.columns), "columns of y that a block writes"),
+        Constant("kTilesM", "(kBatch + kTileM - 1) / kTileM", f"batch / tile_m, rounded up: {tiles_m}"),
+        Constant("kTilesN", "(kOutFeatures + kTileColumns - 1) / kTileColumns", f"out_features / tile_columns, rounded up: {tiles_n}"),
+        Constant("kRaster", str(raster), "tiles of x that pass by one tile of W before the next"),
+        Constant("kWarpsM", str(tile.warps_m), "warps along the tile's rows"),
+        Constant("kWarpsN", str(tile.warps_n), "warps along the tile's columns"),
+        Constant("kWarpsK", str(tile.warps_k), "layers of warps, each with its own part of K"),
+        Constant("kThreads", str(tile.threads), "32 * warps_m * warps_n * warps_k"),
+        Constant("kBlocksPerSm", str(tile.blocks_per_sm), f"leaves {tile.max_registers} registers a thread"),
+        Constant("kWarpM", str(tile.warp_m), "tile_m / warps_m: rows of a warp's part"),
+        Constant("kWarpN", str(tile.warp_n), "tile_n / warps_n: columns of a warp's part"),
+        Constant("kRowsPerThread", str(tile.warp_m // 8), "warp_m / 8 lanes") if ffma else Constant("kBlocksM", str(tile.warp_m // 16), "warp_m / 16: multiplies along the rows"),
+        Constant("kColumnsPerThread", str(tile.warp_n // 4), "warp_n / 4 lanes") if ffma else Constant("kBlocksN", str(tile.warp_n // 8), "warp_n / 8: multiplies along the columns"),
+        Constant("kRowBytes", str(tile.row_bytes), "one row of a panel in shared memory"),
+        Constant("kPanelK", str(tile.panel_k(itemsize)), f"row_bytes / {itemsize}: values of K in a panel"),
+        Constant("kStageK", str(tile.stage_k(itemsize)), "panel_k * warps_k: values of K in a stage, one panel for each layer of warps"),
+        Constant("kStages", str(tile.stages), "stages in flight"),
+        Constant("kStageCount", str(stage_count), "in_features / stage_k, rounded up" + (" to whole partial sums" if kernel.arithmetic.parts == 2 else "")),
+        Constant("kCopyRows", str(tile.copy_rows), "rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes"),
+        Constant("kStageBytes", str(tile.stage_bytes), "(tile_m + tile_n) * row_bytes * warps_k"),
+        Constant("kSharedBytes", str(kernel.smem_bytes), "stages * stage_bytes, reused by the epilogue"),
+        Constant("kBlocks", "kTilesM * kTilesN", str(kernel.blocks)),
+    ]  # fmt: skip
+    if ffma or kernel.arithmetic.parts == 2:
+        constants.append(Constant("kStagesPerSum", str(stages_per_chunk), f"K = {stages_per_chunk * tile.panel_k(itemsize)} in one partial sum of a warp"))
+    return tuple(constants)
+
+
+def _epilogue_constants(spec: Spec, kernel: GemmKernel) -> tuple[Constant, ...]:
+    e, tile = kernel.epilogue, kernel.tile
+    what = "kGroupWidth" if kernel.finished else "kTileN"
+    up = " + kTeams - 1" if e.ragged_items else ""
+    constants = [
+        Constant("kSpan", what, "neighbouring columns that a team of lanes takes together"),
+        Constant("kSpans", "kTileColumns / kSpan", str(e.spans)),
+        Constant("kVector", str(e.vector), "values in one access: the most that span and out_features allow, 16 bytes at most"),
+        Constant("kTeam", str(e.team), "lanes in a team"),
+        Constant("kTeams", "kThreads / kTeam", str(e.teams)),
+        Constant("kVectorsPerLane", "(kSpan / kVector + kTeam - 1) / kTeam", str(e.vectors_per_lane)),
+        Constant("kRoundRows", str(e.round_rows), "rows staged at once: what fits into the stages' memory"),
+        Constant("kItemsPerTeam", f"(kRoundRows * kSpans{up}) / kTeams" if up else "kRoundRows * kSpans / kTeams", str(e.items_per_team)),
+        Constant("kPitch", str(e.pitch), f"tile_n + {e.pitch - tile.n}: a staged row in floats, so that a warp's stores meet no bank twice"),
+    ]
+    if e.round_rows != tile.m:
+        constants.append(Constant("kRounds", "kTileM / kRoundRows", str(tile.m // e.round_rows)))
+    if kernel.finished or kernel.statistics:
+        constants.append(Constant("kInverseSpan", "1.0f / kSpan", "for the mean and the variance", "float"))
+    return tuple(constants)
+

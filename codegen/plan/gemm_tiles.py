@@ -1,0 +1,175 @@
+"""Tiles of the sm_80 GEMM as data, and the cost model that chooses among them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from codegen.numerics import Arithmetic
+from codegen.spec import Spec
+from codegen.targets import DeviceClass
+
+WARP = 32
+STEP_CYCLES = 600  # one turn of the pipeline with an idle multiplier: a barrier, shared memory, dependent multiplies
+FILL_CYCLES = 2500  # launch to first multiply, and the epilogue behind the last
+CLOCK_GHZ = 1.4  # under load
+L2_BYTES_PER_CLOCK = 40  # L2 to one SM; arXiv 2501.12084 measures 30 to 47 with every SM reading
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One block's share of the product: m rows of x times n rows of W.
+
+    The block's warps form a grid of `warps_m` x `warps_n`, `warps_k` deep: each layer takes its own part of every stage's K, and the
+    layers' sums are added in the epilogue. A stage holds `warps_k` panels of `row_bytes` of K per row. `share` is the part of the
+    multiplier's rate that the main loop reaches when the device is full of such blocks.
+    """
+
+    m: int
+    n: int
+    warps_m: int
+    warps_n: int
+    warps_k: int
+    row_bytes: int
+    stages: int
+    blocks_per_sm: int
+    share: float
+
+    @property
+    def threads(self) -> int:
+        return WARP * self.warps_m * self.warps_n * self.warps_k
+
+    @property
+    def warp_m(self) -> int:
+        return self.m // self.warps_m
+
+    @property
+    def warp_n(self) -> int:
+        return self.n // self.warps_n
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.m + self.n) * self.row_bytes * self.warps_k
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.stage_bytes * self.stages
+
+    @property
+    def copy_rows(self) -> int:
+        """Rows that the block's threads copy at once, 16 bytes each."""
+        return self.threads * 16 // self.row_bytes
+
+    @property
+    def max_registers(self) -> int:
+        return min(255, 65536 // (self.threads * self.blocks_per_sm) // 8 * 8)
+
+    def panel_k(self, itemsize: int) -> int:
+        """Values of K in one row of a panel."""
+        return self.row_bytes // itemsize
+
+    def stage_k(self, itemsize: int) -> int:
+        return self.panel_k(itemsize) * self.warps_k
+
+
+# One product: sums live in the accumulators alone, so a warp can own 64x64.
+SINGLE = (
+    Tile(128, 256, 2, 4, 1, 64, 4, 1, 0.88),
+    Tile(256, 128, 4, 2, 1, 64, 4, 1, 0.88),
+    Tile(128, 128, 2, 2, 1, 64, 3, 2, 0.84),
+    Tile(128, 64, 2, 2, 1, 64, 4, 2, 0.70),
+    Tile(64, 128, 2, 2, 1, 64, 4, 2, 0.70),
+    Tile(64, 64, 2, 2, 1, 128, 3, 2, 0.55),
+    Tile(32, 128, 1, 4, 1, 128, 4, 1, 0.45),
+    Tile(32, 64, 1, 2, 2, 128, 4, 1, 0.40),
+    Tile(32, 32, 1, 1, 4, 128, 3, 1, 0.30),
+    Tile(16, 256, 1, 4, 1, 64, 4, 1, 0.30),
+    Tile(16, 128, 1, 2, 2, 128, 2, 1, 0.30),
+    Tile(16, 64, 1, 2, 4, 128, 2, 1, 0.25),
+    Tile(16, 32, 1, 1, 4, 128, 4, 1, 0.20),
+)
+
+# Three products of operands split in registers: a second set of sums for the promotion leaves a warp 64x32.
+SPLIT = (
+    Tile(128, 128, 2, 4, 1, 128, 3, 1, 0.75),
+    Tile(256, 64, 4, 2, 1, 64, 4, 1, 0.70),
+    Tile(64, 256, 1, 8, 1, 64, 4, 1, 0.70),
+    Tile(128, 64, 2, 2, 1, 64, 4, 2, 0.65),
+    Tile(64, 128, 1, 4, 1, 64, 4, 2, 0.65),
+    Tile(64, 64, 2, 2, 1, 128, 3, 2, 0.55),
+    Tile(32, 128, 1, 4, 1, 128, 4, 1, 0.45),
+    Tile(32, 64, 1, 2, 2, 128, 4, 1, 0.40),
+    Tile(32, 32, 1, 1, 4, 128, 3, 1, 0.35),
+    Tile(16, 256, 1, 8, 1, 64, 4, 1, 0.30),
+    Tile(16, 128, 1, 4, 2, 128, 2, 1, 0.30),
+    Tile(16, 64, 1, 2, 4, 128, 2, 1, 0.30),
+    Tile(16, 32, 1, 1, 4, 128, 4, 1, 0.25),
+)
+
+# Fused multiply-adds: 8x8 sums a thread, and as many again for the partial sums.
+FFMA = (
+    Tile(128, 128, 2, 4, 1, 64, 4, 1, 0.78),
+    Tile(64, 256, 1, 8, 1, 64, 4, 1, 0.72),
+    Tile(128, 64, 2, 2, 1, 64, 4, 2, 0.75),
+    Tile(64, 64, 1, 2, 1, 64, 4, 4, 0.72),
+    Tile(32, 128, 1, 4, 1, 128, 4, 1, 0.50),
+    Tile(32, 64, 1, 2, 2, 128, 4, 1, 0.45),
+    Tile(32, 32, 1, 1, 4, 128, 3, 1, 0.40),
+    Tile(16, 256, 1, 8, 1, 64, 4, 1, 0.30),
+    Tile(16, 128, 1, 4, 2, 128, 2, 1, 0.30),
+    Tile(16, 64, 1, 2, 4, 128, 2, 1, 0.30),
+    Tile(16, 32, 1, 1, 4, 128, 4, 1, 0.25),
+)
+
+
+def tiles_for(arithmetic: Arithmetic) -> tuple[Tile, ...]:
+    return FFMA if arithmetic.name == "ffma" else SPLIT if arithmetic.parts == 2 else SINGLE
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A tile for a spec: whole groups of the norm fit into `columns` of its n columns, or `columns` is n and a norm kernel follows."""
+
+    tile: Tile
+    columns: int
+    finished: bool
+    ms: float
+
+
+def multiplier_rate(arithmetic: Arithmetic, device: DeviceClass) -> float:
+    """TFLOP/s that the arithmetic's instruction reaches on the device."""
+    if arithmetic.operand == "fp32":
+        return device.fp32
+    return (device.tf32 if arithmetic.operand == "tf32" else device.fp16) * device.mma_share
+
+
+def tile_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, columns: int) -> float:
+    """Estimated milliseconds of the GEMM alone: the slowest of multiplier, L2, memory and the pipeline's own latency."""
+    m, n, k = spec.batch, spec.channels, spec.input_shape[1]
+    itemsize = spec.precision.itemsize
+    blocks = math.ceil(m / tile.m) * math.ceil(n / columns)
+    per_sm = math.ceil(blocks / device.sms)
+    resident = max(1, min(tile.blocks_per_sm, device.smem_per_sm // (tile.smem_bytes + 1024)))
+    rounds = math.ceil(blocks / (device.sms * resident))
+    stages = math.ceil(k / tile.stage_k(itemsize))
+    flop = 2.0 * tile.m * tile.n * stages * tile.stage_k(itemsize) * len(arithmetic.products)
+    multiply = per_sm * flop / (multiplier_rate(arithmetic, device) / device.sms * tile.share * 1e9)
+    level2 = per_sm * (tile.m + tile.n) * k * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
+    memory = (m * k + n * k + m * n) * itemsize / (device.hbm * 1e6)
+    latency = rounds * (stages * STEP_CYCLES + FILL_CYCLES) / (CLOCK_GHZ * 1e6)
+    return max(multiply, level2, memory, latency)
+
+
+def choose_tile(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> Choice:
+    """The tile with the least estimated time, the norm kernel's included where the tile cannot hold whole groups."""
+    width = spec.group_channels
+    tail_bytes = 2 * spec.batch * spec.channels * spec.precision.itemsize
+    tail = tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3
+    choices = []
+    for tile in tiles_for(arithmetic):
+        fits = width <= tile.n
+        columns = tile.n // width * width if fits else tile.n
+        choices.append(Choice(tile, columns, fits, tile_ms(spec, device, arithmetic, tile, columns) + (0.0 if fits else tail)))
+        if fits and columns < tile.n:  # the unused columns may cost more than a second kernel
+            choices.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n) + tail))
+    return min(choices, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))  # the smaller of equals
