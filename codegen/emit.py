@@ -27,9 +27,22 @@ DEFAULT_TARGETS = ("cpu", "sm_80")
 
 
 def make_package(spec: Spec, targets: tuple[str, ...] = (), device: str | None = None) -> Package:
-    """Plan `spec` for the given targets (else the spec's own, else all). Raises PlanError."""
-    chosen = targets or spec.targets or DEFAULT_TARGETS
-    return Package(spec, tuple(plan(spec, name, device if device and name in DEVICES[device].targets else None) for name in chosen))
+    """Plan `spec` for the given targets (else the spec's own, else all that can serve it).
+
+    Raises PlanError when a target that was asked for cannot serve the spec, or none can.
+    """
+    asked = targets or spec.targets
+    plans, skipped = [], []
+    for name in asked or DEFAULT_TARGETS:
+        try:
+            plans.append(plan(spec, name, device if device and name in DEVICES[device].targets else None))
+        except PlanError as error:
+            if asked:
+                raise
+            skipped.append((name, str(error)))
+    if not plans:
+        raise PlanError("no target can serve this spec: " + "; ".join(f"{name}: {reason}" for name, reason in skipped))
+    return Package(spec, tuple(plans), tuple(skipped))
 
 
 def write_if_different(folder: Path, files: dict[str, str]) -> list[Path]:
@@ -108,7 +121,7 @@ def main(specs, precision, targets, device, out, explaining, standalone, debug, 
         packages = [make_package(load_spec(path, chosen), targets, device) for path, chosen in jobs]
         for package in packages:
             if explaining:
-                click.echo("\n".join(explain(p) for p in package.plans))
+                click.echo("\n".join([explain(p) for p in package.plans] + [f"not for {name}: {reason}" for name, reason in package.skipped]))
                 continue
             files = render(package)
             if standalone:

@@ -18,10 +18,14 @@ _COMMENT_OR_STRING = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTA
 
 @dataclass(frozen=True)
 class Package:
-    """What one `make generate` emits for one spec and precision: the spec and a plan for each target. `regenerate` is the command."""
+    """What one `make generate` emits for one spec and precision: the spec and a plan for each target. `regenerate` is the command.
+
+    `skipped` holds (target, reason) for each default target that cannot serve the spec.
+    """
 
     spec: Spec
     plans: tuple[Plan, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
 
     @property
     def regenerate(self) -> str:
@@ -59,6 +63,7 @@ def manifest_text(package: Package, files: dict[str, str]) -> str:
         "parameters": [{"key": key, "shape": list(shape), "dtype": dtype} for key, shape in spec.parameters],
         "targets": {plan.target.name: _target(plan, files) for plan in package.plans},
         "plan": {plan.target.name: explanation(plan) for plan in package.plans},
+        "skipped": dict(package.skipped),
     }
     return json.dumps(data, indent=1, ensure_ascii=True) + "\n"
 
