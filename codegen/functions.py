@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from textwrap import indent
 
 LANGUAGES = ("cuda", "cpp")
-_QUALIFIER = {"cuda": "__device__ __forceinline__", "cpp": "static inline"}
+_QUALIFIER = {"cuda": "__device__ __forceinline__", "cpp": "inline"}
 
 
 @dataclass(frozen=True)

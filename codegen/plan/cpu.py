@@ -113,11 +113,11 @@ class CpuKernel(Kernel):
 
     @property
     def signature(self) -> str:
-        return ", ".join(f"{'' if name == 'y' else 'const '}{self.storage}* {name}" for name in self.pointers)
+        return _wrapped([f"{'' if name == 'y' else 'const '}{self.storage}* {name}" for name in self.pointers], "    ")
 
     @property
     def call(self) -> str:
-        return ", ".join(self.pointers)
+        return _wrapped(list(self.pointers), "              ")
 
     @property
     def scratch_argument(self) -> str:
@@ -125,6 +125,16 @@ class CpuKernel(Kernel):
         if not self.on_heap:
             return ""
         return ", scratch.get()" + (" + std::size_t{kScratch} * omp_get_thread_num()" if self.parallel else "")
+
+
+def _wrapped(items: list[str], indent: str, width: int = 100) -> str:
+    """The items with commas between them, on as many lines as it takes."""
+    lines = [""]
+    for i, item in enumerate(items):
+        if lines[-1] and len(lines[-1]) + len(item) > width:
+            lines.append("")
+        lines[-1] += item + (", " if i < len(items) - 1 else "")
+    return f"\n{indent}".join(line.rstrip() for line in lines)
 
 
 def _pointer(key: str) -> str:
