@@ -35,6 +35,17 @@ class ValueFunction:
     operands: tuple[Operand, ...]
     arguments: tuple[str, ...] = ()
 
+    @property
+    def parameters(self) -> list[str]:
+        """C parameters."""
+        return ["float v", *(f"float {name}" for name in (*self.arguments, *(operand.value for operand in self.operands)))]
+
+    def vector_parameters(self, width: str, c_type: str) -> list[str]:
+        """C parameters of the same function on `width` consecutive values, the first being the group's `index`-th."""
+        place = ["int first_channel", "int index"] if self.operands else []
+        pointers = (f"const {c_type}* {operand.pointer}" for operand in self.operands)
+        return [f"float (&v)[{width}]", *place, *(f"float {name}" for name in self.arguments), *pointers]
+
 
 @dataclass(frozen=True, kw_only=True)
 class NormKernel(Kernel):
@@ -59,9 +70,28 @@ class NormKernel(Kernel):
     groups: int
     min_blocks: int
 
+    statistics: str = ""  # "reads", "writes" or nothing: what the kernel does with a buffer of statistics
+
     @property
     def in_place(self) -> bool:
         return self.input == self.output
+
+    def device_parameters(self, c_type: str) -> list[str]:
+        """Parameters of the CUDA kernel. In place, input and output are one tensor, and nothing may assume that it does not change."""
+        first = f"{c_type}* {self.input}" if self.in_place else f"const {c_type}* __restrict__ {self.input}"
+        listed = [first, *(f"const {c_type}* __restrict__ {operand.pointer}" for operand in self.operands)]
+        if not self.in_place and self.statistics != "writes":
+            listed.append(f"{c_type}* __restrict__ {self.output}")
+        return listed + {"reads": ["const float2* __restrict__ statistics"], "writes": ["float2* __restrict__ statistics"]}.get(self.statistics, [])
+
+    def host_parameters(self, c_type: str) -> list[str]:
+        """The same pointers as the launcher takes them."""
+        return [parameter.replace("__restrict__ ", "") for parameter in self.device_parameters(c_type)]
+
+    @property
+    def names(self) -> list[str]:
+        """What the launcher hands to the kernel."""
+        return [parameter.split()[-1] for parameter in self.host_parameters("float")]
 
 
 def vector_width(spec: Spec, *lengths: int) -> int:
@@ -128,19 +158,19 @@ def unique_operands(*functions: ValueFunction | None) -> tuple[Operand, ...]:
     return tuple({operand.key: operand for function in functions if function for operand in function.operands}.values())
 
 
-def shape_constants(spec: Spec) -> list[Constant]:
-    """The group's shape, with derivations."""
-    spatial = "" if spec.spatial == 1 else " x ".join(str(size) for size in spec.norm.input_shape[2:])
-    listed = [
-        Constant("kNumGroups", str(spec.num_groups), "groups of a sample"),
-        Constant("kGroupChannels", str(spec.group_channels), f"{spec.channels} channels / kNumGroups"),
-    ]
-    if spatial:
-        listed.append(Constant("kPlane", str(spec.spatial), f"{spatial} positions of a channel"))
-        listed.append(Constant("kGroupSize", str(spec.group_size), "kGroupChannels x kPlane: one contiguous span"))
-    else:
-        listed.append(Constant("kGroupSize", str(spec.group_size), "values of a group: one contiguous span"))
-    return listed
+def shape_constants(spec: Spec, operands: Sequence[Operand] | None = None) -> list[Constant]:
+    """The group's shape, with derivations: what a kernel with these parameter tensors needs to find channels, or all of it."""
+    by_channel = operands is None or any(operand.per_channel for operand in operands)
+    listed = []
+    if operands is None or operands:
+        listed.append(Constant("kNumGroups", str(spec.num_groups), "groups of a sample"))
+        listed.append(Constant("kGroupChannels", str(spec.group_channels), f"{spec.channels} channels / kNumGroups"))
+    if spec.spatial == 1:
+        return [*listed, Constant("kGroupSize", str(spec.group_size), "values of a group: one contiguous span")]
+    positions = " x ".join(str(size) for size in spec.norm.input_shape[2:])
+    if by_channel:
+        listed.append(Constant("kPlane", str(spec.spatial), f"{positions} positions of a channel"))
+    return [*listed, Constant("kGroupSize", str(spec.group_size), f"{spec.group_channels} channels x {positions}: one contiguous span")]
 
 
 def norm_constants(spec: Spec, items: Sequence[Apply]) -> list[Constant]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from codegen.chain import Constant, applies
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm_chain import (
+    REGISTERS_PER_SM,
     NormKernel,
     chain_items,
     channel_mode,
@@ -32,10 +33,12 @@ from codegen.plan.norm_chain import (
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
-WARP_BLOCK = 256  # threads of a block whose groups take no more than a warp
-MAX_VALUES = 32  # values that a thread holds: with 1024 threads 64 registers are left for each
+WARP_BLOCK = 128  # threads of a block whose groups take no more than a warp
+APPLY_BLOCK = 256  # threads of a block that shares a group with others, or applies statistics
+MAX_VALUES = 32  # values that a thread holds
 CHUNK_VALUES = 16  # values that a thread has in flight where it streams
 STREAM_THREADS = 1024
+FEW_REGISTERS, MANY_REGISTERS = 48, 96  # of a thread that holds up to CHUNK_VALUES, or more
 SERIAL_PIECES = 8  # up to this many pieces' statistics are merged by every thread for itself
 SPLIT_BLOCKS = 8  # blocks on an SM that split groups should give work to
 
@@ -74,25 +77,31 @@ class FlatKernel(NormKernel):
         return self.width == 1 or any(self.channel_mode != "vector" or not operand.per_channel for operand in self.operands)
 
 
-def residency(group_size: int, width: int, itemsize: int) -> Residency | None:
-    """The cheapest way to hold a group in registers, or None if none can.
+def residency(spec: Spec, width: int) -> Residency | None:
+    """The cheapest way to hold a group in registers, `width` values an access, or None if none can.
 
     The cost weighs what was seen to matter: lanes that do nothing, segments shorter than the 128-byte line, too few accesses in flight to
     hide the memory's latency, registers, and the barriers that a block needs where lanes of a warp do not.
     """
-    group_vectors = group_size // width
+    group_vectors = spec.group_size // width
     best: tuple[float, Residency] | None = None
     for lanes in (1, 2, 4, 8, 16, *range(32, 1025, 32)):
         vectors = -(-group_vectors // lanes)
-        if vectors * width > MAX_VALUES:
+        if vectors * width > min(MAX_VALUES, register_limit(lanes, 1) - _overhead(spec, width)):
             continue
         cost = lanes * vectors / group_vectors
-        cost += 0.15 * max(0.0, math.log2(128 / (min(lanes, 32) * width * itemsize)))
+        cost += 0.15 * max(0.0, math.log2(128 / (min(lanes, 32) * width * spec.precision.itemsize)))
         cost += 0.10 * abs(math.log2(vectors * width / CHUNK_VALUES))
         cost += 0.30 if lanes > 32 else 0.0
         if best is None or cost < best[0] - 1e-9:
             best = (cost, Residency(lanes, vectors, width, group_vectors))
     return best[1] if best else None
+
+
+def _overhead(spec: Spec, width: int) -> int:
+    """Registers that a thread needs beside the values it holds: addresses, an operator's temporaries, parameters."""
+    operands = sum(len(step.parameters) for step in spec.chain[1:])
+    return 28 + 2 * operands + (16 if channel_mode(spec.spatial, width) == "element" else 0)
 
 
 def access_width(spec: Spec) -> int:
@@ -128,7 +137,8 @@ def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool,
     threads = WARP_BLOCK if warp else how.lanes
     per_block = threads // how.lanes
     blocks = -(-groups // per_block)
-    min_blocks = max(1, 65536 // (64 * threads)) if how.vectors * how.width > CHUNK_VALUES else max(1, min(2048, 65536 // 48) // threads)
+    registers = MANY_REGISTERS if how.vectors * how.width > CHUNK_VALUES else FEW_REGISTERS
+    min_blocks = max(1, REGISTERS_PER_SM // (registers * threads))
     layout = [Constant("kVectors", str(how.vectors), "accesses of a thread")]
     if warp:
         layout += [
@@ -149,7 +159,7 @@ def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool,
     holder = f"{how.lanes} lane{'s' if how.lanes > 1 else ''}" if warp else "a block"
     return FlatKernel(
         name="group_norm", template=f"norm/group_norm_{'warp' if warp else 'block'}.cu.j2", entry="group_norm",
-        constants=(*shape_constants(spec), *_access_constants(spec, how.width, how.ragged), *layout, *norm_constants(spec, shared["applied"])),
+        constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, how.width, how.ragged), *layout, *norm_constants(spec, shared["applied"])),
         summary=f"GroupNorm and what follows; {holder} hold{'s' if not warp or how.lanes == 1 else ''} a group of {spec.group_size} values",
         threads=threads, blocks=blocks, min_blocks=min_blocks, max_registers=register_limit(threads, min_blocks), vectors=how.vectors,
         ragged=how.ragged, partial_block=warp and blocks * per_block != groups, smem_bytes=0 if warp else 2 * threads // 32 * 4, **shared,
@@ -177,7 +187,7 @@ def stream_kernel(spec: Spec, source: str, apply_before: bool, producer_bias: st
     ]
     return FlatKernel(
         name="group_norm", template="norm/group_norm_stream.cu.j2", entry="group_norm",
-        constants=(*shape_constants(spec), *_access_constants(spec, width), *layout, *norm_constants(spec, shared["applied"])),
+        constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, width), *layout, *norm_constants(spec, shared["applied"])),
         summary=f"GroupNorm and what follows; a block reads a group of {spec.group_size} values twice", threads=threads, blocks=shared["groups"],
         min_blocks=1, max_registers=register_limit(threads, 1), vectors=vectors, ragged=group_vectors % chunk != 0, smem_bytes=threads // 32 * 12,
         **shared,
@@ -186,7 +196,7 @@ def stream_kernel(spec: Spec, source: str, apply_before: bool, producer_bias: st
 
 def split_pieces(spec: Spec, device: DeviceClass, width: int) -> tuple[int, int]:
     """(pieces of a group, accesses of a piece) that give every SM work; a piece is a whole number of a block's chunks."""
-    chunk = WARP_BLOCK * (CHUNK_VALUES // width)
+    chunk = APPLY_BLOCK * (CHUNK_VALUES // width)
     group_vectors = spec.group_size // width
     wanted = -(-device.sms * SPLIT_BLOCKS // (spec.batch * spec.num_groups))
     chunks = -(-group_vectors // chunk)
@@ -200,9 +210,9 @@ def statistics_kernel(spec: Spec, device: DeviceClass, source: str, apply_before
     pieces, piece_vectors = split_pieces(spec, device, width)
     shared = _shared(spec, source, apply_before, producer_bias, width)
     operands = unique_operands(shared["prepare"])
-    shared |= dict(operands=operands, arguments=(source, *(o.key for o in operands), buffer), input="input", output="statistics")
+    shared |= dict(operands=operands, arguments=(source, *(o.key for o in operands), buffer), input="input", output="", statistics="writes")
     shared |= dict(applied=applies(spec, spec.before_norm) if apply_before else (), finish=None)
-    threads, vectors = WARP_BLOCK, CHUNK_VALUES // width
+    threads, vectors = APPLY_BLOCK, CHUNK_VALUES // width
     blocks = shared["groups"] * pieces
     layout = [
         Constant("kVectors", str(vectors), "accesses that a thread has in flight"),
@@ -217,7 +227,7 @@ def statistics_kernel(spec: Spec, device: DeviceClass, source: str, apply_before
     group_vectors = spec.group_size // width
     return FlatKernel(
         name="group_norm_statistics", template="norm/group_norm_statistics.cu.j2", entry="group_norm_statistics",
-        constants=(*shape_constants(spec), *_access_constants(spec, width), *layout, *norm_constants(spec, shared["applied"])[1:]),
+        constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, width), *layout, *norm_constants(spec, shared["applied"])[1:]),
         summary=f"statistics of GroupNorm; {pieces} blocks share a group of {spec.group_size} values", threads=threads, blocks=blocks, min_blocks=4,
         max_registers=register_limit(threads, 4), vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, smem_bytes=threads // 32 * 12,
         **shared,
@@ -232,15 +242,18 @@ def apply_kernel(
     shared = _shared(spec, source, apply_before, producer_bias, width)
     group_vectors, groups = spec.group_size // width, shared["groups"]
     cooperative = pieces > SERIAL_PIECES
-    vectors = max(1, min(CHUNK_VALUES // width, -(-group_vectors // 32) if cooperative else group_vectors))
-    lanes = next(n for n in (1, 2, 4, 8, 16, 32, 64, 128, WARP_BLOCK) if n * vectors >= group_vectors or n == WARP_BLOCK)
-    if cooperative:
-        lanes = max(lanes, 32)
+    how = residency(spec, width)
+    if how is not None and how.lanes <= 32:
+        lanes, vectors = how.lanes, how.vectors
+    else:
+        lanes, vectors = APPLY_BLOCK, CHUNK_VALUES // width
+    if cooperative and lanes < 32:
+        lanes, vectors = 32, -(-group_vectors // 32)
     tiles = -(-group_vectors // (lanes * vectors))
-    per_block = WARP_BLOCK // lanes
+    per_block = APPLY_BLOCK // lanes
     blocks = -(-groups * tiles // per_block)
     partial = blocks * per_block != groups * tiles
-    shared["arguments"] += (buffer,)
+    shared |= dict(arguments=(*shared["arguments"], buffer), statistics="reads")
     layout = [
         Constant("kPieces", str(pieces), "pieces of a group whose statistics are there"),
         Constant("kPieceSize", str(piece_size), "values of a piece"),
@@ -248,7 +261,7 @@ def apply_kernel(
         Constant("kLanes", str(lanes), "threads of a tile"),
         Constant("kTileVectors", str(lanes * vectors), "kLanes x kVectors"),
         Constant("kTiles", str(tiles), "tiles of a group: kGroupSize / kWidth / kTileVectors" + _rounded(tiles * lanes * vectors != group_vectors)),
-        Constant("kThreads", str(WARP_BLOCK), "threads of a block"),
+        Constant("kThreads", str(APPLY_BLOCK), "threads of a block"),
         Constant("kTilesPerBlock", str(per_block), "kThreads / kLanes"),
         *([Constant("kGroups", str(groups), f"{spec.batch} samples x kNumGroups")] if partial else []),
         Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups x kTiles / kTilesPerBlock" + _rounded(partial)),
@@ -257,9 +270,9 @@ def apply_kernel(
     ragged = tiles * lanes * vectors != group_vectors
     return FlatKernel(
         name="group_norm", template="norm/group_norm_apply.cu.j2", entry="group_norm",
-        constants=(*shape_constants(spec), *_access_constants(spec, width, ragged), *layout, *norm_constants(spec, shared["applied"])),
-        summary=f"GroupNorm and what follows, with statistics of {pieces} piece{'s' if pieces > 1 else ''} of a group merged", threads=WARP_BLOCK,
-        blocks=blocks, min_blocks=5, max_registers=register_limit(WARP_BLOCK, 5), vectors=vectors, ragged=ragged,
+        constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, width, ragged), *layout, *norm_constants(spec, shared["applied"])),
+        summary=f"GroupNorm and what follows, with statistics of {pieces} piece{'s' if pieces > 1 else ''} of a group merged", threads=APPLY_BLOCK,
+        blocks=blocks, min_blocks=5, max_registers=register_limit(APPLY_BLOCK, 5), vectors=vectors, ragged=ragged,
         partial_block=partial, cooperative=cooperative, equal_pieces=pieces * piece_size == spec.group_size, **shared,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from codegen.chain import Constant, applies
 from codegen.ops import Kind
 from codegen.plan.norm_chain import (
+    REGISTERS_PER_SM,
     NormKernel,
     Operand,
     ValueFunction,
@@ -35,7 +36,10 @@ from codegen.plan.norm_chain import (
 from codegen.spec import Spec, Step
 from codegen.targets import Target
 
-CHUNK_VALUES = 16  # values that a thread has in flight
+CHUNK_VALUES = 16  # values that a thread has in flight where it streams
+CHUNK_BYTES = 64  # bytes that a lane has in flight for the statistics
+FEW_REGISTERS, MANY_REGISTERS = 64, 80  # of a thread, the latter where the operators before the norm run on every value of a window
+BAND_BYTES = 1536  # a warp should ask the memory for at least this much at once
 UNROLLED_WINDOW = 64  # larger windows are loops
 LANE_SHARE = 0.75  # of a warp's lanes should find a window in a band
 REDUCTION_BYTES = 32 * 12  # moments of a block's warps
@@ -43,7 +47,11 @@ REDUCTION_BYTES = 32 * 12  # moments of a block's warps
 
 @dataclass(frozen=True, kw_only=True)
 class PoolKernel(NormKernel):
-    """A kernel that pools. `direction` is a C expression of 1 or -1, `prepared` the operands of `prepare`, `channel_values` what a channel needs."""
+    """A kernel that pools.
+
+    `direction` is a C expression of 1 or -1, `prepared` the operands of `prepare`, which may commute with the pool (`prepare_rises`);
+    `channel_values` is what a channel needs, `chunks` the loads that a lane's share of a band takes.
+    """
 
     vectors: int
     ragged: bool
@@ -56,12 +64,18 @@ class PoolKernel(NormKernel):
     prepared: tuple[Operand, ...] = ()
     direction: str = ""
     guard_bands: bool = False
+    chunks: int = 1
+    prepare_rises: bool = False
     store_widths: tuple[int, ...] = (1,)
     follow: ValueFunction | None = None
 
     @property
     def uses_channels(self) -> bool:
         return True
+
+    @property
+    def prepared_parameters(self) -> list[str]:
+        return [f"float {operand.value}" for operand in self.prepared]
 
 
 @dataclass(frozen=True)
@@ -149,13 +163,13 @@ def _split_at_pool(spec: Spec) -> tuple[tuple[Step, ...], Step, tuple[Step, ...]
     return spec.after_norm[:at], spec.after_norm[at], spec.after_norm[at + 1 :]
 
 
-def band_rows(window: Window) -> int:
-    """Pooled rows of a band: the fewest that keep LANE_SHARE of a warp's lanes busy, or those that keep most busy."""
+def band_rows(window: Window, itemsize: int) -> int:
+    """Pooled rows of a band: the fewest that keep LANE_SHARE of a warp's lanes and the memory busy, or those that keep most lanes busy."""
     shares = {}
     for rows in range(1, min(window.output[0], 32) + 1):
         count = rows * window.output[1]
         shares[rows] = count / (32 * -(-count // 32))
-        if shares[rows] >= LANE_SHARE:
+        if shares[rows] >= LANE_SHARE and rows * window.stride[0] * window.size[1] * itemsize >= BAND_BYTES:
             return rows
     return max(shares, key=lambda rows: (shares[rows], -rows))
 
@@ -183,18 +197,22 @@ def _one_read(spec: Spec, window: Window, rising: Direction, extremes: int, sour
     finish = finish_function(
         spec, spec.after_norm, "finish_value", "The norm and what follows it, for the value that the pool keeps; v and mean are relative to the shift."
     )
-    rows = band_rows(window)
+    rows = band_rows(window, spec.precision.itemsize)
     plane, band_values = spec.spatial, rows * window.stride[0] * window.size[1]
     bands = max(-(-plane // band_values), -(-window.output[0] // rows))
     width = vector_width(spec, plane, band_values)
-    vectors = min(-(-band_values // (32 * width)), CHUNK_VALUES // width)
+    lane_vectors = -(-band_values // (32 * width))
+    rises = all(item.monotone for item in applies(spec, spec.before_norm))
+    chunk_values = CHUNK_BYTES // spec.precision.itemsize if rises else CHUNK_VALUES
+    chunks = -(-lane_vectors * width // chunk_values)
+    vectors = -(-lane_vectors // chunks)
     access = 1 if window.guard(1) or window.dilation[1] > 1 else vector_width(spec, window.kernel[1], window.stride[1], window.size[1])
     pooled = spec.group_channels * math.prod(window.output)
     pooled_width = vector_width(spec, pooled)
     tasks = spec.group_channels * bands
-    warps = 32 if extremes > 48 * 1024 else 16 if extremes > 24 * 1024 else 8
+    warps = 16 if extremes > 24 * 1024 else 8
     threads = 32 * min(warps, 1 << (tasks - 1).bit_length())
-    min_blocks = max(1, min(1024 // threads, 16))
+    min_blocks = max(1, min(REGISTERS_PER_SM // ((FEW_REGISTERS if rises else MANY_REGISTERS) * threads), 16))
     dynamic = extremes + REDUCTION_BYTES > 48 * 1024
     groups = spec.batch * spec.num_groups
     prepared = prepare.operands if prepare else ()
@@ -209,6 +227,7 @@ def _one_read(spec: Spec, window: Window, rising: Direction, extremes: int, sour
         Constant("kBandVectors", str(band_values // width), "kBandRows x kStrideHeight x kRow / kWidth"),
         Constant("kPlaneVectors", str(plane // width), "kPlane / kWidth"),
         Constant("kVectors", str(vectors), "accesses that a lane has in flight"),
+        *([Constant("kBandChunks", str(chunks), "chunks of a band")] if chunks > 1 else []),
         Constant("kWindowAccess", str(access), f"values of one access to a window: {access * spec.precision.itemsize} bytes"),
         Constant("kPooledWidth", str(pooled_width), "results that a thread stores at once"),
         Constant("kThreads", str(threads), "threads of a block, which takes a group"),
@@ -229,7 +248,8 @@ def _one_read(spec: Spec, window: Window, rising: Direction, extremes: int, sour
         store_widths=(pooled_width,), channel_mode=channel_mode(math.prod(window.output), pooled_width), groups=groups, min_blocks=min_blocks,
         vectors=vectors, ragged=True, padding=window.padding, dilation=window.dilation, guard_rows=window.guard(0), guard_columns=window.guard(1),
         unroll_windows=math.prod(window.kernel) <= UNROLLED_WINDOW, channel_values=unique_operands(ValueFunction("", "", (), (*prepared, *rising.factors))),
-        prepared=prepared, direction=rising.expression, guard_bands=guard_bands,
+        prepared=prepared, direction=rising.expression, guard_bands=guard_bands, chunks=chunks,
+        prepare_rises=rises,
     )  # fmt: skip
 
 
@@ -247,7 +267,8 @@ def _two_reads(spec: Spec, window: Window, source: str, apply_before: bool, prod
     uniform = vector_width(spec, spec.group_size, spec.spatial)
     width = uniform if uniform * spec.precision.itemsize >= 8 else width
     group_bytes = spec.group_size * spec.precision.itemsize
-    threads = 1024 if group_bytes >= 96 * 1024 else 512 if group_bytes >= 16 * 1024 else 256
+    threads = 512 if group_bytes >= 32 * 1024 else 256
+    min_blocks = REGISTERS_PER_SM // (MANY_REGISTERS * threads)
     vectors = max(1, CHUNK_VALUES // width)
     group_vectors, groups = spec.group_size // width, spec.batch * spec.num_groups
     items = chain_items(spec, apply_before)
@@ -263,15 +284,15 @@ def _two_reads(spec: Spec, window: Window, source: str, apply_before: bool, prod
         Constant("kWarps", str(threads // 32), "kThreads / 32"),
         Constant("kChunk", str(threads * vectors), "kThreads x kVectors: accesses of a block in flight"),
         Constant("kBlocks", str(groups), f"{spec.batch} samples x kNumGroups"),
-        Constant("kMinBlocks", str(1024 // threads), "blocks that fit on an SM"),
+        Constant("kMinBlocks", str(min_blocks), "blocks that fit on an SM"),
     )
     return PoolKernel(
         name="group_norm_pool", template="norm/group_norm_pool_stream.cu.j2", entry="group_norm_pool", arguments=launch_arguments(source, operands),
         constants=(*constants, *norm_constants(spec, items)),
         summary=f"GroupNorm, max pool and what follows in two reads; a block takes a group of {spec.group_size} values", smem_bytes=threads // 32 * 12,
-        max_registers=register_limit(threads, 1024 // threads), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
+        max_registers=register_limit(threads, min_blocks), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
         applied=items, prepare=prepare, finish=finish, follow=follow, width=width, io_widths=(width,), channel_mode=channel_mode(spec.spatial, width),
-        groups=groups, min_blocks=1024 // threads, vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, padding=window.padding,
+        groups=groups, min_blocks=min_blocks, vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, padding=window.padding,
         dilation=window.dilation, guard_rows=window.guard(0), guard_columns=window.guard(1), unroll_windows=math.prod(window.kernel) <= UNROLLED_WINDOW,
         channel_values=operands,
     )  # fmt: skip
