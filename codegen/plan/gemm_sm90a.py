@@ -1,0 +1,185 @@
+"""Planning for Hopper: which tiles, clusters and arithmetic multiply a chain that starts with `linear`, and where its groups are complete.
+
+W is operand A and x operand B: rows of the accumulators are channels. The operand with larger, one-signed values (x, usually) belongs in
+slot B, which costs less power, and power is what limits these kernels. W may then also come from registers, converted on the way.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from codegen.plan.gemm_sm90a_kernels import (
+    CONSUMERS, TILE_K, WEIGHT_SHIFT, WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, Form, Layout, gemm_kernel, memory, split_kernel,
+)  # fmt: skip
+from codegen.plan.model import Buffer, Launch, Plan
+from codegen.plan.routes import PlanError, floor
+from codegen.spec import Spec
+from codegen.targets import DeviceClass, Target
+
+WIDEST_HELD = 4  # tiles of one group that a CTA computes before it normalises them
+LEAST_SHARE = 0.5  # of the SMs: below, smaller tiles (sm_80) finish earlier
+
+# Measured on an H200 (K = 8192): what promotion every 256 costs is lost in the noise, 128 costs 2 %, 64 more. The error of PyTorch's fp32
+# grows with K, that of a promoted sum hardly: shorter sums may be added up more often. (least K, k between promotions)
+PROMOTION = ((4096, 256), (512, 128), (0, 64))
+
+FORMS = {
+    # registers, parts, channels, samples, stages, promote
+    ("fp32", False): Form(True, 2, 128, 128, 3, 4),
+    ("fp32", True): Form(False, 2, 128, 128, 3, 4),
+    ("tf32", False): Form(True, 1, 128, 256, 3, 0),
+    ("tf32", True): Form(False, 1, 256, 128, 4, 0),
+    ("fp16", False): Form(False, 1, 256, 128, 4, 0),
+    ("bf16", False): Form(False, 1, 256, 128, 4, 0),
+}
+PRODUCTS = {"fp32": 3, "tf32": 1, "fp16": 1, "bf16": 1}
+
+
+def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool = False, layout: Layout | None = None) -> Plan:
+    """The plan of a chain that starts with `linear` on Hopper; `debug` bounds every wait. `layout` forces one (for measurements).
+
+    Raises PlanError where this target serves the chain worse than sm_80, or not at all.
+    """
+    _check(spec)
+    prepack = spec.prepack and spec.precision.itemsize == 4
+    form = _form(spec, prepack)
+    chosen = layout or choose_layout(spec, target, device, form)
+    rounds, busy = _rounds(spec, form, chosen, device.sms)
+    if busy < LEAST_SHARE and layout is None:
+        raise PlanError(f"tiles of {form.tile_channels} x {form.tile_samples} would keep only {busy:.0%} of {device.name}'s SMs busy; sm_80 has smaller ones")
+
+    notes = _notes(spec, form, chosen, rounds)
+    gemm = gemm_kernel(spec, target, form, chosen, device.sms, debug, notes)
+    steps, buffers = [], []
+    if spec.precision.itemsize == 4:
+        split, buffers = _splits(spec, form, prepack)
+        steps += split
+    steps.append(Launch(gemm))
+    why = _why(spec, form, chosen, busy)
+    if chosen.statistics == "none":
+        from codegen.plan.norm import plan_norm
+
+        tail = plan_norm(spec, target, device, source="y", apply_before=False, producer_bias=None, statistics=None)
+        steps, buffers, why = steps + list(tail.steps), buffers + list(tail.buffers), why + tail.why
+    return Plan(spec, target, device, tuple(steps), tuple(buffers), floor(spec, device, PRODUCTS[spec.precision.name], device.fp16), why)
+
+
+def choose_layout(spec: Spec, target: Target, device: DeviceClass, form: Form) -> Layout:
+    """The layout with the fewest rounds of tiles; ties go to the earlier of those that `layouts` lists."""
+    fitting = [
+        layout for layout in layouts(spec, form)
+        if memory(form, layout, spec.group_channels, spec.precision.itemsize, target.smem_bytes) is not None and not _held_tail(spec, form, layout)
+    ]  # fmt: skip
+    return min(fitting, key=lambda layout: _rounds(spec, form, layout, device.sms)[0])
+
+
+def layouts(spec: Spec, form: Form) -> list[Layout]:
+    """Every way to lay the chain out, the preferred first. The last resort leaves the norm to its own kernel."""
+    width, tile = spec.group_channels, form.tile_channels
+    clusters = ((2, "weight"), (2, "input"), (1, "none"))
+    power_of_two = width & (width - 1) == 0
+    if power_of_two and width < 16:
+        return [Layout(cluster, share, 1, "lanes") for cluster, share in clusters]
+    if power_of_two and width <= tile:
+        return [Layout(cluster, share, 1, "strips") for cluster, share in clusters]
+    found = []
+    if width % tile == 0:
+        tiles = width // tile
+        if tiles <= WIDEST_HELD:
+            found += [Layout(2, "weight", tiles, "strips"), Layout(1, "none", tiles, "strips")]
+        if tiles % 2 == 0 and tiles // 2 <= WIDEST_HELD:
+            found.append(Layout(2, "input", tiles // 2, "strips", exchange=True))
+    return found + [Layout(cluster, share, 1, "none") for cluster, share in clusters]
+
+
+def _check(spec: Spec) -> None:
+    batch, k = spec.input_shape
+    if spec.producer.operator.name != "linear":
+        raise PlanError("this target has no convolution kernel")
+    if spec.gemm == "library":
+        raise PlanError("gemm: library asked for")
+    wanted = {"fp32": "fp16x3", "tf32": "fp16"}.get(spec.precision.name)
+    if spec.math is not None and spec.math not in (wanted, spec.precision.name):
+        raise PlanError(f"math: {spec.math} asked for, which this target does not have")
+    align = 16 if spec.precision.itemsize == 4 else 8
+    if k % align:
+        raise PlanError(f"in_features: {k} is no multiple of {align}, and rows of x and W that do not start at multiples of 16 bytes are out of the copy engine's reach")
+    if spec.precision.itemsize == 2 and spec.channels % 8:
+        raise PlanError(f"out_features: {spec.channels} is no multiple of 8, and rows of y must start at multiples of 16 bytes for the copy engine")
+    if k < TILE_K:
+        raise PlanError(f"in_features: {k} does not fill one stage of {TILE_K}")
+
+
+def _form(spec: Spec, prepack: bool) -> Form:
+    form = FORMS[spec.precision.name, prepack]
+    if not form.promote:
+        return form
+    interval = next(interval for least, interval in PROMOTION if spec.input_shape[1] >= least)
+    return replace(form, promote=interval // TILE_K)
+
+
+def _rounds(spec: Spec, form: Form, layout: Layout, sms: int) -> tuple[float, float]:
+    """Tiles that the busiest CTA computes, the norm kernel's passes included as a share of one, and the share of SMs kept busy."""
+    sample_tiles, channel_tiles = math.ceil(spec.batch / form.tile_samples), math.ceil(spec.channels / form.tile_channels)
+    samples = layout.cluster if layout.share == "weight" else 1
+    channels = (layout.cluster if layout.share == "input" else 1) * layout.unit_tiles
+    units = math.ceil(sample_tiles / samples) * math.ceil(channel_tiles / channels)
+    rounds = math.ceil(units / (sms // layout.cluster)) * layout.unit_tiles
+    busy = sample_tiles * channel_tiles / (rounds * sms)
+    uncached = 0.05 * rounds if layout.cluster == 1 else 0.0  # operands fetched twice
+    return rounds * (1.1 if layout.statistics == "none" else 1.0) + uncached, busy
+
+
+def _held_tail(spec: Spec, form: Form, layout: Layout) -> bool:
+    """Tiles that wait for their group lie in y, so all of them must be there."""
+    samples = layout.cluster if layout.share == "weight" else 1
+    return layout.unit_tiles > 1 and spec.batch % (form.tile_samples * samples) != 0
+
+
+def _splits(spec: Spec, form: Form, prepack: bool) -> tuple[list[Launch], list[Buffer]]:
+    batch, k = spec.input_shape
+    padded = math.ceil(batch / (2 * form.tile_samples)) * 2 * form.tile_samples
+    x = split_kernel(spec, "x", form, batch, padded, WEIGHT_SHIFT if form.registers and form.parts == 2 else 0)
+    if x is None:
+        raise PlanError(f"in_features: {k} is more than a block of the splitting kernel holds")
+    steps, buffers = [Launch(x)], [Buffer(X_SPLIT, (form.parts * batch, k), "float16"), Buffer(X_UNSCALE, (padded,), "float32")]
+    if prepack:
+        weight = split_kernel(spec, "weight", form, spec.channels, spec.channels, 0)
+        steps.insert(0, Launch(weight))
+        buffers += [Buffer(WEIGHT_SPLIT, (form.parts * spec.channels, k), "float16"), Buffer(WEIGHT_UNSCALE, (spec.channels,), "float32")]
+    return steps, buffers
+
+
+def _notes(spec: Spec, form: Form, layout: Layout, rounds: float) -> tuple[str, ...]:
+    notes = [
+        f"tiles of {form.tile_channels} channels x {form.tile_samples} samples, {form.stages} stages of {TILE_K} k; one warpgroup fetches, {CONSUMERS} multiply",
+    ]
+    if layout.cluster > 1:
+        notes.append(f"clusters of {layout.cluster} CTAs that share rows of {'W' if layout.share == 'weight' else 'x'}: fetched once, received by both")
+    if layout.statistics == "lanes":
+        notes.append(f"groups of {spec.group_channels} channels lie in the lanes of a warp")
+    elif layout.statistics == "strips":
+        wide = layout.unit_tiles > 1 or layout.exchange
+        where = f"{layout.unit_tiles} tiles of a CTA, which wait in y" if wide else "one tile"
+        notes.append(f"groups of {spec.group_channels} channels lie in {where}" + (", and their other half in the cluster's other CTA" if layout.exchange else ""))
+    if form.registers:
+        notes.append("W stays fp32 in memory and is converted on its way into the multiplier's operand registers")
+    if form.promote:
+        notes.append(f"the tensor core's sums are added to fp32 registers every {form.promote * TILE_K} of K")
+    return tuple(notes)
+
+
+def _why(spec: Spec, form: Form, layout: Layout, busy: float) -> tuple[str, ...]:
+    arithmetic = {
+        "fp32": "three fp16 products of scaled operands split in two, promoted: fp32's error at the tensor cores' speed",
+        "tf32": "one fp16 product of scaled operands rounded to nearest: TF32's error at twice its rate",
+    }.get(spec.precision.name, f"one {spec.precision.name} product")
+    reasons = [arithmetic, f"tiles of {form.tile_channels} x {form.tile_samples} keep {busy:.0%} of the SMs busy"]
+    if layout.exchange:
+        reasons.append("the statistics of a group meet through distributed shared memory, so that the chain ends in this kernel")
+    elif layout.statistics == "none":
+        reasons.append(f"groups of {spec.group_channels} channels do not match the tiles, so the norm kernel follows")
+    else:
+        reasons.append(f"groups of {spec.group_channels} channels are complete within a CTA, so the chain ends in this kernel")
+    return tuple(reasons)

@@ -1,0 +1,401 @@
+"""The sm_90a kernels as data: everything that templates/gemm_sm90a/*.cu.j2 read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from codegen.chain import Apply, Constant, applies, c_identifier, unique_constants
+from codegen.numerics import float_literal
+from codegen.plan.model import Kernel
+from codegen.spec import Spec
+from codegen.targets import Target
+
+TILE_K = 64  # halves in a row of 128 bytes, which the swizzle covers
+CONSUMERS = 2  # warpgroups that multiply
+THREADS = 128 * (1 + CONSUMERS)
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 * 24 + 256 * 240 = 64512 of 65536
+WEIGHT_SHIFT = 12  # W is multiplied by 2^12 before its split in registers: rows whose largest value lies in [2^-12, 16) fit
+ROUNDED_SMALLEST = 2.0**-11  # largest value of a row of W below which rounding to half loses more than TF32 would
+TOP_EXPONENT = 14  # rows that are scaled end up with their largest value in [2^14, 2^15)
+LARGEST_SHIFT = 114  # the reciprocal of the scale times 2^-12 must stay a normal float
+X_SPLIT, X_UNSCALE, WEIGHT_SPLIT, WEIGHT_UNSCALE = "x_split", "x_unscale", "weight_split", "weight_unscale"
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A kernel's argument: C type, C name, and whether it is written."""
+
+    c_type: str
+    name: str
+    written: bool = False
+
+    def declaration(self) -> str:
+        return f"{'' if self.written else 'const '}{self.c_type}* {self.name}"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an arithmetic lies on the multiplier: `registers`: W stays fp32 in memory and is converted on its way into operand registers;
+    `parts`: halves that each value is split into; `promote`: k-steps between additions of the tensor core's sums to fp32 registers."""
+
+    registers: bool
+    parts: int
+    tile_channels: int
+    tile_samples: int
+    stages: int
+    promote: int
+
+    @property
+    def blocks(self) -> int:
+        """64-row accumulators a warpgroup."""
+        return self.tile_channels // (64 * CONSUMERS)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tiles make up the result: `share` names the operand that the CTAs of a cluster fetch for each other, `unit_tiles` the tiles that a
+    CTA computes before their groups are complete, `statistics` who merges a group: "lanes" of a warp, "strips" of 16 channels through shared
+    memory, or "none" (the norm kernel). `exchange`: the cluster's CTAs hold parts of one group."""
+
+    cluster: int
+    share: str
+    unit_tiles: int
+    statistics: str
+    exchange: bool = False
+
+
+@dataclass(frozen=True)
+class SplitKernel(Kernel):
+    """Rows of fp32 scaled by powers of two and split into (or rounded to) halves."""
+
+    parts: int = 2
+    permuted: bool = False
+    dependent: bool = False
+    ragged: bool = False
+    padded_rows: bool = False
+    weight_shift: int = 0
+
+
+@dataclass(frozen=True)
+class GemmSm90aKernel(Kernel):
+    """The multiplication with its epilogue. `guarded`: fp32 operands, which halves may not be able to carry."""
+
+    form: Form | None = None
+    layout: Layout | None = None
+    pointers: tuple[Pointer, ...] = ()
+    launch_pointers: tuple[Pointer, ...] = ()
+    value_type: str = "float"
+    operand_type: str = "__half"
+    mma_type: str = "f16"
+    weight_operand: str = ""
+    input_operand: str = ""
+    weight_pointer: str = ""
+    guarded: bool = False
+    group_width: int = 0
+    sample_tail: bool = False
+    channel_tail: bool = False
+    debug: bool = False
+    before: tuple[Apply, ...] = ()
+    after: tuple[Apply, ...] = ()
+    before_lines: tuple[str, ...] = ()
+    before_parameters: tuple[Apply, ...] = ()
+    after_lines: tuple[str, ...] = ()
+    after_parameters: tuple[Apply, ...] = ()
+
+    input_unscale = X_UNSCALE
+    weight_unscale = WEIGHT_UNSCALE
+
+    @property
+    def cluster(self) -> int:
+        return self.layout.cluster
+
+    @property
+    def share(self) -> str:
+        return self.layout.share
+
+    @property
+    def exchange(self) -> bool:
+        return self.layout.exchange
+
+    @property
+    def statistics(self) -> str:
+        return self.layout.statistics
+
+    @property
+    def held(self) -> bool:
+        return self.layout.unit_tiles > 1
+
+    @property
+    def registers_a(self) -> bool:
+        return self.form.registers
+
+    @property
+    def weight_split(self) -> bool:
+        return self.form.registers and self.form.parts == 2
+
+    @property
+    def weight_parts(self) -> int:
+        return 1 if self.form.registers else self.form.parts
+
+    @property
+    def input_parts(self) -> int:
+        return self.form.parts
+
+    @property
+    def tile_samples(self) -> int:
+        return self.form.tile_samples
+
+    @property
+    def promote(self) -> int:
+        return self.form.promote
+
+    @property
+    def dependent(self) -> bool:
+        return self.guarded
+
+    @property
+    def staged_store(self) -> bool:
+        return self.value_type != "float"
+
+    @property
+    def strip_blocks(self) -> int:
+        return strip_blocks(self.form, self.group_width)
+
+    @property
+    def strip_index(self) -> str:
+        """C expression of the place of a warp's strip among those of its tile, or of its warpgroup."""
+        within = "self.warp" if self.strip_blocks == 2 else "block * 4 + self.warp" if self.form.blocks == 2 else "self.warp"
+        if self.warpgroup_groups:
+            return f"({within})"
+        return f"(self.warpgroup * {4 * self.form.blocks // self.strip_blocks} + {within})"
+
+    @property
+    def warpgroup_groups(self) -> bool:
+        """Whether each group lies within one warpgroup's channels."""
+        return self.statistics == "strips" and self.group_width <= self.form.tile_channels // CONSUMERS
+
+
+def strip_blocks(form: Form, group_width: int) -> int:
+    """Accumulator blocks of a warp that lie in one group."""
+    return form.blocks if group_width >= 64 * form.blocks else 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The dynamic shared memory of a CTA, in bytes."""
+
+    weight_part: int
+    input_part: int
+    stage: int
+    scratch_at: int
+    scratch: int  # of one warpgroup: its strips' statistics, then y's tiles on their way out
+    store_samples: int
+    groups_at: int
+    exchange_at: int
+    barriers_at: int
+    total: int
+
+
+def memory(form: Form, layout: Layout, group_width: int, itemsize: int, limit: int) -> Memory | None:
+    """Where everything lies; None when it does not fit into `limit` bytes."""
+    weight_part = form.tile_channels * TILE_K * (4 if form.registers else 2)
+    input_part = form.tile_samples * TILE_K * 2
+    stage = weight_part * (1 if form.registers else form.parts) + input_part * form.parts
+    strips = groups = 0
+    if layout.statistics == "strips":
+        strips = 4 * form.blocks // strip_blocks(form, group_width) * form.tile_samples * 8
+        groups = max(form.tile_channels // group_width, 1) * form.tile_samples * 8
+    exchange = 2 * layout.cluster * form.tile_samples * 8 if layout.exchange else 0
+    for store_samples in (64, 32) if itemsize == 2 else (0,):
+        scratch = -(-max(strips, 2 * store_samples * 128) // 1024) * 1024  # the swizzle counts from multiples of 1024
+        scratch_at = form.stages * stage
+        groups_at = scratch_at + CONSUMERS * scratch
+        exchange_at = groups_at + groups
+        barriers_at = exchange_at + exchange
+        total = barriers_at + 8 * (2 * form.stages + (2 if layout.exchange else 0))
+        if total <= limit:
+            return Memory(weight_part, input_part, stage, scratch_at, scratch, store_samples, groups_at, exchange_at, barriers_at, total)
+    return None
+
+
+def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: int, weight_shift: int) -> SplitKernel | None:
+    """The kernel that splits x or W; None where a row does not fit into a block's registers."""
+    columns = spec.input_shape[1]
+    row_pieces = columns // 4
+    threads = next((t for t in (128, 256, 512, 1024) if row_pieces <= 8 * t), None)
+    if threads is None:
+        return None
+    pieces = math.ceil(row_pieces / threads)
+    weight = operand == "weight"
+    key = spec.producer.key(spec.producer.parameters[0])
+    outputs = (WEIGHT_SPLIT, WEIGHT_UNSCALE) if weight else (X_SPLIT, X_UNSCALE)
+    rows_constant = Constant("kRows", str(rows), "out_features" if weight else "batch")
+    constants = [
+        Constant("kColumns", str(columns), "in_features"),
+        Constant("kBlocks", str(padded_rows), "one a row" + (", and the rows that fill up the last tile" if padded_rows > rows else "")),
+        Constant("kThreads", str(threads), "of a block"),
+        *([Constant("kRowPieces", str(row_pieces), "of 4 values, in a row")] if row_pieces % threads else []),
+        Constant("kPieces", str(pieces), "of 4 values a thread, in registers"),
+        Constant("kTopExponent", str(TOP_EXPONENT), "a row's largest value ends up in [2^14, 2^15)"),
+        Constant("kLargestShift", str(LARGEST_SHIFT), "what undoes the scale must be a normal float"),
+        Constant("kSmallestExponent", str(TOP_EXPONENT - LARGEST_SHIFT - 1), "kTopExponent - kLargestShift - 1: rows below cannot be scaled up"),
+    ]
+    if padded_rows > rows:
+        constants.insert(0, rows_constant)
+    if form.parts == 2:
+        constants.append(Constant("kLowPart", f"{rows}ull * {columns // 2}", "words from the high parts to the low parts", "size_t"))
+    if weight_shift:
+        constants.append(Constant("kWeightShift", str(weight_shift), "the multiplication scales W by 2^12"))
+    return SplitKernel(
+        f"split_{operand}", "gemm_sm90a/split.cu.j2", (key if weight else "x", *outputs), tuple(constants),
+        f"{'W' if weight else 'x'} {'split into two halves a value' if form.parts == 2 else 'rounded to halves'}, rows scaled by powers of two",
+        0, 65536 // (threads * max(1, 1024 // threads)), threads, padded_rows,
+        ("one block a row: largest value, scale, split",),
+        form.parts, form.registers, not weight, row_pieces % threads != 0, padded_rows > rows, weight_shift,
+    )  # fmt: skip
+
+
+def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int, debug: bool, notes: tuple[str, ...]) -> GemmSm90aKernel:
+    """The multiplication of `spec` in the given form and layout, which must fit (see `memory`)."""
+    precision = spec.precision
+    batch, k = spec.input_shape
+    channels, width = spec.channels, spec.group_channels
+    finished = layout.statistics != "none"
+    before = applies(spec, spec.before_norm)
+    after = applies(spec, spec.after_norm) if finished else ()
+    keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters}
+    norm = {p.suffix: spec.norm.key(p) for p in spec.norm.parameters} if finished else {}
+
+    before_vectors = ([_vector(keys["bias"])] if "bias" in keys else []) + [a for a in before if a.parameter]
+    after_vectors = [_vector(norm[s]) for s in ("weight", "bias") if s in norm] + [a for a in after if a.parameter]
+    before_lines = ([f"value + {c_identifier(keys['bias'])}_c[h]"] if "bias" in keys else []) + [_line(a) for a in before]
+    affine = [f"value * {c_identifier(norm['weight'])}_c[h] + {c_identifier(norm['bias'])}_c[h]"] if norm else []
+    after_lines = affine + [_line(a) for a in after]
+
+    guarded = precision.itemsize == 4
+    vectors = tuple(dict.fromkeys(a.parameter for a in before_vectors + after_vectors))
+    weight_operand = keys["weight"] if form.registers or not guarded else WEIGHT_SPLIT
+    input_operand = X_SPLIT if guarded else "x"
+    unscales = ((X_UNSCALE,) if form.registers else (X_UNSCALE, WEIGHT_UNSCALE)) if guarded else ()
+    inside = (("x", keys["weight"]) if guarded else ()) + unscales + vectors + ("y",)
+    arguments = tuple(dict.fromkeys(("x", keys["weight"], input_operand, weight_operand, *unscales, *vectors, "y")))
+    types = {X_SPLIT: "__half", WEIGHT_SPLIT: "__half", X_UNSCALE: "float", WEIGHT_UNSCALE: "float"}
+
+    def pointer(name: str) -> Pointer:
+        return Pointer(types.get(name, precision.c_type), c_identifier(name), name == "y")
+
+    where = memory(form, layout, width, precision.itemsize, target.smem_bytes)
+    sample_tiles, channel_tiles = math.ceil(batch / form.tile_samples), math.ceil(channels / form.tile_channels)
+    cluster_samples = layout.cluster if layout.share == "weight" else 1
+    cluster_channels = layout.cluster if layout.share == "input" else 1
+    sample_blocks = math.ceil(sample_tiles / cluster_samples)
+    units = sample_blocks * math.ceil(channel_tiles / (cluster_channels * layout.unit_tiles))
+    clusters = balanced(units, sms // layout.cluster)
+    constants = _constants(spec, form, layout, where, before + after, sample_blocks, units, clusters)
+    return GemmSm90aKernel(
+        "gemm", "gemm_sm90a/gemm.cu.j2", arguments, constants, summary(spec, layout), where.total, 168, THREADS, clusters * layout.cluster, notes,
+        form, layout, tuple(map(pointer, inside)), tuple(map(pointer, arguments)), precision.c_type,
+        "__half" if guarded else precision.c_type, "bf16" if precision.dtype == "bfloat16" else "f16",
+        c_identifier(weight_operand), input_operand, c_identifier(keys["weight"]), guarded, width,
+        batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
+        channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
+        tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors),
+    )  # fmt: skip
+
+
+def balanced(units: int, places: int) -> int:
+    """Clusters to launch: as few as finish `units` in as many rounds as `places` clusters at once would need."""
+    return math.ceil(units / math.ceil(units / places))
+
+
+def summary(spec: Spec, layout: Layout) -> str:
+    steps = [step.operator.name for step in (spec.chain if layout.statistics != "none" else spec.chain[: spec.norm_index])]
+    return " -> ".join(steps) + " in one kernel: TMA, warp-specialised wgmma" + (", clusters" if layout.cluster > 1 else "")
+
+
+def _vector(key: str) -> Apply:
+    """A per-channel parameter that is no operator of the chain: the bias, gamma, beta."""
+    return Apply("", "", (), (), key, c_identifier(key), True, False, False, False)
+
+
+def _line(item: Apply) -> str:
+    return item.apply("value", f"{item.pointer}_c[h]" if item.parameter else None)
+
+
+def _constants(
+    spec: Spec, form: Form, layout: Layout, where: Memory, items: tuple[Apply, ...], sample_blocks: int, units: int, clusters: int
+) -> tuple[Constant, ...]:  # fmt: skip
+    batch, k = spec.input_shape
+    channels, width = spec.channels, spec.group_channels
+    rows = [
+        ("kBatch", batch, "rows of x and y"),
+        ("kInFeatures", k, "columns of x and W"),
+        ("kOutFeatures", channels, "rows of W, columns of y"),
+    ]
+    if layout.statistics != "none":
+        rows.append(("kGroupWidth", width, "out_features / num_groups"))
+    rows += [
+        ("kTileChannels", form.tile_channels, "channels of a tile: rows of W, operand A"),
+        ("kTileSamples", form.tile_samples, "samples of a tile: rows of x, operand B"),
+        ("kTileK", TILE_K, "k of a stage"),
+        ("kSteps", math.ceil(k / TILE_K), "ceil(in_features / kTileK)"),
+        ("kStages", form.stages, "of the ring"),
+        ("kCluster", layout.cluster, {"weight": "CTAs that share rows of W", "input": "CTAs that share rows of x", "none": "no cluster"}[layout.share]),
+        ("kUnitTiles", layout.unit_tiles, "tiles a CTA computes before their groups are complete"),
+        ("kSampleBlocks", sample_blocks, "clusters side by side along the batch"),
+        ("kUnits", units, "pieces of work, one a cluster at a time"),
+        ("kGrid", clusters * layout.cluster, f"CTAs: {clusters} clusters take {math.ceil(units / clusters)} units each at most"),
+        ("kThreads", THREADS, "one warpgroup that fetches, two that multiply"),
+        ("kConsumerWarps", 4 * CONSUMERS, "each frees a stage once"),
+        ("kProducerRegisters", PRODUCER_REGISTERS, "a thread that fetches"),
+        ("kConsumerRegisters", CONSUMER_REGISTERS, "a thread that multiplies"),
+        ("kBlocks", form.blocks, "accumulators of 64 channels a warpgroup"),
+        ("kAccumulators", form.tile_samples // 2, "registers of one: 64 x kTileSamples values over 128 threads"),
+    ]
+    if form.promote:
+        rows.append(("kPromoteSteps", form.promote, f"every {form.promote * TILE_K} of K"))
+    if form.registers:
+        rows += [("kInFlight", 2, "groups of multiplications that may run while the next fragment is converted")]
+    if layout.share == "input" or not form.registers or where.store_samples:
+        rows.append(("kRowBytes", 128, "kTileK halves"))
+    if form.registers:
+        rows += [("kPlaneRowBytes", 64, "16 k of fp32"), ("kPlaneBytes", 64 * 64, "16 k of 64 rows of W"), ("kWeightBlockBytes", 64 * TILE_K * 4, "64 rows of W")]
+    else:
+        rows += [("kWeightBlockBytes", 64 * TILE_K * 2, "64 rows of W")]
+    rows += [
+        ("kWeightPartBytes", where.weight_part, "one part of W in a stage"),
+        ("kInputPartBytes", where.input_part, "one part of x in a stage"),
+        ("kStageBytes", where.stage, "all parts"),
+    ]
+    warpgroup_groups = layout.statistics == "strips" and width <= form.tile_channels // CONSUMERS
+    if where.scratch:
+        rows.append(("kScratchAt", where.scratch_at, "behind the stages"))
+    if where.store_samples or warpgroup_groups:
+        rows.append(("kScratchBytes", where.scratch, "a warpgroup"))
+    if where.store_samples:
+        rows += [("kStoreSamples", where.store_samples, "rows of y that leave at once"), ("kStoreBytes", where.store_samples * 128, "of 64 channels each")]
+    if layout.statistics == "strips":
+        blocks = strip_blocks(form, width)
+        rows += [
+            ("kGroupsAt", where.groups_at, "(mean, 1 / standard deviation) of every group and sample of the tile"),
+            ("kStripValues", 16 * blocks, "channels of a group that one warp holds"),
+            ("kGroupStrips", min(width, form.tile_channels) // (16 * blocks), "strips of a group in the tile"),
+        ]
+        if warpgroup_groups:
+            rows.append(("kTileGroups", form.tile_channels // width, "groups of a tile"))
+    if layout.exchange:
+        rows.append(("kExchangeAt", where.exchange_at, "statistics from the CTAs of the cluster"))
+    rows += [("kBarriersAt", where.barriers_at, "full, empty"), ("kSharedBytes", where.total, "in all")]
+    constants = [Constant(name, str(value), why) for name, value, why in rows]
+    if form.registers and form.parts == 2:
+        constants += [
+            Constant("kWeightScale", float_literal(2.0**WEIGHT_SHIFT), "brings W's low parts into the range of halves", "float"),
+            Constant("kWeightScaleHalves", f"0x{(WEIGHT_SHIFT + 15) << 10:04x}{(WEIGHT_SHIFT + 15) << 10:04x}", "the same, twice, as halves", "uint32_t"),
+            Constant("kSmallestHalf", float_literal(1.0), "the largest value of a scaled row must reach it: what is lost below 2^-25 is then 2^-25 of it", "float"),
+        ]
+    elif form.registers:
+        constants.append(Constant("kSmallestHalf", float_literal(ROUNDED_SMALLEST), "the largest value of a row must reach it: what is lost below 2^-25 is then 2^-14 of it", "float"))
+    if layout.statistics != "none":
+        constants.append(Constant("kEps", float_literal(spec.norm.values["eps"]), "inside the root", "float"))
+    return (*constants, *unique_constants(items))
