@@ -1,0 +1,219 @@
+"""Families of data that a generated model is verified on: ordinary ones, and those that break careless kernels.
+
+Each family makes x and all parameters. Unless it says otherwise the parameters are random, gamma, beta, scale and bias too, with negative and
+zero values among them: at its initial weights (gamma = 1, beta = 0) a layer never tests its affine part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from codegen.ops import Kind
+from codegen.spec import Spec
+
+Parameters = dict[str, torch.Tensor]
+
+# How far (in powers of two) data may be scaled before eager PyTorch itself overflows in the storage type, or squares overflow in fp32.
+_REACH = {"fp32": 50, "tf32": 50, "bf16": 50, "fp16": 6}
+# A mean this many times the spread: large enough that E[x^2] - E[x]^2 fails, small enough that the sum before the norm still resolves the spread.
+_OFFSET = {"fp32": 1000.0, "tf32": 1000.0, "fp16": 30.0, "bf16": 8.0}
+# Powers of two between the largest and the smallest values of one row.
+_SPAN = {"fp32": 24, "tf32": 24, "bf16": 24, "fp16": 10}
+# Magnitudes around the largest fp16 value, where a split into fp16 parts overflows unless it is scaled.
+_HIGH = {"fp32": (2.0**15, 2.0**17), "tf32": (2.0**15, 2.0**17), "bf16": (2.0**15, 2.0**17), "fp16": (2.0**5, 2.0**7)}
+
+
+@dataclass(frozen=True)
+class Family:
+    """`make(draw)` returns x and the parameters; `initial` families keep the weights the constructor drew."""
+
+    name: str
+    summary: str
+    make: Callable[[Draw], tuple[torch.Tensor, Parameters]]
+    initial: bool = False
+    applies: Callable[[Spec], bool] = lambda spec: True
+
+
+class Draw:
+    """Random tensors for one spec on one device, in float32; `spec.precision`'s storage type comes last, in `finish`."""
+
+    def __init__(self, spec: Spec, device: torch.device, seed: int):
+        self.spec, self.device, self.precision = spec, device, spec.precision.name
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def rand(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self._generator, device=self.device)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator, device=self.device)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=self._generator, device=self.device)
+
+    def x(self, kind: str = "randn") -> torch.Tensor:
+        return getattr(self, kind)(*self.spec.input_shape)
+
+    def parameters(self) -> Parameters:
+        """Random values for every parameter; the producer's like PyTorch's initial ones, about a tenth of the factors negative or zero."""
+        found: Parameters = {}
+        for step in self.spec.chain:
+            for parameter in step.parameters:
+                key, shape = step.key(parameter), parameter.shape
+                if step.operator.kind is Kind.PRODUCER:
+                    bound = 1 / math.sqrt(math.prod(step.parameters[0].shape[1:]))
+                    found[key] = self.rand(*shape).mul_(2 * bound).sub_(bound)
+                elif step.operator.name == "mul" or (step.operator.kind is Kind.NORM and parameter.suffix == "weight"):
+                    value = self.randn(*shape)
+                    found[key] = value.masked_fill_(self.rand(*shape) < 0.03, 0.0)
+                else:
+                    found[key] = self.randn(*shape)
+        return found
+
+    @property
+    def weight(self) -> str:
+        """Key of the producer's weight."""
+        return self.spec.producer.key(self.spec.producer.parameters[0])
+
+    @property
+    def shifts(self) -> list[str]:
+        """Keys of what is added before the norm: the producer's bias and `add`'s parameters."""
+        keys = [self.spec.producer.key(p) for p in self.spec.producer.parameters[1:]]
+        return keys + [step.key(p) for step in self.spec.before_norm if step.operator.name == "add" for p in step.parameters]
+
+    def reference_channels(self) -> torch.Tensor:
+        """Indices 0..channels-1, shaped to scale the producer's weight by output channel."""
+        return torch.arange(self.spec.channels, device=self.device).view(-1, *[1] * (len(self.spec.producer.parameters[0].shape) - 1))
+
+    def finish(self, x: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, Parameters]:
+        """Both in the spec's storage type."""
+        dtype = getattr(torch, self.spec.precision.dtype)
+        return x.to(dtype), {key: value.to(dtype) for key, value in parameters.items()}
+
+
+def _uniform(d: Draw):
+    return d.x("rand"), d.parameters()
+
+
+def _normal(d: Draw):
+    return d.x(), d.parameters()
+
+
+def _benchmark(d: Draw):
+    return d.x(d.spec.values), {}
+
+
+def _offset(d: Draw):
+    parameters = d.parameters()
+    bias = d.spec.producer.key(d.spec.producer.parameters[1])
+    parameters[bias] += _OFFSET[d.precision]
+    return d.x(), parameters
+
+
+def _input_offset(d: Draw):
+    return d.x("rand").mul_(0.01).add_(1.0).mul_(_OFFSET[d.precision] / 10), d.parameters()
+
+
+def _constant_rows(d: Draw):
+    batch = d.spec.input_shape[0]
+    values = d.randn(batch)
+    values[0] = 0.0
+    return values.view(-1, *[1] * (len(d.spec.input_shape) - 1)).expand(d.spec.input_shape).clone(), d.parameters()
+
+
+def _constant_groups(d: Draw):
+    """All channels alike, and every position of a sample alike: each group is constant, so the norm must return beta."""
+    parameters = d.parameters()
+    parameters[d.weight] = parameters[d.weight][:1].expand(parameters[d.weight].shape).clone()
+    for key in d.shifts:
+        parameters[key] = parameters[key].flatten()[:1].expand(parameters[key].numel()).reshape(parameters[key].shape).clone()
+    x = d.x()
+    if x.dim() > 2:
+        x = x[..., :1, :1].expand(x.shape).clone()
+    return x, parameters
+
+
+def _wide_range(d: Draw):
+    x = d.x()
+    return torch.ldexp(x, -d.integers(0, _SPAN[d.precision] + 1, *x.shape)), d.parameters()
+
+
+def _wide_weights(d: Draw):
+    parameters = d.parameters()
+    half = _SPAN[d.precision] // 2
+    parameters[d.weight] = torch.ldexp(parameters[d.weight], d.reference_channels() % (2 * half + 1) - half)
+    return d.x(), parameters
+
+
+def _split_high(d: Draw):
+    low, high = _HIGH[d.precision]
+    x = d.x("rand").mul_(high - low).add_(low)
+    return torch.where(d.x("rand") < 0.5, x, -x), d.parameters()
+
+
+def _split_low(d: Draw):
+    """Rows of ever smaller values, down to where fp16 parts become subnormal and vanish; nothing is added to hide them."""
+    x, parameters = d.x(), d.parameters()
+    rows = torch.arange(x.shape[0], device=d.device) % (_SPAN[d.precision] + 1)
+    for key in d.shifts:
+        parameters[key] *= 2.0**-12
+    return torch.ldexp(x, -rows.view(-1, *[1] * (x.dim() - 1))), parameters
+
+
+def _huge(d: Draw):
+    return d.x() * 2.0 ** _REACH[d.precision], d.parameters()
+
+
+def _tiny(d: Draw):
+    factor = 2.0 ** -_REACH[d.precision]
+    parameters = d.parameters()
+    for key in d.shifts:
+        parameters[key] *= factor
+    if len(d.spec.norm.parameters) == 2:
+        parameters[d.spec.norm.key(d.spec.norm.parameters[1])].zero_()
+    return d.x() * factor, parameters
+
+
+def _nonfinite(d: Draw):
+    """Samples 0..3 hold NaN, +inf, -inf and both infinities; the others are ordinary and must stay so."""
+    x = d.x()
+    flat = x.view(x.shape[0], -1)
+    nan, inf = float("nan"), float("inf")
+    for row, values in enumerate(((nan,), (inf,), (-inf,), (inf, -inf))):
+        if row < x.shape[0]:
+            for i, value in enumerate(values):
+                flat[row, (3 + 5 * i) % flat.shape[1]] = value
+    return x, d.parameters()
+
+
+def _nan_channel(d: Draw):
+    """One output channel's weights hold a NaN: its own group is lost in every sample, and no other."""
+    parameters = d.parameters()
+    weight = parameters[d.weight]
+    weight.view(weight.shape[0], -1)[weight.shape[0] // 2, 0] = float("nan")
+    return d.x(), parameters
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family("benchmark", "the spec's own inputs, initial weights", _benchmark, initial=True),
+        Family("uniform", "uniform in [0, 1)", _uniform),
+        Family("normal", "standard normal", _normal),
+        Family("offset", "large mean, small spread before the norm", _offset, applies=lambda spec: len(spec.producer.parameters) > 1),
+        Family("input offset", "large mean, tiny spread in x", _input_offset),
+        Family("constant rows", "each sample one value, the first zero", _constant_rows),
+        Family("constant groups", "every group of the norm constant", _constant_groups),
+        Family("wide range", "magnitudes far apart within a row of x", _wide_range),
+        Family("wide weights", "magnitudes far apart between rows of the weight", _wide_weights),
+        Family("split high", "around the largest fp16 value", _split_high),
+        Family("split low", "towards the smallest fp16 values", _split_low),
+        Family("huge", "scaled up by a large power of two", _huge),
+        Family("tiny", "scaled down by a large power of two, beta = 0", _tiny),
+        Family("nonfinite", "NaN and infinities in four samples", _nonfinite),
+        Family("nan channel", "NaN in one output channel's weights", _nan_channel),
+    )
+}

@@ -1,0 +1,98 @@
+"""One package measured: our time and error beside the peers' in one process, as a record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bench import peers as peers_module
+from bench.machine import Machine, precision_flags
+from bench.metrics import Errors, compare
+from bench.peers import Peer
+from bench.records import FORMAT, Record, conclude
+from bench.subject import Emitted, Subject, built_target
+from bench.timing import Ceilings, Time, interleaved, overhead
+from bench.verify import Finding, rounded
+
+INPUT_SEED = 0
+
+
+def ceilings_record(ceilings: Ceilings) -> dict:
+    """The measured rates as plain data: GB/s and TFLOP/s."""
+    names = {"copy_gbs": "copy", "fp32_tflops": "fp32", "tf32_tflops": "tf32", "fp16_tflops": "fp16", "bf16_tflops": "bf16"}
+    return {key: rounded(getattr(ceilings, name)) for key, name in names.items()}
+
+
+def measure(
+    emitted: Emitted, ours: nn.Module, device: torch.device, machine: Machine, ceilings: Ceilings, peer_names: tuple[str, ...],
+    budget_s: float = 3.0, report=None,
+) -> Record:  # fmt: skip
+    """Time `ours` and the peers, interleaved, on the spec's own inputs with its initial weights. Errors are against float64."""
+    spec, target = emitted.spec, built_target(ours)
+    subject = Subject(emitted, ours, device)
+    subject.load({})
+    torch.manual_seed(INPUT_SEED)
+    x = emitted.module.get_inputs()[0].to(device)
+    exact = subject.run_exact(x)
+    errors = lambda y: compare(y, exact, spec.precision.tolerance, spec.num_groups)  # noqa: E731
+    del subject._exact
+    with torch.no_grad(), precision_flags(spec.precision.name) as flags:
+        built, failed = peers_module.build(peer_names, emitted, subject.eager, x, report)
+        us = Peer("ours", lambda: ours(x))
+        measured = {peer.name: errors(peer.call()) if peer.chain else None for peer in [us, *built]}
+        del exact
+        if report:
+            report("timing")
+        times = interleaved({peer.name: peer.call for peer in [us, *built]}, device, budget_s)
+        host = {peer.name: overhead(peer.call, device, 100) for peer in [us, *built] if peer.name in ("ours", "eager", "compile")}
+    floor = emitted.floor(target)
+    compute, memory = ceilings.floor_ms(spec.precision.name, floor["flop"], floor["bytes"])
+    record: Record = {
+        "format": FORMAT, "spec": spec.name, "path": spec.path, "package": spec.package, "precision": spec.precision.name, "target": target,
+        "key": emitted.key(target), **machine.facts, "weights": "prepared" if spec.prepack else "not prepared", "flags": flags, "verified": False,
+        "flop": floor["flop"], "bytes": floor["bytes"], "floor_ms": rounded(max(compute, memory)),
+        "floor": {"compute_ms": rounded(compute), "memory_ms": rounded(memory)}, "ceilings": ceilings_record(ceilings),
+        "ours": {
+            **_row(times["ours"], measured["ours"], floor), "outside": measured["ours"].outside, "elements": measured["ours"].elements,
+            "roofline_share": rounded(max(compute, memory) / times["ours"].ms),
+        },
+        "peers": {
+            peer.name: {**_row(times[peer.name], measured[peer.name], floor), "ours_ms": rounded(times["ours"].ms), "setup_s": round(peer.setup_s, 1)}
+            | ({"note": peer.note} if peer.note else {})
+            for peer in built
+        },
+        "overhead_us": {
+            name: {"host": rounded(o.host), "call": rounded(o.call), "replay": None if o.replay is None else rounded(o.replay)} for name, o in host.items()
+        },
+        "failed": failed,
+    }  # fmt: skip
+    return conclude(record)
+
+
+def _row(time: Time, errors: Errors | None, floor: dict) -> dict:
+    return {
+        "ms": rounded(time.ms), "spread": round(time.spread, 3), "trials": time.trials,
+        "rel_error": None if errors is None else rounded(errors.relative), "max_error": None if errors is None else rounded(errors.largest),
+        "tflops": rounded(floor["flop"] / time.ms / 1e9), "gbs": rounded(floor["bytes"] / time.ms / 1e6),
+    }  # fmt: skip
+
+
+def with_verification(record: Record, findings: list[Finding]) -> Record:
+    """The record with what verify found. It counts as verified when every family is right."""
+    record["verified"] = all(finding.ok for finding in findings)
+    record["verification"] = [finding.record() for finding in findings]
+    return record
+
+
+def machine_record(machine: Machine, ceilings: Ceilings) -> dict:
+    """machine.json of a card's folder."""
+    return {"format": FORMAT, **machine.facts, "ceilings": ceilings_record(ceilings)}
+
+
+def save_machine(results: Path, machine: Machine, ceilings: Ceilings) -> None:
+    """Write machine.json."""
+    from bench.records import write_json
+
+    write_json(results / machine.slug / "machine.json", machine_record(machine, ceilings))

@@ -1,0 +1,84 @@
+"""How wrong a result is: every measure that verify and the bench report, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Errors:
+    """One result against the exact one.
+
+    `relative`: Frobenius norm of the difference over that of the exact result, over the elements where both are finite.
+    `largest`: largest absolute difference there. `outside`: number of elements with |difference| > atol + rtol |exact|, atol = rtol = the
+    precision's tolerance. `group_mean`, `group_std`: largest deviation of a (sample, group)'s mean and standard deviation.
+    `parity`: None when NaN, +inf and -inf stand where they must, else what is wrong.
+    """
+
+    relative: float
+    largest: float
+    outside: int
+    elements: int
+    group_mean: float
+    group_std: float
+    parity: str | None
+
+    @property
+    def outside_share(self) -> float:
+        return self.outside / max(self.elements, 1)
+
+
+def compare(y: torch.Tensor, exact: torch.Tensor, tolerance: float, groups: int, eager: torch.Tensor | None = None) -> Errors:
+    """Errors of `y` against the float64 result `exact` of the same shape.
+
+    `eager` is PyTorch's result at the same precision: where it is not finite although the exact one is (an intermediate overflowed in the
+    storage type), `y` may be either.
+    """
+    y64 = y.double()
+    difference, inside = y64 - exact, exact
+    ordinary = bool(torch.isfinite(difference.sum()))  # one NaN or infinity anywhere shows in the sum
+    finite = None if ordinary else torch.isfinite(y64) & torch.isfinite(exact)
+    if finite is not None:
+        difference, inside = torch.where(finite, difference, 0.0), torch.where(finite, exact, 0.0)
+    norm = float(inside.norm())
+    relative = float(difference.norm()) / norm if norm else float(difference.norm())
+    outside = int((difference.abs() > tolerance + tolerance * inside.abs()).sum())
+    mean, std = _group_deviation(y64, exact, finite, groups)
+    parity = None if ordinary and y.dtype is not torch.float16 else _parity(y, exact, eager)
+    return Errors(relative, float(difference.abs().max()), outside, exact.numel(), mean, std, parity)
+
+
+def _group_deviation(y: torch.Tensor, exact: torch.Tensor, finite: torch.Tensor | None, groups: int) -> tuple[float, float]:
+    """Largest deviation of mean and standard deviation over the output's (sample, channel group) blocks that are finite throughout."""
+    if exact.dim() < 2 or exact.shape[1] % groups:
+        groups = 1
+    shape = (exact.shape[0] * groups, -1)
+    a, b = y.reshape(shape), exact.reshape(shape)
+    if finite is not None:
+        whole = finite.reshape(shape).all(1)
+        a, b = a[whole], b[whole]
+    if not a.numel():
+        return 0.0, 0.0
+    mean = (a.mean(1) - b.mean(1)).abs().max()
+    std = (a.std(1, correction=0) - b.std(1, correction=0)).abs().max()
+    return float(mean), float(std)
+
+
+def _parity(y: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor | None) -> str | None:
+    """What is wrong with the places of NaN and infinities; None when nothing is."""
+    rounded = exact.to(y.dtype)  # a value beyond the type's range is an infinity there
+    overflowed = torch.zeros_like(rounded, dtype=torch.bool) if eager is None else torch.isfinite(rounded) & ~torch.isfinite(eager)
+    for name, of in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
+        wanted, got = of(rounded), of(y)
+        lost, extra = int((wanted & ~got).sum()), int((got & ~wanted & ~overflowed).sum())
+        if lost or extra:
+            return f"{name}: {lost} lost, {extra} too many"
+    return None
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Are two tensors equal bit for bit (NaN payloads and signs of zero included)?"""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return bool(torch.equal(a.contiguous().view(integer), b.contiguous().view(integer)))

@@ -1,0 +1,165 @@
+"""What a generated model is compared with: PyTorch and the strongest alternatives, each at its best, at the same precision."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bench.subject import Emitted, construct, emit_variant
+from bench.timing import capture
+from codegen.ops import Kind
+from codegen.plan import PlanError
+from codegen.torch_text import reference_lines
+
+TORCH = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")
+EVIDENCE = ("eager", "graph", "compile", "library")
+AUTOTUNED = ("max-autotune-no-cudagraphs", "max-autotune", "triton", "library-tail")
+CHOICES = (*EVIDENCE, *AUTOTUNED)
+
+
+@dataclass
+class Peer:
+    """One alternative. `call()` runs it on the fixed x; `chain` says that it computes the whole chain, so that its error counts."""
+
+    name: str
+    call: Callable[[], torch.Tensor]
+    chain: bool = True
+    note: str = ""
+    setup_s: float = 0.0
+
+
+Builder = Callable[[Emitted, nn.Module, torch.Tensor], list[Peer]]
+
+
+def _eager(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
+    return [Peer("eager", lambda: eager(x))]
+
+
+def _graph(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
+    if x.device.type != "cuda":
+        return []
+    held: dict[str, torch.Tensor] = {}
+    graph = capture(lambda: held.update(y=eager(x)), x.device)
+
+    def call():
+        graph.replay()
+        return held["y"]
+
+    return [Peer("eager in a CUDA graph", call)]
+
+
+def _compiled(mode: str | None, name: str) -> Builder:
+    def build(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
+        from torch._inductor import config
+
+        if mode is not None:
+            config.max_autotune_gemm_backends = config.max_autotune_conv_backends = "ATEN,TRITON"
+        if mode == "max-autotune":
+            torch._dynamo.mark_static_address(x)  # else its CUDA graph copies x at each call
+        compiled = torch.compile(eager, mode=mode, fullgraph=True, dynamic=False)
+        for _ in range(3):  # CUDA graphs are recorded at the second call
+            compiled(x)
+        return [Peer(name, lambda: compiled(x), note=mode or "default")]
+
+    return build
+
+
+def _library(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
+    """The producer alone, by torch's library: what the rest of the chain costs nothing beside."""
+    module = producer_module(emitted, eager)
+    kind = "GEMM" if isinstance(module, nn.Linear) else "convolution"
+    return [Peer(f"library {kind} alone", lambda: module(x), chain=False)]
+
+
+def _library_tail(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
+    """Torch's GEMM or convolution behind which our norm kernel runs; fp32 and tf32 GEMMs get the compiled tail instead."""
+    if x.device.type != "cuda":
+        return []
+    try:
+        variant = emit_variant(emitted.spec, "sm_80", "library", gemm="library")
+    except PlanError:
+        tail = compiled_tail(emitted, eager)
+        module = producer_module(emitted, eager)
+        tail(module(x))
+        return [Peer("library GEMM + compiled tail", lambda: tail(module(x)))]
+    model = construct(variant, x.device, "sm_80")
+    model.load_state_dict(eager.state_dict())
+    kind = "GEMM" if emitted.spec.producer.operator.name == "linear" else "convolution"
+    return [Peer(f"library {kind} + our tail", lambda: model(x))]
+
+
+def _triton(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
+    """The autotuned Triton GEMM in three products, behind which the compiled tail runs. fp32 after a linear only."""
+    module = producer_module(emitted, eager)
+    if x.device.type != "cuda" or emitted.spec.precision.name != "fp32" or not isinstance(module, nn.Linear):
+        return []
+    from bench.triton_gemm import best_config, linear
+
+    tail = compiled_tail(emitted, eager)
+    peers = []
+    for precision in ("tf32x3", "bf16x3"):
+        run = lambda precision=precision: tail(linear(x, module.weight, module.bias, precision))  # noqa: E731
+        run()
+        peers.append(Peer(f"Triton GEMM {precision} + compiled tail", run, note=best_config(precision) or ""))
+    return peers
+
+
+def producer_module(emitted: Emitted, eager: nn.Module) -> nn.Module:
+    """The reference's nn.Linear or nn.Conv2d."""
+    return getattr(eager, emitted.spec.producer.name)
+
+
+class _Tail(nn.Module):
+    """The chain after its producer, from the operator table's own PyTorch calls."""
+
+    def __init__(self, emitted: Emitted, eager: nn.Module):
+        super().__init__()
+        for step in emitted.spec.chain[1:]:
+            if step.name and hasattr(eager, step.name):
+                setattr(self, step.name, getattr(eager, step.name))
+        body = "\n".join(f"    {line}" for line in reference_lines(emitted.spec)[1:])
+        scope = {"torch": torch, "F": F}
+        exec(f"def forward(self, v):\n{body}\n    return v\n", scope)  # noqa: S102 - text of our own operator table
+        self.forward = scope["forward"].__get__(self)
+
+
+def compiled_tail(emitted: Emitted, eager: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Everything after the producer, fused by torch.compile."""
+    assert emitted.spec.producer.operator.kind is Kind.PRODUCER
+    return torch.compile(_Tail(emitted, eager), fullgraph=True, dynamic=False)
+
+
+BUILDERS: dict[str, Builder] = {
+    "eager": _eager,
+    "graph": _graph,
+    "compile": _compiled(None, "compile"),
+    "library": _library,
+    "max-autotune-no-cudagraphs": _compiled("max-autotune-no-cudagraphs", "compile max-autotune, no graph"),
+    "max-autotune": _compiled("max-autotune", "compile max-autotune"),
+    "triton": _triton,
+    "library-tail": _library_tail,
+}
+
+
+def build(names: tuple[str, ...], emitted: Emitted, eager: nn.Module, x: torch.Tensor, report=None) -> tuple[list[Peer], dict[str, str]]:
+    """The peers called `names`, ready to be timed, and why any could not be made. Call under no_grad with the precision's flags set."""
+    peers, failed = [], {}
+    torch._dynamo.reset()  # once: what is compiled below stays compiled while it is timed
+    for name in names:
+        if report:
+            report(name)
+        start = time.perf_counter()
+        try:
+            made = BUILDERS[name](emitted, eager, x)
+        except Exception as error:  # noqa: BLE001 - a peer that its own authors' code cannot run is a fact to report, not a failure of ours
+            failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else 'no message'}"
+            continue
+        for peer in made:
+            peer.setup_s = time.perf_counter() - start
+        peers += made
+    return peers, failed

@@ -1,0 +1,94 @@
+"""The numeric promises (docs/numerics.md) as rules: what a measured error may be, and what is wrong where it is not.
+
+    fp32         relative error <= max(1.1 x eager with TF32 off, 3e-7)
+    tf32         <= 1.1 x (operands rounded to nearest at 10 mantissa bits, accumulated in float64), and never asked to beat fp32
+    fp16, bf16   <= 1.05 x eager of that type, and never asked to beat fp32 or the correctly rounded exact result
+
+An fp32 arithmetic that a spec forces and whose own error is above that promise (bf16x3) is held to twice its documented error instead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bench.metrics import Errors
+from codegen.numerics import ARITHMETICS
+from codegen.spec import Spec
+
+FP32_FLOOR = 3e-7
+FP32_MARGIN, TF32_MARGIN, HALF_MARGIN = 1.1, 1.1, 1.05
+
+
+@dataclass(frozen=True)
+class Yardsticks:
+    """What a result is held against, all on the same data.
+
+    `eager`: PyTorch at the spec's precision; `eager_fp32`: with TF32 off (the same for all but tf32); `tf32`: relative error and elements
+    outside of the TF32 model, None for other precisions; `rounded`: relative error of the exact result rounded to the storage type; `rms`:
+    root mean square of the exact result.
+    """
+
+    eager: Errors
+    eager_fp32: Errors
+    tf32: Errors | None
+    rounded: float
+    rms: float
+
+
+def allowed_error(spec: Spec, by: Yardsticks) -> float:
+    """The largest relative error that keeps the promise."""
+    name = spec.precision.name
+    fp32 = max(FP32_MARGIN * by.eager_fp32.relative, FP32_FLOOR)
+    if name == "fp32":
+        return max(fp32, 2 * ARITHMETICS[spec.math].error) if lenient(spec) else fp32
+    if name == "tf32":
+        return max(TF32_MARGIN * by.tf32.relative, fp32)
+    return max(HALF_MARGIN * by.eager.relative, HALF_MARGIN * by.rounded, FP32_FLOOR)
+
+
+def lenient(spec: Spec) -> bool:
+    """Is the spec's forced arithmetic one whose documented error is above the fp32 promise?"""
+    return spec.precision.name == "fp32" and spec.math is not None and ARITHMETICS[spec.math].error > 2e-6
+
+
+def allowed_outside(spec: Spec, by: Yardsticks, benchmark: bool) -> int | None:
+    """How many elements may lie outside the tolerance; None where there is no rule.
+
+    Eager's own number, give or take three standard deviations of such a count (nothing for 0). In half precision half as many again, since
+    the error itself may be 5 % above eager's and the tail of a distribution grows faster than its width.
+    """
+    if lenient(spec):
+        return None
+    if spec.precision.name == "fp32" and benchmark:
+        return 0
+    count = max(by.eager.outside, by.tf32.outside if by.tf32 else 0)
+    factor = 1.5 if spec.precision.itemsize == 2 else 1.0
+    return math.floor(factor * count + 3 * math.sqrt(count))
+
+
+def allowed_group(by: Yardsticks, allowed: float, which: str) -> float:
+    """How far a group's mean or standard deviation may be off.
+
+    Twice eager's, or ten times the allowed error of an element: a group's mean averages many elements' errors, so only an error shared by
+    the whole group (wrong statistics, padding counted in) comes near it.
+    """
+    return max(2 * getattr(by.eager, which), 10 * allowed * by.rms)
+
+
+def broken(spec: Spec, ours: Errors, by: Yardsticks, benchmark: bool) -> list[str]:
+    """Every promise that `ours` breaks, as short sentences; empty when it keeps them all."""
+    problems = []
+    allowed = allowed_error(spec, by)
+    if not ours.relative <= allowed:
+        problems.append(f"relative error {ours.relative:.2e} > {allowed:.2e}")
+    outside = allowed_outside(spec, by, benchmark)
+    if outside is not None and ours.outside > outside:
+        problems.append(f"{ours.outside} elements outside tolerance, {outside} allowed")
+    for which, label in (("group_mean", "mean"), ("group_std", "standard deviation")):
+        limit = allowed_group(by, allowed, which)
+        if getattr(ours, which) > limit:
+            problems.append(f"a group's {label} is off by {getattr(ours, which):.2e} > {limit:.2e}")
+    if ours.parity:
+        problems.append(ours.parity)
+    return problems

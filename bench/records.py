@@ -1,0 +1,133 @@
+"""bench/results/<gpu>/<spec>.<precision>.json: one measured package, and the ledger that says which records still hold.
+
+A record is evidence for the sources it was measured on, named by `key`. When today's sources have another key, the package is unverified.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from codegen import index
+from codegen.emit import make_package
+from codegen.manifest import source_key
+from codegen.render import render
+from codegen.spec import load_spec
+
+FORMAT = 1
+RESULTS = Path(__file__).parent / "results"
+NOT_RECORDS = ("machine.json", "kernelbench.json", "sanitize.json")
+TORCH_PEERS = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")
+ACCURACY_MARGIN = 1.1
+
+Record = dict[str, Any]
+
+
+def path_of(results: Path, slug: str, spec: str, precision: str, target: str | None = None) -> Path:
+    """Where a record lies; `target` is named only for a target other than the loader's choice."""
+    return results / slug / (f"{spec}.{precision}.json" if target is None else f"{spec}.{precision}.{target}.json")
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write `data` whole or not at all; equal data gives equal bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as stream:
+            stream.write(json.dumps(data, indent=1, ensure_ascii=True) + "\n")
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> Record | None:
+    """A record, or None where there is none that this version reads."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) and data.get("format") == FORMAT else None
+
+
+def read_all(results: Path = RESULTS) -> dict[str, list[Record]]:
+    """All records by card, in the order of generated/index.yaml, others behind."""
+    order = {(load_spec(path).name, precision): i for i, (path, precision) in enumerate(index.entries(Path("generated")))}
+    found: dict[str, list[Record]] = {}
+    for folder in sorted(results.glob("*/")):
+        records = [r for p in sorted(folder.glob("*.json")) if p.name not in NOT_RECORDS and (r := read(p))]
+        if records:
+            found[folder.name] = sorted(records, key=lambda r: (order.get((r["spec"], r["precision"]), len(order)), r["spec"], r["precision"], r["target"]))
+    return found
+
+
+def conclude(record: Record) -> Record:
+    """Fill in `best_peer`, `speedup`, `best_torch` and `speedup_torch` from the peers.
+
+    `speedup` is over the fastest peer that computes the whole chain with equal or better accuracy: a relative error of at most 1.1 times the
+    larger of ours and eager's at that precision (against ours alone no peer would be left where ours is the most accurate, and the figure would
+    flatter). `speedup_torch` is over the fastest of eager, graph and compile. Each peer is compared with our time in its own process.
+    """
+    ours, peers = record["ours"], record["peers"]
+    eager = peers.get("eager", {}).get("rel_error") or 0.0
+    limit = ACCURACY_MARGIN * max(ours["rel_error"] or 0.0, eager, 3e-7 if record["precision"] in ("fp32", "tf32") else 0.0)
+    rows = {name: peer["ms"] / peer.get("ours_ms", ours["ms"]) for name, peer in peers.items() if peer["rel_error"] is not None}
+    equal = {name: ratio for name, ratio in rows.items() if peers[name]["rel_error"] <= limit}
+    torchs = {name: ratio for name, ratio in rows.items() if name in TORCH_PEERS}
+    record["best_peer"] = min(equal, key=equal.get, default=None)
+    record["speedup"] = round(equal[record["best_peer"]], 3) if equal else None
+    record["best_torch"] = min(torchs, key=torchs.get, default=None)
+    record["speedup_torch"] = round(torchs[record["best_torch"]], 3) if torchs else None
+    return record
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the ledger says of one checked-in package on one card."""
+
+    spec: str
+    precision: str
+    target: str
+    gpu: str
+    state: str  # "verified", "wrong", "changed" (since it was verified) or "missing"
+
+    @property
+    def verified(self) -> bool:
+        return self.state == "verified"
+
+
+def present_keys(spec_path: str, precision: str) -> dict[str, str]:
+    """source_key of every target of a package as its spec emits it today."""
+    package = make_package(load_spec(spec_path, precision))
+    files = render(package)
+    keys = {}
+    for plan in package.plans:
+        sources = {kernel.file(plan.target): files[kernel.file(plan.target)] for kernel in plan.kernels}
+        keys[plan.target.name] = source_key(sources, plan.target.flags, plan.target.name)
+    return keys
+
+
+def state_of(record: Record | None, keys: dict[str, str]) -> str:
+    """Does the record hold for sources with these keys? See `Status.state`."""
+    if record is None:
+        return "missing"
+    if keys.get(record["target"]) != record["key"]:
+        return "changed"
+    return "verified" if record["verified"] else "wrong"
+
+
+def ledger(results: Path = RESULTS, generated: Path = Path("generated")) -> list[Status]:
+    """The state of every package listed in generated/index.yaml on every card that has records."""
+    cards = read_all(results)
+    statuses = []
+    for spec_path, precision in index.entries(generated):
+        name, keys = load_spec(spec_path).name, present_keys(spec_path, precision)
+        for card, records in cards.items():
+            mine = [r for r in records if (r["spec"], r["precision"]) == (name, precision)] or [None]
+            statuses += [Status(name, precision, r["target"] if r else "-", card, state_of(r, keys)) for r in mine]
+    return statuses

@@ -1,0 +1,111 @@
+"""`make bench`: our time beside the peers' at the same precision, in one process on one card, each figure with its error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import Machine, choose_device, describe
+from bench.measure import measure, save_machine
+from bench.peers import AUTOTUNED, CHOICES, EVIDENCE
+from bench.records import Record, path_of, write_json
+from bench.subject import construct, emit
+from bench.timing import Ceilings, measure_ceilings
+from codegen.numerics import PRECISIONS
+from codegen.plan import PlanError
+from codegen.spec import SpecError
+from codegen.targets import TARGETS
+from runtime import RuntimeFailure
+
+GROUPS = {"evidence": EVIDENCE, "autotuned": AUTOTUNED, "all": CHOICES, "none": ()}
+
+
+def chosen_peers(text: str) -> tuple[str, ...]:
+    """`PEERS=eager,triton` or the name of a group; order kept, each once. Raises click.BadParameter."""
+    names: list[str] = []
+    for word in text.replace(",", " ").split():
+        if word not in GROUPS and word not in CHOICES:
+            raise click.BadParameter(f"{word!r} is none of {', '.join((*GROUPS, *CHOICES))}")
+        names += GROUPS.get(word, (word,))
+    return tuple(dict.fromkeys(names))
+
+
+def ceilings_line(ceilings: Ceilings, machine: Machine) -> str:
+    rates = ", ".join(f"{name} {getattr(ceilings, name):.3g}" for name in ("fp32", "tf32", "fp16", "bf16"))
+    return f"{machine.gpu}, torch {machine.torch}: copy {ceilings.copy:.0f} GB/s; torch's GEMM {rates} TFLOP/s (measured in this process)"
+
+
+def table_of(record: Record) -> Table:
+    """A record for a terminal."""
+    best = record["best_peer"]
+    table = Table(title=f"{record['package']}, {record['precision']}, {record['target']} on {record['gpu']}", title_justify="left")
+    table.add_column("")
+    for column in ("ms", "spread", "error", "largest", "ours is faster by", "TFLOP/s", "GB/s", "of the roofline"):
+        table.add_column(column, justify="right")
+    rows = [(f"ours ({record['weights']} weights)", record["ours"])] + sorted(record["peers"].items(), key=lambda item: item[1]["ms"])
+    for name, row in rows:
+        error = "-" if row["rel_error"] is None else f"{row['rel_error']:.1e}"
+        largest = "-" if row["max_error"] is None else f"{row['max_error']:.1e}"
+        ratio = "" if row is record["ours"] else f"{row['ms'] / row.get('ours_ms', record['ours']['ms']):.2f}x"
+        style = "bold" if row is record["ours"] else "cyan" if name == best else None
+        table.add_row(
+            name, f"{row['ms']:.4f}", f"{row['spread']:.1%}", error, largest, ratio, f"{row['tflops']:.1f}", f"{row['gbs']:.0f}",
+            f"{record['floor_ms'] / row['ms']:.0%}", style=style,
+        )  # fmt: skip
+    return table
+
+
+def show(console: Console, record: Record) -> None:
+    """Print a record: the table, the flags, the cost of a launch, the conclusion."""
+    console.print(table_of(record))
+    floor = record["floor"]
+    console.print(f"floor {record['floor_ms']:.4f} ms: arithmetic {floor['compute_ms']:.4f}, memory {floor['memory_ms']:.4f} at this card's measured rates")
+    console.print("switches: " + ", ".join(f"{name}={value}" for name, value in record["flags"].items()))
+    for name, row in record["overhead_us"].items():
+        replay = "" if row["replay"] is None else f", in a CUDA graph {row['replay']:.1f} us"
+        console.print(f"launch, {name} ({record['weights']} weights): host {row['host']:.1f} us, call after call {row['call']:.1f} us{replay}")
+    for name, why in record["failed"].items():
+        console.print(f"[yellow]{name} could not be run: {why}[/]")
+    if record["best_peer"]:
+        console.print(f"{record['speedup']}x the fastest peer of equal or better accuracy ({record['best_peer']})")
+    if record["best_torch"]:
+        console.print(f"{record['speedup_torch']}x the fastest of PyTorch's own ({record['best_torch']})")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("specs", nargs=-1, required=True)
+@click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)), help="Precision (repeatable); else the spec's own.")
+@click.option("--target", type=click.Choice(list(TARGETS)), help="Time this target; else the best one for the device.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]))
+@click.option("--peers", default="evidence", show_default=True, help=f"Groups ({', '.join(GROUPS)}) or peers ({', '.join(CHOICES)}), with commas.")
+@click.option("--seconds", default=3.0, show_default=True, help="Time for the trials of one table.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
+@click.option("--results", type=click.Path(file_okay=False, path_type=Path), help="Also write records under this folder.")
+def main(specs, precisions, target, device, peers, seconds, out, results) -> None:
+    """Time the generated models of SPECS beside PyTorch and other peers."""
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    try:
+        names = chosen_peers(peers)
+        where = choose_device("cpu" if target == "cpu" else device)
+        machine, ceilings = describe(where), measure_ceilings(where)
+        console.print(ceilings_line(ceilings, machine))
+        for path in specs:
+            for precision in precisions or (None,):
+                emitted = emit(path, precision, target or ("cpu" if where.type == "cpu" else None), out)
+                ours = construct(emitted, where, target)
+                with console.status(emitted.spec.package) as status:
+                    record = measure(emitted, ours, where, machine, ceilings, names, seconds, lambda what: status.update(f"{emitted.spec.package}: {what}"))
+                show(console, record)
+                if results:
+                    write_json(path_of(results, machine.slug, emitted.spec.name, emitted.spec.precision.name, target), record)
+                    save_machine(results, machine, ceilings)
+    except (SpecError, PlanError, RuntimeFailure, RuntimeError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""`make verify`: is a generated model right? Against float64, beside PyTorch at the same precision, on ordinary and on adversarial data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.families import FAMILIES, Draw, Family
+from bench.machine import choose_device, describe
+from bench.metrics import Errors, compare, same_bits
+from bench.promise import Yardsticks, allowed_error, allowed_outside, broken
+from bench.subject import Subject, built_target, construct, emit
+from codegen.numerics import PRECISIONS
+from codegen.plan import PlanError
+from codegen.spec import Spec, SpecError
+from codegen.targets import TARGETS
+from runtime import RuntimeFailure
+
+CPU_FLOP = 2e9  # on a CPU, specs of more work than this compare some samples only (but for their own inputs) and repeat less
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One family's measures and what is wrong with them."""
+
+    family: Family
+    ours: Errors
+    by: Yardsticks
+    allowed: float
+    allowed_outside: int | None
+    repeats: int
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    def record(self) -> dict:
+        """As plain data for the ledger."""
+        return {
+            "family": self.family.name, "ok": self.ok, "rel_error": rounded(self.ours.relative), "allowed": rounded(self.allowed),
+            "eager_rel_error": rounded(self.by.eager.relative), "max_error": rounded(self.ours.largest), "outside": self.ours.outside,
+            "eager_outside": self.by.eager.outside, "elements": self.ours.elements, "group_mean": rounded(self.ours.group_mean),
+            "group_std": rounded(self.ours.group_std), "problems": list(self.problems),
+        }  # fmt: skip
+
+
+def rounded(value: float) -> float | None:
+    """Four significant digits for a record; None for what is not finite."""
+    return float(f"{value:.4g}") if value == value and abs(value) != float("inf") else None
+
+
+def verify(subject: Subject, families: tuple[str, ...] = (), repeats: int = 3, seed: int = 1, on_finding=None) -> list[Finding]:
+    """Run the families (all that apply, when none is named) and judge each. `repeats` further runs must give the same bits."""
+    chosen = [FAMILIES[name] for name in families or FAMILIES]
+    findings = []
+    for number, family in enumerate(family for family in chosen if family.applies(subject.spec)):
+        again = repeats if family.initial else min(repeats, int(not _costly(subject.spec, subject.device)))
+        finding = _examine(subject, family, again, seed + number)
+        findings.append(finding)
+        if on_finding:
+            on_finding(finding)
+    subject.load({})
+    return findings
+
+
+def _examine(subject: Subject, family: Family, repeats: int, seed: int) -> Finding:
+    spec = subject.spec
+    draw = Draw(spec, subject.device, seed)
+    x, parameters = draw.finish(*family.make(draw))
+    subject.load(parameters)
+    y = subject.run_ours(x)
+    problems = _shape_problems(spec, y)
+    if problems:
+        nothing = Errors(float("inf"), float("inf"), 0, 0, 0.0, 0.0, None)
+        return Finding(family, nothing, Yardsticks(nothing, nothing, None, 0.0, 0.0), 0.0, None, 0, tuple(problems))
+    changed = sum(not same_bits(y, subject.run_ours(x)) for _ in range(repeats))
+    rows = _rows(spec, subject.device, family)
+    part = x if rows is None else x[rows]
+    y = y if rows is None else y[rows]
+    exact = subject.run_exact(part)
+    eager_y = subject.run_eager(part)
+    measure = lambda result: compare(result, exact, spec.precision.tolerance, spec.num_groups, eager_y)  # noqa: E731
+    ours, eager = measure(y), measure(eager_y)
+    tf32 = spec.precision.name == "tf32"
+    finite = torch.isfinite(exact)
+    by = Yardsticks(
+        eager=eager,
+        eager_fp32=measure(subject.run_eager(part, "fp32")) if tf32 else eager,
+        tf32=measure(subject.run_tf32_model(part)) if tf32 else None,
+        rounded=compare(exact.to(y.dtype), exact, spec.precision.tolerance, spec.num_groups).relative,
+        rms=float(exact[finite].square().mean().sqrt()) if bool(finite.any()) else 0.0,
+    )
+    problems += broken(spec, ours, by, family.initial)
+    if changed:
+        problems.append(f"{changed} of {repeats} repeated runs gave other bits")
+    return Finding(family, ours, by, allowed_error(spec, by), allowed_outside(spec, by, family.initial), repeats, tuple(problems))
+
+
+def _shape_problems(spec: Spec, y: torch.Tensor) -> list[str]:
+    dtype = getattr(torch, spec.precision.dtype)
+    if tuple(y.shape) != spec.output_shape or y.dtype is not dtype:
+        return [f"the result is {tuple(y.shape)} {y.dtype}, expected {spec.output_shape} {dtype}"]
+    return []
+
+
+def _rows(spec: Spec, device: torch.device, family: Family) -> torch.Tensor | None:
+    """Which samples are compared: None for all; for costly specs on a CPU the first 8 and 16 spread over the batch."""
+    if family.initial or not _costly(spec, device) or spec.output_shape[0] != spec.batch:
+        return None
+    first = torch.arange(min(8, spec.batch))
+    return torch.unique(torch.cat([first, torch.linspace(0, spec.batch - 1, min(16, spec.batch)).long()]))
+
+
+def _costly(spec: Spec, device: torch.device) -> bool:
+    """Is this a CPU, and is the spec's arithmetic more than CPU_FLOP?"""
+    per_output = torch.Size(spec.producer.parameters[0].shape[1:]).numel()
+    return device.type == "cpu" and 2.0 * torch.Size(spec.producer.output_shape).numel() * per_output > CPU_FLOP
+
+
+def table_of(findings: list[Finding], title: str) -> Table:
+    """The findings for a terminal."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("data")
+    for column in ("rel. error", "allowed", "eager", "largest", "outside", "eager's", "group mean", "group std", "repeats"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict", overflow="fold")
+    for f in findings:
+        verdict = "[green]right[/]" if f.ok else "[bold red]WRONG[/] " + "; ".join(f.problems)
+        table.add_row(
+            f.family.name, f"{f.ours.relative:.2e}", f"{f.allowed:.2e}", f"{f.by.eager.relative:.2e}", f"{f.ours.largest:.1e}",
+            _share(f.ours), _share(f.by.eager), f"{f.ours.group_mean:.1e}", f"{f.ours.group_std:.1e}", str(f.repeats), verdict,
+        )  # fmt: skip
+    return table
+
+
+def _share(errors: Errors) -> str:
+    return "0" if not errors.outside else f"{errors.outside_share:.2%}" if errors.outside_share >= 5e-5 else f"{errors.outside} of {errors.elements:.0e}"
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("specs", nargs=-1, required=True)
+@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision.")
+@click.option("--target", type=click.Choice(list(TARGETS)), help="Verify this target; else the best one for the device.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run; else the GPU where one is visible.")
+@click.option("--family", "families", multiple=True, type=click.Choice(list(FAMILIES)), help="Only this family of data (repeatable).")
+@click.option("--repeats", default=3, show_default=True, help="Repeated runs that must give the same bits.")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Also write the findings here.")
+def main(specs, precision, target, device, families, repeats, seed, out, json_path) -> None:
+    """Verify the generated models of SPECS (YAML files). Exit code 1 says that one is wrong."""
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    try:
+        where = choose_device("cpu" if target == "cpu" else device)
+        results = {}
+        for path in specs:
+            emitted = emit(path, precision, target or ("cpu" if where.type == "cpu" else None), out)
+            ours = construct(emitted, where, target)
+            subject = Subject(emitted, ours, where)
+            with console.status(f"{emitted.spec.package}: verifying") as status:
+                findings = verify(subject, families, repeats, seed, lambda f: status.update(f"{emitted.spec.package}: {f.family.name} done"))
+            console.print(table_of(findings, f"{emitted.spec.package}, {emitted.spec.precision.name}, {built_target(ours)} on {describe(where).gpu}"))
+            results[emitted.spec.package] = findings
+            del subject, ours
+    except (SpecError, PlanError, RuntimeFailure, RuntimeError) as error:
+        raise click.ClickException(str(error)) from None
+    if json_path:
+        json_path.write_text(json.dumps({name: [f.record() for f in found] for name, found in results.items()}, indent=1) + "\n")
+    wrong = [name for name, found in results.items() if not all(f.ok for f in found)]
+    console.print(f"[bold red]wrong: {', '.join(wrong)}[/]" if wrong else "[green]all promises kept[/]")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
