@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu generate generate-all check-generated explain standalone compile-all verify bench report clean
+.PHONY: help demo test test-gpu generate generate-all check-generated explain standalone compile-all verify bench report evidence evidence-peers sanitize clean
 
 PY = "$$(./.ci/python)"
 OUT ?= generated
@@ -48,6 +48,28 @@ standalone: ## also write <package>/standalone.py: one file that imports nothing
 
 compile-all: ## compile the full matrix of shapes, precisions and targets with nvcc (minutes)
 	@$(PY) -m tests.compile_matrix
+
+bench-options = $(if $(PRECISION),--precision $(PRECISION)) $(if $(TARGETS),--target $(TARGETS)) $(if $(ON),--device $(ON))
+
+verify: ## is SPEC's model right? against float64 and PyTorch, on ordinary and adversarial data (PRECISION=, TARGETS=, ON=cpu|cuda)
+	$(need-spec)
+	@$(PY) -m bench.verify $(SPECS) $(bench-options)
+
+bench: ## time SPEC's model beside PyTorch and other peers (PEERS=evidence|autotuned|all or names, PRECISION=, TARGETS=, ON=)
+	$(need-spec)
+	@$(PY) -m bench.run $(SPECS) $(bench-options) $(if $(PEERS),--peers "$(PEERS)")
+
+evidence: ## verify and time every checked-in package on this card; writes bench/results/<gpu>/ (BUDGET= seconds; run again to go on)
+	@$(PY) -m bench.evidence $(SPECS) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))
+
+evidence-peers: ## the same with the autotuned peers, minutes a package (PEERS_CACHE= folder for Inductor's cache)
+	@$(PY) -m bench.evidence --autotuned $(SPECS) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))
+
+report: ## from bench/results: build/report/index.html with pictures, and the README's table
+	@$(PY) -m bench.report
+
+sanitize: ## compute-sanitizer's four tools over SPEC's kernels (all checked-in packages without SPEC) at small shapes
+	@$(PY) -m bench.sanitize $(SPECS) $(bench-options)
 
 clean: ## remove what these commands made (.venv, build/, packages of your own under generated/)
 	@rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis

@@ -46,14 +46,14 @@ def table_of(record: Record) -> Table:
     table.add_column("")
     for column in ("ms", "spread", "error", "largest", "ours is faster by", "TFLOP/s", "GB/s", "of the roofline"):
         table.add_column(column, justify="right")
-    rows = [(f"ours ({record['weights']} weights)", record["ours"])] + sorted(record["peers"].items(), key=lambda item: item[1]["ms"])
+    rows = [(f"ours (weights {record['weights']})", record["ours"])] + sorted(record["peers"].items(), key=lambda item: item[1]["ms"])
     for name, row in rows:
         error = "-" if row["rel_error"] is None else f"{row['rel_error']:.1e}"
         largest = "-" if row["max_error"] is None else f"{row['max_error']:.1e}"
         ratio = "" if row is record["ours"] else f"{row['ms'] / row.get('ours_ms', record['ours']['ms']):.2f}x"
         style = "bold" if row is record["ours"] else "cyan" if name == best else None
         table.add_row(
-            name, f"{row['ms']:.4f}", f"{row['spread']:.1%}", error, largest, ratio, f"{row['tflops']:.1f}", f"{row['gbs']:.0f}",
+            name, f"{row['ms']:.4f}", f"{row['spread']:.1%}", error, largest, ratio, f"{row['tflops']:.3g}", f"{row['gbs']:.3g}",
             f"{record['floor_ms'] / row['ms']:.0%}", style=style,
         )  # fmt: skip
     return table
@@ -67,7 +67,8 @@ def show(console: Console, record: Record) -> None:
     console.print("switches: " + ", ".join(f"{name}={value}" for name, value in record["flags"].items()))
     for name, row in record["overhead_us"].items():
         replay = "" if row["replay"] is None else f", in a CUDA graph {row['replay']:.1f} us"
-        console.print(f"launch, {name} ({record['weights']} weights): host {row['host']:.1f} us, call after call {row['call']:.1f} us{replay}")
+        label = f"ours (weights {record['weights']})" if name == "ours" else name
+        console.print(f"launch, {label}: host {row['host']:.1f} us, call after call {row['call']:.1f} us{replay}")
     for name, why in record["failed"].items():
         console.print(f"[yellow]{name} could not be run: {why}[/]")
     if record["best_peer"]:
