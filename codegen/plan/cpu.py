@@ -7,8 +7,9 @@ What one operator leaves for the next never goes further than a scratch array of
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, c_identifier, parameter_keys, unique_constants
 from codegen.ops import Kind
@@ -16,19 +17,25 @@ from codegen.plan.model import Buffer, Kernel, Launch, Library, Plan
 from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
 
-STACK_FLOATS = 65536  # scratch on a thread's stack up to 256 KB, half of the smallest default stack (macOS); above it, from the heap
+STACK_VALUES = 65536  # scratch on a thread's stack up to 256 KB, half of the smallest default stack (macOS); above it, from the heap
 PIECE = 4096  # values whose two passes of statistics stay in the first-level cache: 16 KB
+SHORT_ROW = 64  # columns below which a row makes too short a loop: a channel is then normalised in one
 PARALLEL_ELEMENTS = 32768  # below, waking threads costs more than they save; PyTorch's own grain size
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """A thread's float array: name, the constexpr that holds its size, the size, and what it holds."""
+    """A thread's array of 4-byte values: its name, the constexpr that holds its size, the size, its type and what it holds.
+
+    `offset` is the C expression of where it lies in the thread's heap memory, in bytes; "" for the first.
+    """
 
     name: str
     size_name: str
     size: int
+    c_type: str
     comment: str
+    offset: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,8 @@ class CpuKernel(Kernel):
 
     `after`: the operators between the norm and the first pooling or the end. `flat`: one value per channel at the norm, so that the loop over a
     group's values is one over channels. `buffered`: the group's values are kept as floats in scratch, else they are read where torch left
-    them. `pieces`: how many parts the statistics are formed in. `plane`: windows overlap, so that a channel is normalised once into
-    scratch and then pooled. `parallel`: worth more than one thread.
+    them. `pieces`: how many parts the statistics are formed in. `plane`: a channel is normalised once into scratch and then pooled, as
+    windows overlap or rows are short. `parallel`: worth more than one thread.
     """
 
     dtype: str = "float32"
@@ -124,7 +131,7 @@ class CpuKernel(Kernel):
         """The last argument of run_group's call: the thread's part of the heap's scratch, where there is one."""
         if not self.on_heap:
             return ""
-        return ", scratch.get()" + (" + std::size_t{kScratch} * omp_get_thread_num()" if self.parallel else "")
+        return ", scratch" + (" + std::size_t{kScratch} * omp_get_thread_num()" if self.parallel else "")
 
 
 def _wrapped(items: list[str], indent: str, width: int = 100) -> str:
@@ -167,19 +174,19 @@ def cpu_kernel(spec: Spec, name: str = "chain") -> CpuKernel:
     ops = (*before, *(op for segment in segments for op in segment))
     half = spec.precision.itemsize == 2
     buffered = half or bool(before)
-    plane = bool(pool_steps) and _overlaps(pool_steps[0])
+    plane = bool(pool_steps) and (_overlaps(pool_steps[0]) or pool_steps[0].input_shape[3] < SHORT_ROW)
     pools = tuple(_pool(i, step, segments[i + 1], plane, i == len(pool_steps) - 1) for i, step in enumerate(pool_steps))
     scratch = _scratch(spec, buffered, plane, pools)
-    floats = sum(item.size for item in scratch)
+    held = sum(item.size for item in scratch)
     elements = math.prod(norm.input_shape)
     pieces = math.ceil(spec.group_size / PIECE)
     keys = tuple(dict.fromkeys((*parameter_keys(before), *norm_keys, *parameter_keys(ops))))
     return CpuKernel(
         name=name, template="cpu/chain.cpp.j2", arguments=("t0", *keys, "y"), constants=_constants(spec, ops, pools, scratch, pieces),
-        summary=f"everything after torch's {spec.producer.operator.name}, one group of one sample at a time", notes=_notes(spec, buffered, plane, pools, floats),
+        summary=f"everything after torch's {spec.producer.operator.name}, one group of one sample at a time", notes=_notes(spec, buffered, plane, pools, held),
         dtype=spec.precision.dtype, before=before, after=after, gamma=_pointer(suffixes["weight"]) if suffixes else None, beta=_pointer(suffixes["bias"]) if suffixes else None,
         story=_story(spec), flat=spec.spatial == 1 and not pools, buffered=buffered, pieces=pieces, pools=pools, plane=plane, scratch=scratch,
-        on_heap=floats > STACK_FLOATS, parallel=elements >= PARALLEL_ELEMENTS,
+        on_heap=held > STACK_VALUES, parallel=elements >= PARALLEL_ELEMENTS,
     )  # fmt: skip
 
 
@@ -237,7 +244,7 @@ def _pool(index: int, step: Step, ops: tuple[Apply, ...], plane: bool, last: boo
     constants.append(Constant(f"kPooledHeight{suffix}", str(out_height), _count_text(height, kernel_h, stride_h, padding_h, dilation_h, values["ceil_mode"])))
     constants.append(Constant(f"kPooledWidth{suffix}", str(out_width), _count_text(width, kernel_w, stride_w, padding_w, dilation_w, values["ceil_mode"])))
     return Pool(
-        suffix=suffix, comment=f"max_pool2d({', '.join(f'{k}={v}' for k, v in values.items())})",
+        suffix=suffix, comment="max_pool2d" + (f" number {suffix}" if suffix else ""),
         source=("plane" if plane else None) if index == 0 else f"pooled{previous}", target=None if last else f"pooled{suffix}", ops=ops,
         height="kHeight" if index == 0 else f"kPooledHeight{previous}", width="kWidth" if index == 0 else f"kPooledWidth{previous}",
         row=f"row_max{suffix}", row_size=max(reach, padding_w + width), clipped=clipped, padded=padding_h > 0, margin_left=padding_w > 0,
@@ -251,17 +258,19 @@ def _count_text(size: int, kernel: int, stride: int, padding: int, dilation: int
 
 
 def _scratch(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...]) -> tuple[Scratch, ...]:
+    """A thread's arrays, in the order in which they are filled."""
     items = []
     if buffered:
-        items.append(Scratch("value", "kGroupSize", spec.group_size, "the group's values before the norm"))
+        items.append(Scratch("value", "kGroupSize", spec.group_size, "float", "the group's values before the norm"))
     if plane:
-        items.append(Scratch("plane", "kSpatial", spec.spatial, "one channel behind the norm"))
+        items.append(Scratch("plane", "kSpatial", spec.spatial, "std::int32_t", "one channel behind the norm, ordered"))
     for pool, step in zip(pools, _segments(spec)[1], strict=True):
-        items.append(Scratch(pool.row, f"kRow{pool.suffix}", pool.row_size, "maxima over a window's rows, a value per column"))
+        items.append(Scratch(pool.row, f"kRow{pool.suffix}", pool.row_size, "std::int32_t", "maxima over a window's rows, one for each column"))
         if pool.target:
             size = math.prod(step.output_shape[2:])
-            items.append(Scratch(pool.target, f"kPooled{pool.suffix}", size, "one channel behind a pooling"))
-    return tuple(items)
+            items.append(Scratch(pool.target, f"kPooled{pool.suffix}", size, "std::int32_t", "one channel behind a pooling, ordered"))
+    offsets = ["", *itertools.accumulate((f"4 * {item.size_name}" for item in items), lambda a, b: f"{a} + {b}")]
+    return tuple(replace(item, offset=offset) for item, offset in zip(items, offsets, strict=False))
 
 
 def _constants(spec: Spec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scratch: tuple[Scratch, ...], pieces: int) -> tuple[Constant, ...]:
@@ -290,20 +299,22 @@ def _constants(spec: Spec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scra
             items.append(Constant(f"kPooled{pool.suffix}", str(size), count))
     if pools:
         items.append(Constant("kOutputSize", str(math.prod(spec.output_shape[1:]) // spec.num_groups), "values of y that a group gives"))
-    if sum(item.size for item in scratch) > STACK_FLOATS:
-        items.append(Constant("kScratch", str(sum(item.size for item in scratch)), f"floats a thread needs: {' + '.join(i.size_name for i in scratch)}"))
+    if sum(item.size for item in scratch) > STACK_VALUES:
+        size = -(-4 * sum(item.size for item in scratch) // 64) * 64
+        items.append(Constant("kScratch", str(size), f"bytes a thread needs: 4 * ({' + '.join(i.size_name for i in scratch)}), in whole cache lines"))
     return (*items, *unique_constants(ops))
 
 
-def _notes(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...], floats: int) -> tuple[str, ...]:
+def _notes(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...], held: int) -> tuple[str, ...]:
     kb = spec.group_size * 4 / 1024
     notes = [f"a thread takes whole groups: {spec.batch * spec.num_groups} of {spec.group_size} values ({kb:.4g} KB as float)"]
     if buffered:
         notes.append("the group's values stay in a float scratch array, so that what comes before the norm is computed once")
     if plane:
-        notes.append("windows overlap: a channel is normalised once into scratch, then pooled")
+        why = "windows overlap" if _overlaps(_segments(spec)[1][0]) else "rows are short"
+        notes.append(f"{why}: a channel is normalised once into scratch, then pooled")
     elif pools:
         notes.append("windows share no row: values are normalised as they are pooled and the normalised tensor is never written")
-    if floats:
-        notes.append(f"{floats} floats of scratch a thread, on {'the heap' if floats > STACK_FLOATS else 'its stack'}")
+    if held:
+        notes.append(f"{4 * held / 1024:.4g} KB of scratch a thread, on {'the heap' if held > STACK_VALUES else 'its stack'}")
     return tuple(notes)

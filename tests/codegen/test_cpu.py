@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from codegen.plan import Library, plan
-from codegen.plan.cpu import PIECE, STACK_FLOATS
+from codegen.plan.cpu import PIECE, STACK_VALUES
 from codegen.render import render_kernel
 from tests.codegen.cpu_chains import DTYPES, Chain, build, conv_chain, linear_chain, make_spec, relative_error
 
@@ -107,7 +107,7 @@ def test_learnable_operands(tmp_path) -> None:
 
 def test_names_that_could_collide(tmp_path) -> None:
     """Attributes named like functions, variables and constants of the emitted source stay apart from them."""
-    names = ("mish", "value", "mean", "rstd", "scale", "shift", "target", "channel", "first", "index", "threads", "moments", "load", "maximum")
+    names = ("mish", "value", "mean", "rstd", "scale", "shift", "target", "channel", "first", "index", "threads", "moments", "load", "ordered")
     chain = conv_chain([*({"add": {"name": n, "shape": [4, 1, 1]}} for n in names), "mish"], [{"max_pool2d": {"kernel_size": 3, "stride": 1}}], 4, 2)
     (built,) = build(tmp_path, [make_spec(tmp_path, chain, 2, "fp16", (4, 4))])
     check(built, built.source())
@@ -171,7 +171,7 @@ def test_nan_and_infinity_made_after_the_norm_are_pooled_as_in_pytorch(tmp_path)
 
 def test_sizes_beside_the_limits(tmp_path) -> None:
     """Groups just below, at and above a piece of the statistics, and scratch beyond what a stack may hold."""
-    sizes = [(1, 1), (PIECE - 1, 1), (PIECE, 1), (PIECE + 1, 1), (3 * PIECE + 5, 2), (STACK_FLOATS + 3, 1)]
+    sizes = [(1, 1), (PIECE - 1, 1), (PIECE, 1), (PIECE + 1, 1), (3 * PIECE + 5, 2), (STACK_VALUES + 3, 1)]
     specs = [make_spec(tmp_path, linear_chain(["mish"], ["relu"], groups * max(width, 2), groups), 3, precision)
              for precision, (width, groups) in itertools.product(("fp32", "bf16"), sizes)]  # fmt: skip
     specs.append(make_spec(tmp_path, conv_chain(["tanh"], [{"max_pool2d": {"kernel_size": 3, "stride": 2}}], 4, 2), 1, "fp16", (201, 203)))
@@ -248,7 +248,7 @@ def test_same_bits_whatever_the_number_of_threads(tmp_path) -> None:
     specs = [
         make_spec(tmp_path, linear_chain(["mish"], ["relu"], 3 * PIECE, 2), 7),
         make_spec(tmp_path, conv_chain(["gelu"], [{"max_pool2d": {"kernel_size": 3, "stride": 2}}], 8, 4), 5, "bf16", (37, 41)),
-        make_spec(tmp_path, linear_chain(["mish"], [], STACK_FLOATS + 2, 1), 3),
+        make_spec(tmp_path, linear_chain(["mish"], [], STACK_VALUES + 2, 1), 3),
     ]
     for chain in build(tmp_path, specs):
         source = chain.source()
