@@ -1,0 +1,169 @@
+"""The method itself: verify is fed models that are wrong in known ways, and must see each."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench.families import FAMILIES
+from bench.subject import Subject, round_tf32
+from bench.verify import verify
+
+CPU = torch.device("cpu")
+
+
+def judged(emitted, change, families):
+    """Verify the reference with `change(model, x, correct)` in the place of its forward; the names of the families found wrong."""
+    Model = emitted.module.Model
+
+    class Candidate(Model):
+        def forward(self, x):
+            return change(self, x, lambda v: Model.forward(self, v))
+
+    ours = Candidate(*emitted.module.get_init_inputs())
+    return {f.family.name: f.problems for f in verify(Subject(emitted, ours, CPU), families) if not f.ok}
+
+
+def finish(model, y):
+    return F.hardtanh(model.group_norm(y), -2.0, 2.0)
+
+
+def normalise(model, y, mean, variance):
+    """GroupNorm of (batch, channels) from given statistics of (batch, groups)."""
+    groups = y.view(y.shape[0], model.group_norm.num_groups, -1)
+    normal = ((groups - mean[..., None]) * torch.rsqrt(variance + 1e-5)[..., None]).view_as(y)
+    return F.hardtanh(normal * model.group_norm.weight + model.group_norm.bias, -2.0, 2.0)
+
+
+def test_the_reference_itself_is_found_right(small):
+    assert judged(small, lambda model, x, correct: correct(x), ()) == {}
+
+
+def test_a_dropped_bias_is_caught(small):
+    def wrong(model, x, correct):
+        return finish(model, F.linear(x, model.gemm.weight))
+
+    assert set(judged(small, wrong, ("benchmark", "uniform"))) == {"benchmark", "uniform"}
+
+
+def test_a_dropped_affine_is_caught_by_random_parameters(small):
+    """At its initial weights the layer cannot show it: gamma = 1, beta = 0."""
+
+    def wrong(model, x, correct):
+        return F.hardtanh(F.group_norm(model.gemm(x), model.group_norm.num_groups), -2.0, 2.0)
+
+    assert set(judged(small, wrong, ("benchmark", "uniform", "normal"))) == {"uniform", "normal"}
+
+
+def test_variance_by_squares_is_caught(small):
+    def wrong(model, x, correct):
+        y = model.gemm(x)
+        groups = y.view(y.shape[0], model.group_norm.num_groups, -1)
+        mean = groups.mean(-1)
+        return normalise(model, y, mean, (groups.square().mean(-1) - mean.square()).clamp_min(0))
+
+    assert "offset" in judged(small, wrong, ("normal", "offset", "constant groups"))
+
+
+def test_a_swallowed_nan_is_caught(small):
+    def wrong(model, x, correct):
+        y = model.group_norm(model.gemm(x))
+        return torch.fmin(torch.fmax(y, torch.tensor(-2.0)), torch.tensor(2.0))
+
+    found = judged(small, wrong, ("normal", "nonfinite", "nan channel"))
+    assert set(found) == {"nonfinite", "nan channel"}
+    assert all("NaN" in problems[0] for problems in found.values())
+
+
+def test_a_nan_that_leaves_its_group_is_caught(small):
+    def wrong(model, x, correct):
+        y = correct(x)
+        return y + 0 * y.sum(1, keepdim=True)
+
+    assert set(judged(small, wrong, ("normal", "nan channel"))) == {"nan channel"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_one_wrong_row_is_caught(small, precision, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    from bench.subject import emit
+
+    emitted = small if precision == "fp32" else emit("specs/gemm_groupnorm_hardtanh_small.yaml", precision, "cpu")
+
+    def wrong(model, x, correct):
+        y = correct(x)
+        y[77] = y[76]
+        return y
+
+    assert set(judged(emitted, wrong, ("benchmark", "normal"))) == {"benchmark", "normal"}
+
+
+def test_tf32_passed_off_as_fp32_is_caught(small):
+    def wrong(model, x, correct):
+        return finish(model, F.linear(round_tf32(x), round_tf32(model.gemm.weight), model.gemm.bias))
+
+    found = judged(small, wrong, ("benchmark", "uniform", "normal"))
+    assert set(found) == {"benchmark", "uniform", "normal"}
+    assert "relative error" in found["benchmark"][0]
+
+
+def test_other_bits_at_each_run_are_caught(small):
+    calls = []
+
+    def wrong(model, x, correct):
+        calls.append(1)
+        y = correct(x)
+        y[0, len(calls)] *= 1 + 2.0**-23
+        return y
+
+    found = judged(small, wrong, ("benchmark",))
+    assert "repeated runs" in found["benchmark"][-1]
+
+
+def test_a_value_too_many_in_the_statistics_is_caught(small):
+    """Padding counted in: the result is nearly right everywhere, and its correlation with the reference is 1 to three digits."""
+
+    def wrong(model, x, correct):
+        y = model.gemm(x)
+        groups = y.view(y.shape[0], model.group_norm.num_groups, -1)
+        padded = F.pad(groups, (0, 1))
+        return normalise(model, y, padded.mean(-1), padded.var(-1, correction=0))
+
+    found = judged(small, wrong, ("normal",))
+    assert any("group's standard deviation" in problem for problem in found["normal"])
+
+
+def test_an_unscaled_fp16_split_is_caught(small):
+    """Right on ordinary data, infinite or lost where operands leave fp16's range."""
+
+    def halves(v):
+        high = v.half().float()
+        return high, (v - high).half().float()
+
+    def wrong(model, x, correct):
+        (x1, x2), (w1, w2) = halves(x), halves(model.gemm.weight)
+        y = x1 @ w1.t() + (x1 @ w2.t() + x2 @ w1.t())
+        return finish(model, y + model.gemm.bias)
+
+    assert {"split high", "huge", "tiny"} <= set(judged(small, wrong, ("split high", "huge", "tiny")))
+
+
+def test_a_wrong_shape_or_type_is_caught(small):
+    assert "expected" in judged(small, lambda model, x, correct: correct(x)[:-1], ("normal",))["normal"][0]
+    assert "expected" in judged(small, lambda model, x, correct: correct(x).double(), ("normal",))["normal"][0]
+
+
+def test_every_family_is_made_for_every_shipped_spec_and_precision():
+    from bench.families import Draw
+    from codegen.numerics import PRECISIONS
+    from codegen.spec import load_spec
+
+    for path in ("specs/gemm_biasadd_hardtanh_mish_groupnorm_small.yaml", "specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml"):
+        for precision in PRECISIONS:
+            spec = load_spec(path, precision)
+            for family in FAMILIES.values():
+                draw = Draw(spec, CPU, 0)
+                x, parameters = draw.finish(*family.make(draw))
+                assert tuple(x.shape) == spec.input_shape
+                assert family.initial or {k: tuple(v.shape) for k, v in parameters.items()} == dict(spec.parameters)
+                ordinary = torch.isfinite(x).all() and all(torch.isfinite(v).all() for v in parameters.values())
+                assert bool(ordinary) == (family.name not in ("nonfinite", "nan channel")), (path, precision, family.name)
