@@ -13,7 +13,8 @@ from codegen.plan.model import Kernel
 from codegen.spec import Spec
 
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
-FFMA_PARTIAL_K = 256  # K of one partial sum: error below that of one chain of K additions
+FFMA_PARTIAL_K = 128  # K of one partial sum: its error stays below that of one chain of K additions
+PROMOTE_STEPS = 4  # multiplies in a chain before a rounded addition: every one of them cuts off, TF32's after 8 of K, the others' after 16
 SCALES = "row_scales"
 STATISTICS = "tile_statistics"
 
@@ -95,12 +96,12 @@ class GemmKernel(Kernel):
         return self.arithmetic.name == "fp16x3"
 
     @property
-    def declarations(self) -> tuple[str, ...]:
-        return tuple(p.declaration() for p in self.pointers)
+    def declarations(self) -> list[str]:
+        return [p.declaration() for p in self.pointers]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(p.name for p in self.pointers)
+    def names(self) -> list[str]:
+        return [p.name for p in self.pointers]
 
     @property
     def tail_pointers(self) -> tuple[Pointer, ...]:
@@ -140,12 +141,12 @@ class RowScaleKernel(Kernel):
     weight: str = ""
 
     @property
-    def declarations(self) -> tuple[str, ...]:
-        return tuple(p.declaration() for p in self.pointers)
+    def declarations(self) -> list[str]:
+        return [p.declaration() for p in self.pointers]
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(p.name for p in self.pointers)
+    def names(self) -> list[str]:
+        return [p.name for p in self.pointers]
 
 
 def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
@@ -168,7 +169,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     raster = min(RASTER_ROWS, tiles_m)
     epilogue = _epilogue(spec, tile, choice, pad=4 if arithmetic.name == "ffma" else 8)
     kernel = GemmKernel(
-        name="gemm", template=f"gemm/{_template(arithmetic)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic),
+        name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic),
         smem_bytes=max(tile.smem_bytes, epilogue.round_rows * epilogue.pitch * 4 * tile.warps_k), max_registers=tile.max_registers,
         threads=tile.threads, blocks=tiles_m * tiles_n, pointers=pointers, tile=tile, arithmetic=arithmetic, storage=precision.c_type,
         copy_bytes=math.gcd(16, k * precision.itemsize), ragged_m=spec.batch % tile.m != 0,
@@ -216,8 +217,10 @@ def _pointer(key: str | None) -> str | None:
     return c_identifier(key) if key else None
 
 
-def _template(arithmetic: Arithmetic) -> str:
-    return "ffma" if arithmetic.name == "ffma" else "mma_split" if arithmetic.parts == 2 else "mma"
+def _template(arithmetic: Arithmetic, tile: Tile) -> str:
+    if arithmetic.name == "ffma":
+        return "ffma"
+    return "mma" if arithmetic.parts == 1 else "mma_presplit" if tile.presplit else "mma_split"
 
 
 def _summary(choice: Choice, arithmetic: Arithmetic) -> str:
@@ -232,7 +235,8 @@ def _stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> 
         return max(1, FFMA_PARTIAL_K // tile.panel_k(itemsize)), stages
     if not arithmetic.promote:
         return stages, stages
-    chunk = min(stages, max(1, arithmetic.promote // tile.panel_k(itemsize)))
+    promote = min(arithmetic.promote, PROMOTE_STEPS * (8 if arithmetic.operand == "tf32" else 16))
+    chunk = min(stages, max(1, promote // tile.panel_k(itemsize)))
     return chunk, math.ceil(stages / chunk) * chunk
 
 
@@ -286,14 +290,14 @@ def _tile_constants(
         Constant("kWarpN", str(tile.warp_n), "tile_n / warps_n: columns of a warp's part"),
         Constant("kRowsPerThread", str(tile.warp_m // 8), "warp_m / 8 lanes") if ffma else Constant("kBlocksM", str(tile.warp_m // 16), "warp_m / 16: multiplies along the rows"),
         Constant("kColumnsPerThread", str(tile.warp_n // 4), "warp_n / 4 lanes") if ffma else Constant("kBlocksN", str(tile.warp_n // 8), "warp_n / 8: multiplies along the columns"),
-        Constant("kRowBytes", str(tile.row_bytes), "one row of a panel in shared memory"),
-        Constant("kPanelK", str(tile.panel_k(itemsize)), f"row_bytes / {itemsize}: values of K in a panel"),
+        Constant("kRowBytes", str(tile.row_bytes), "one row of a panel in shared memory" + (", 16-bit parts" if tile.presplit else "")),
+        Constant("kPanelK", str(tile.panel_k(itemsize)), f"row_bytes / {2 if tile.presplit else itemsize}: values of K in a panel"),
         Constant("kStageK", str(tile.stage_k(itemsize)), "panel_k * warps_k: values of K in a stage, one panel for each layer of warps"),
-        Constant("kStages", str(tile.stages), "stages in flight"),
+        *(() if tile.presplit else (Constant("kStages", str(tile.stages), "stages in flight"),)),
         Constant("kStageCount", str(stage_count), "in_features / stage_k, rounded up" + (" to whole partial sums" if kernel.arithmetic.parts == 2 else "")),
         Constant("kCopyRows", str(tile.copy_rows), "rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes"),
-        Constant("kStageBytes", str(tile.stage_bytes), "(tile_m + tile_n) * row_bytes * warps_k"),
-        Constant("kSharedBytes", str(kernel.smem_bytes), "stages * stage_bytes, reused by the epilogue"),
+        Constant("kStageBytes", str(tile.stage_bytes), "(tile_m + tile_n) * row_bytes * warps_k" + (" * 2 parts" if tile.presplit else "")),
+        Constant("kSharedBytes", str(kernel.smem_bytes), f"{tile.stages} stages, reused by the epilogue" if kernel.smem_bytes == tile.smem_bytes else "what the epilogue stages at once, more than the stages need"),
         Constant("kBlocks", "kTilesM * kTilesN", str(kernel.blocks)),
     ]  # fmt: skip
     if ffma or kernel.arithmetic.parts == 2:

@@ -1,0 +1,141 @@
+"""GEMM plans for sm_80: tiles fit the device, every output is written once, accesses are aligned, groups are whole; sources compile clean."""
+
+import math
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from codegen.numerics import ARITHMETICS as NAMED
+from codegen.plan import plan
+from codegen.plan.gemm import HELD_BY_NORM, choose_arithmetic, gemm_ms, plan_gemm
+from codegen.plan.gemm_tiles import FFMA, SINGLE, SPLIT, SPLIT_16_BIT, choose_tile
+from codegen.render import render_kernel
+from codegen.targets import DEVICES, TARGETS
+from tests.codegen.gemm_cases import ARITHMETICS, CASES, Case
+from tests.compile_matrix import faults
+
+SM_80 = TARGETS["sm_80"]
+SM_80_DEVICES = [device for device in DEVICES.values() if "sm_80" in device.targets]
+
+
+def planned(case, folder, precision, math_name, device="a100"):
+    spec = case.spec(folder, precision, math_name)
+    return spec, plan_gemm(spec, SM_80, DEVICES[device], choose_arithmetic(spec, DEVICES[device]))
+
+
+@pytest.mark.parametrize("tile", (*SINGLE, *SPLIT, *SPLIT_16_BIT), ids=str)
+def test_tensor_core_tiles_are_whole_multiplies(tile):
+    assert tile.warp_m % 16 == 0 and tile.warp_n % 16 == 0
+    assert tile.row_bytes in (64, 128)
+
+
+@pytest.mark.parametrize("tile", (*SINGLE, *SPLIT, *SPLIT_16_BIT, *FFMA), ids=str)
+def test_tiles_fit_the_target(tile):
+    assert tile.m % (8 * tile.warps_m) == 0 and tile.n % (4 * tile.warps_n) == 0
+    assert tile.smem_bytes <= SM_80.smem_bytes
+    assert tile.threads * tile.blocks_per_sm * tile.max_registers <= 65536
+    # The permutation of a panel's pieces repeats after 8 rows, so that one offset serves all rows that a thread copies.
+    assert tile.copy_rows % 8 == 0
+    for rows in (tile.m, tile.n):
+        assert rows % tile.copy_rows == 0 or tile.copy_rows % rows == 0
+    if tile.presplit:
+        assert tile.m % tile.copy_rows == 0 and tile.n % tile.copy_rows == 0 and tile.stages == 2 and tile.row_bytes == 64
+
+
+@given(
+    batch=st.integers(1, 3000), k=st.integers(1, 9000), width=st.integers(2, 700), groups=st.integers(1, 40), chosen=st.sampled_from(ARITHMETICS),
+    device=st.sampled_from([device.name for device in SM_80_DEVICES]),
+)  # fmt: skip
+@settings(max_examples=80, deadline=None)
+def test_every_output_is_written_once_and_no_group_is_cut(tmp_path_factory, batch, k, width, groups, chosen, device):
+    case = Case("any_shape", batch, k, width * groups, groups)
+    spec, gemm = planned(case, tmp_path_factory.mktemp("specs"), *chosen, device)
+    kernel = gemm.steps[-1].kernel
+    columns = choose_tile(spec, DEVICES[device], NAMED[chosen[1]]).columns
+    tiles_m, tiles_n = math.ceil(batch / kernel.tile.m), math.ceil(spec.channels / columns)
+    assert kernel.blocks == tiles_m * tiles_n
+    assert columns <= kernel.tile.n and (not gemm.finished or columns % width == 0)
+    e = kernel.epilogue
+    assert e.span % e.vector == 0 and spec.channels % e.vector == 0 and e.vector * spec.precision.itemsize <= 16
+    assert e.team * e.vectors_per_lane * e.vector >= e.span and e.team <= 32
+    assert e.items_per_team * e.teams >= e.items == e.round_rows * e.spans and kernel.tile.m % e.round_rows == 0
+    assert kernel.smem_bytes <= SM_80.smem_bytes
+    assert e.round_rows * e.pitch * 4 * kernel.tile.warps_k <= kernel.smem_bytes
+    assert (k * spec.precision.itemsize) % kernel.copy_bytes == 0
+    assert kernel.ragged_m == (batch % kernel.tile.m != 0)
+    assert kernel.arguments[0] == "x" and kernel.arguments[-1] == "y"
+
+
+@pytest.mark.parametrize("chosen", ARITHMETICS, ids=lambda chosen: chosen[1])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_text_is_deterministic_and_every_constant_is_used(case, chosen, tmp_path):
+    made = plan(case.spec(tmp_path, *chosen), "sm_80")
+    for kernel in made.kernels:
+        if not kernel.template.startswith("gemm/"):
+            continue
+        text = render_kernel(made, kernel)
+        assert text == render_kernel(plan(case.spec(tmp_path, *chosen), "sm_80"), kernel)
+        body = re.sub(r"//.*", "", text)
+        for constant in kernel.constants:
+            assert len(re.findall(rf"\b{constant.name}\b", body)) >= 2, f"{constant.name} is defined but not used"
+        assert "double" not in body and not re.search(r"\bpass\b", body)
+
+
+def test_arguments_follow_the_chain(tmp_path):
+    case = Case("ordered_chain", 64, 256, 256, 8, before=({"add": {"name": "bias", "shape": [256]}},), after=({"mul": {"name": "gain", "shape": [256]}},))
+    _, gemm = planned(case, tmp_path, "bf16", "bf16")
+    assert gemm.finished
+    assert gemm.steps[0].kernel.arguments == ("x", "gemm.weight", "gemm.bias", "bias", "norm.weight", "norm.bias", "gain", "y")
+
+
+def test_a_group_wider_than_any_tile_is_left_to_the_norm_kernel(tmp_path):
+    case = Case("wide", 256, 512, 2048, 2, before=("relu",), after=("tanh",))
+    _, gemm = planned(case, tmp_path, "fp32", "ffma")
+    kernel = gemm.steps[-1].kernel
+    assert not gemm.finished and gemm.statistics is None and not kernel.after and kernel.before and "norm.weight" not in kernel.arguments
+
+
+@pytest.mark.parametrize("channels", [HELD_BY_NORM, 2 * HELD_BY_NORM, 20000])
+def test_statistics_are_left_where_the_norm_kernel_cannot_hold_a_group(channels, tmp_path):
+    _, gemm = planned(Case("stats", 64, 256, channels, 1), tmp_path, "fp16", "fp16")
+    if channels == 2 * HELD_BY_NORM:
+        assert gemm.statistics.tile_n * gemm.statistics.tiles == channels
+        assert gemm.buffers[-1].name == gemm.statistics.buffer and gemm.buffers[-1].shape == (64, gemm.statistics.tiles, 2)
+    else:
+        assert gemm.statistics is None
+
+
+def test_scales_come_before_the_product_that_needs_them(tmp_path):
+    _, gemm = planned(Case("scaled", 64, 4096, 512, 8), tmp_path, "fp32", "fp16x3")
+    scale, product = (step.kernel for step in gemm.steps)
+    assert scale.arguments == ("x", "gemm.weight", "row_scales") and "row_scales" in product.arguments
+    assert [buffer.shape for buffer in gemm.buffers] == [(64 + 512,)]
+
+
+@pytest.mark.parametrize("device", SM_80_DEVICES, ids=lambda device: device.name)
+def test_the_planner_chooses_the_fastest_arithmetic_that_keeps_the_promise(device, tmp_path):
+    case = Case("problem_30", 1024, 8192, 8192, 16)
+    free = case.spec(tmp_path, "fp32", None)
+    chosen = choose_arithmetic(free, device)
+    assert chosen.name != "bf16x3", "16 bits of operand are not fp32-grade"
+    for name in ("fp16x3", "tf32x3", "ffma"):
+        forced = case.spec(tmp_path, "fp32", name)
+        assert choose_arithmetic(forced, device).name == name
+        assert gemm_ms(free, device, chosen) <= gemm_ms(forced, device, NAMED[name])
+    assert choose_arithmetic(case.spec(tmp_path, "tf32", None), device).name == "tf32"
+    # Short sums do not average the dropped product away.
+    assert choose_arithmetic(Case("short_sums", 1024, 64, 1024, 8).spec(tmp_path, "fp32", None), device).name == "ffma"
+
+
+COMPILED = [("odd_pitch", "fp16"), ("group_250", "ffma"), ("group_17", "fp16x3"), ("group_48", "tf32x3"), ("small_94", "bf16x3"), ("wider_than_norm_holds", "bf16")]
+
+
+@pytest.mark.parametrize(("name", "arithmetic"), COMPILED)
+def test_awkward_shapes_compile_within_their_plan(name, arithmetic, tmp_path):
+    case = next(case for case in CASES if case.name == name)
+    precision = next(p for p, a in ARITHMETICS if a == arithmetic)
+    made = plan(case.spec(tmp_path, precision, arithmetic), "sm_80")
+    found = [fault for kernel in made.kernels if kernel.template.startswith("gemm/") for fault in faults(made, kernel, tmp_path)]
+    assert not found, "\n".join(found)
