@@ -314,3 +314,32 @@ def test_random_chains(tmp_path_factory, data, before, after, pool, last, groups
     tail = [*after, {"max_pool2d": pool}, *last] if pool else after
     (chain,) = build(folder, [make_spec(folder, conv_chain(before, tail, groups * width, groups), 2, precision, size)])
     check(chain, chain.source(2.0))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["gemm_biasadd_hardtanh_mish_groupnorm_small", "conv2d_groupnorm_scale_maxpool_clamp_small"])
+def test_shipped_chains_through_the_runtime(tmp_path, monkeypatch, name: str, precision: str) -> None:
+    """The whole path: spec, package, build, ModelNew beside the reference that is emitted with it, with torch's own product in front."""
+    import importlib
+
+    from codegen.emit import make_package, write_if_different
+    from codegen.render import render
+    from codegen.spec import load_spec
+
+    package = make_package(load_spec(f"specs/{name}.yaml", precision), ("cpu",))
+    folder = tmp_path / f"cpu_{name}_{precision}"
+    write_if_different(folder, render(package))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TARGETS", "cpu")
+    monkeypatch.setenv("CODEGEN_CACHE", str(tmp_path / "cache"))
+    module = importlib.import_module(folder.name)
+    torch.manual_seed(0)
+    reference = module.Model(*module.get_init_inputs())
+    torch.manual_seed(0)
+    model = module.ModelNew(*module.get_init_inputs())
+    (x,) = module.get_inputs()
+    with torch.no_grad():
+        got, eager = model(x), reference.to(x.dtype)(x)
+        exact = reference.double()(x.double())
+    ours, theirs = relative_error(got, exact), relative_error(eager, exact)
+    assert ours <= (max(1.1 * theirs, FP32_ERROR) if precision == "fp32" else HALF_SHARE * theirs)
