@@ -39,6 +39,7 @@ MAX_VALUES = 32  # values that a thread holds
 CHUNK_VALUES = 16  # values that a thread has in flight where it streams
 STREAM_THREADS = 1024
 FEW_REGISTERS, MANY_REGISTERS = 48, 96  # of a thread that holds up to CHUNK_VALUES, or more
+ELEMENT_REGISTERS = 32  # more, where each value looks for its own channel
 SERIAL_PIECES = 8  # up to this many pieces' statistics are merged by every thread for itself
 SPLIT_BLOCKS = 8  # blocks on an SM that split groups should give work to
 
@@ -98,10 +99,15 @@ def residency(spec: Spec, width: int) -> Residency | None:
     return best[1] if best else None
 
 
+def _channel_registers(spec: Spec, width: int) -> int:
+    """Registers to find channels: many where (nearly) each value looks for its own."""
+    return ELEMENT_REGISTERS if spec.spatial > 1 and (width < 4 or channel_mode(spec.spatial, width) == "element") else 0
+
+
 def _overhead(spec: Spec, width: int) -> int:
     """Registers that a thread needs beside the values it holds: addresses, an operator's temporaries, parameters."""
     operands = sum(len(step.parameters) for step in spec.chain[1:])
-    return 28 + 2 * operands + (16 if channel_mode(spec.spatial, width) == "element" else 0)
+    return 28 + 2 * operands + _channel_registers(spec, width)
 
 
 def access_width(spec: Spec) -> int:
@@ -129,6 +135,12 @@ def _access_constants(spec: Spec, width: int, counted: bool = True) -> list[Cons
     return listed + [Constant("kGroupVectors", str(spec.group_size // width), "kGroupSize / kWidth")] if counted else listed
 
 
+def blocks_per_sm(spec: Spec, values: int, width: int, threads: int) -> int:
+    """Blocks that fit on an SM when a thread holds `values` values."""
+    registers = (FEW_REGISTERS if values <= CHUNK_VALUES else MANY_REGISTERS) + _channel_registers(spec, width)
+    return max(1, REGISTERS_PER_SM // (registers * threads))
+
+
 def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool, producer_bias: str | None) -> FlatKernel:
     """A group per `how.lanes` threads, read once and written once."""
     groups = spec.batch * spec.num_groups
@@ -137,8 +149,7 @@ def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool,
     threads = WARP_BLOCK if warp else how.lanes
     per_block = threads // how.lanes
     blocks = -(-groups // per_block)
-    registers = MANY_REGISTERS if how.vectors * how.width > CHUNK_VALUES else FEW_REGISTERS
-    min_blocks = max(1, REGISTERS_PER_SM // (registers * threads))
+    min_blocks = blocks_per_sm(spec, how.vectors * how.width, how.width, threads)
     layout = [Constant("kVectors", str(how.vectors), "accesses of a thread")]
     if warp:
         layout += [
@@ -159,7 +170,9 @@ def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool,
     holder = f"{how.lanes} lane{'s' if how.lanes > 1 else ''}" if warp else "a block"
     return FlatKernel(
         name="group_norm", template=f"norm/group_norm_{'warp' if warp else 'block'}.cu.j2", entry="group_norm",
-        constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, how.width, how.ragged), *layout, *norm_constants(spec, shared["applied"])),
+        constants=(
+            *shape_constants(spec, shared["operands"]), *_access_constants(spec, how.width, how.ragged), *layout, *norm_constants(spec, shared["applied"]),
+        ),
         summary=f"GroupNorm and what follows; {holder} hold{'s' if not warp or how.lanes == 1 else ''} a group of {spec.group_size} values",
         threads=threads, blocks=blocks, min_blocks=min_blocks, max_registers=register_limit(threads, min_blocks), vectors=how.vectors,
         ragged=how.ragged, partial_block=warp and blocks * per_block != groups, smem_bytes=0 if warp else 2 * threads // 32 * 4, **shared,
@@ -249,6 +262,7 @@ def apply_kernel(
         lanes, vectors = APPLY_BLOCK, CHUNK_VALUES // width
     if cooperative and lanes < 32:
         lanes, vectors = 32, -(-group_vectors // 32)
+    min_blocks = blocks_per_sm(spec, vectors * width, width, APPLY_BLOCK)
     tiles = -(-group_vectors // (lanes * vectors))
     per_block = APPLY_BLOCK // lanes
     blocks = -(-groups * tiles // per_block)
@@ -265,14 +279,14 @@ def apply_kernel(
         Constant("kTilesPerBlock", str(per_block), "kThreads / kLanes"),
         *([Constant("kGroups", str(groups), f"{spec.batch} samples x kNumGroups")] if partial else []),
         Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups x kTiles / kTilesPerBlock" + _rounded(partial)),
-        Constant("kMinBlocks", "5", "blocks that fit on an SM"),
+        Constant("kMinBlocks", str(min_blocks), "blocks that fit on an SM"),
     ]
     ragged = tiles * lanes * vectors != group_vectors
     return FlatKernel(
         name="group_norm", template="norm/group_norm_apply.cu.j2", entry="group_norm",
         constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, width, ragged), *layout, *norm_constants(spec, shared["applied"])),
         summary=f"GroupNorm and what follows, with statistics of {pieces} piece{'s' if pieces > 1 else ''} of a group merged", threads=APPLY_BLOCK,
-        blocks=blocks, min_blocks=5, max_registers=register_limit(APPLY_BLOCK, 5), vectors=vectors, ragged=ragged,
+        blocks=blocks, min_blocks=min_blocks, max_registers=register_limit(APPLY_BLOCK, min_blocks), vectors=vectors, ragged=ragged,
         partial_block=partial, cooperative=cooperative, equal_pieces=pieces * piece_size == spec.group_size, **shared,
     )  # fmt: skip
 

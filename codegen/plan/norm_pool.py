@@ -40,7 +40,7 @@ CHUNK_VALUES = 16  # values that a thread has in flight where it streams
 CHUNK_BYTES = 64  # bytes that a lane has in flight for the statistics
 FEW_REGISTERS, MANY_REGISTERS = 64, 80  # of a thread, the latter where the operators before the norm run on every value of a window
 BAND_BYTES = 1536  # a warp should ask the memory for at least this much at once
-UNROLLED_WINDOW = 64  # larger windows are loops
+UNROLLED_WINDOW = 16  # values of a window that are read at once
 LANE_SHARE = 0.75  # of a warp's lanes should find a window in a band
 REDUCTION_BYTES = 32 * 12  # moments of a block's warps
 
@@ -60,6 +60,8 @@ class PoolKernel(NormKernel):
     guard_rows: bool
     guard_columns: bool
     unroll_windows: bool
+    unroll_rows: bool
+    unroll_band: bool
     channel_values: tuple[Operand, ...]
     prepared: tuple[Operand, ...] = ()
     direction: str = ""
@@ -163,6 +165,14 @@ def _split_at_pool(spec: Spec) -> tuple[tuple[Step, ...], Step, tuple[Step, ...]
     return spec.after_norm[:at], spec.after_norm[at], spec.after_norm[at + 1 :]
 
 
+def _unrolled(window: Window, rows: int) -> dict[str, bool]:
+    """Which loops are short enough to be unrolled: over a window, over its row, over the windows of a lane in a band of `rows`."""
+    return dict(
+        unroll_windows=math.prod(window.kernel) <= UNROLLED_WINDOW, unroll_rows=window.kernel[1] <= UNROLLED_WINDOW,
+        unroll_band=rows * window.output[1] <= 64,
+    )  # fmt: skip
+
+
 def band_rows(window: Window, itemsize: int) -> int:
     """Pooled rows of a band: the fewest that keep LANE_SHARE of a warp's lanes and the memory busy, or those that keep most lanes busy."""
     shares = {}
@@ -242,12 +252,14 @@ def _one_read(spec: Spec, window: Window, rising: Direction, extremes: int, sour
     return PoolKernel(
         name="group_norm_pool", template="norm/group_norm_pool.cu.j2", entry="group_norm_pool", arguments=launch_arguments(source, operands),
         constants=(*constants, *norm_constants(spec, items)),
-        summary=f"GroupNorm, max pool and what follows in one read; a block takes a group of {spec.group_size} values", smem_bytes=extremes + threads // 32 * 12,
+        summary=f"GroupNorm, max pool and what follows in one read; a block takes a group of {spec.group_size} values",
+        smem_bytes=extremes + threads // 32 * 12,
         max_registers=register_limit(threads, min_blocks), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
         applied=items, prepare=prepare, finish=finish, width=width, io_widths=tuple(sorted({width, access, *_parameter_width(pooled_width, window)})),
         store_widths=(pooled_width,), channel_mode=channel_mode(math.prod(window.output), pooled_width), groups=groups, min_blocks=min_blocks,
         vectors=vectors, ragged=True, padding=window.padding, dilation=window.dilation, guard_rows=window.guard(0), guard_columns=window.guard(1),
-        unroll_windows=math.prod(window.kernel) <= UNROLLED_WINDOW, channel_values=unique_operands(ValueFunction("", "", (), (*prepared, *rising.factors))),
+        **_unrolled(window, rows),
+        channel_values=unique_operands(ValueFunction("", "", (), (*prepared, *rising.factors))),
         prepared=prepared, direction=rising.expression, guard_bands=guard_bands, chunks=chunks,
         prepare_rises=rises,
     )  # fmt: skip
@@ -293,6 +305,6 @@ def _two_reads(spec: Spec, window: Window, source: str, apply_before: bool, prod
         max_registers=register_limit(threads, min_blocks), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
         applied=items, prepare=prepare, finish=finish, follow=follow, width=width, io_widths=(width,), channel_mode=channel_mode(spec.spatial, width),
         groups=groups, min_blocks=min_blocks, vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, padding=window.padding,
-        dilation=window.dilation, guard_rows=window.guard(0), guard_columns=window.guard(1), unroll_windows=math.prod(window.kernel) <= UNROLLED_WINDOW,
+        dilation=window.dilation, guard_rows=window.guard(0), guard_columns=window.guard(1), **_unrolled(window, 1),
         channel_values=operands,
     )  # fmt: skip
