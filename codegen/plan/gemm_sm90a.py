@@ -36,14 +36,15 @@ FORMS = {
 PRODUCTS = {"fp32": 3, "tf32": 1, "fp16": 1, "bf16": 1}
 
 
-def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool = False, layout: Layout | None = None) -> Plan:
-    """The plan of a chain that starts with `linear` on Hopper; `debug` bounds every wait. `layout` forces one (for measurements).
+def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool = False, form: Form | None = None, layout: Layout | None = None) -> Plan:
+    """The plan of a chain that starts with `linear` on Hopper; `debug` bounds every wait. `form` and `layout` force theirs, for
+    measurements.
 
     Raises PlanError where this target serves the chain worse than sm_80, or not at all.
     """
     _check(spec)
     prepack = spec.prepack and spec.precision.itemsize == 4
-    form = _form(spec, prepack)
+    form = form or _form(spec, prepack)
     chosen = layout or choose_layout(spec, target, device, form)
     rounds, busy = _rounds(spec, form, chosen, device.sms)
     if busy < LEAST_SHARE and layout is None:

@@ -163,12 +163,11 @@ class GemmSm90aKernel(Kernel):
         return strip_blocks(self.form, self.group_width)
 
     @property
-    def strip_index(self) -> str:
-        """C expression of the place of a warp's strip among those of its tile, or of its warpgroup."""
-        within = "self.warp" if self.strip_blocks == 2 else "block * 4 + self.warp" if self.form.blocks == 2 else "self.warp"
-        if self.warpgroup_groups:
-            return f"({within})"
-        return f"(self.warpgroup * {4 * self.form.blocks // self.strip_blocks} + {within})"
+    def strip_place(self) -> str:
+        """C expression of where a warp's strip begins."""
+        index = "self.warp" if self.strip_blocks == self.form.blocks else "block * 4 + self.warp"
+        place = f"({index}) * kTileSamples" if "*" in index else f"{index} * kTileSamples"
+        return place if self.warpgroup_groups else f"self.warpgroup * (kScratchBytes / 8) + {place}"
 
     @property
     def warpgroup_groups(self) -> bool:
@@ -371,7 +370,7 @@ def _constants(
     warpgroup_groups = layout.statistics == "strips" and width <= form.tile_channels // CONSUMERS
     if where.scratch:
         rows.append(("kScratchAt", where.scratch_at, "behind the stages"))
-    if where.store_samples or warpgroup_groups:
+    if where.scratch:
         rows.append(("kScratchBytes", where.scratch, "a warpgroup"))
     if where.store_samples:
         rows += [("kStoreSamples", where.store_samples, "rows of y that leave at once"), ("kStoreBytes", where.store_samples * 128, "of 64 channels each")]
@@ -379,11 +378,11 @@ def _constants(
         blocks = strip_blocks(form, width)
         rows += [
             ("kGroupsAt", where.groups_at, "(mean, 1 / standard deviation) of every group and sample of the tile"),
-            ("kStripValues", 16 * blocks, "channels of a group that one warp holds"),
-            ("kGroupStrips", min(width, form.tile_channels) // (16 * blocks), "strips of a group in the tile"),
+            ("kStripValues", 16 * blocks, "channels of a group that one warp holds in a tile"),
+            ("kGroupStrips", min(width, form.tile_channels) // (16 * blocks), "strips of a group in this CTA"),
+            ("kTileGroups", form.tile_channels // width, "groups of a tile") if warpgroup_groups
+            else ("kWarpgroupStrips", min(width, form.tile_channels) // (16 * blocks * CONSUMERS), "those of one warpgroup"),
         ]
-        if warpgroup_groups:
-            rows.append(("kTileGroups", form.tile_channels // width, "groups of a tile"))
     if layout.exchange:
         rows.append(("kExchangeAt", where.exchange_at, "statistics from the CTAs of the cluster"))
     rows += [("kBarriersAt", where.barriers_at, "full, empty"), ("kSharedBytes", where.total, "in all")]
