@@ -218,13 +218,8 @@ def default_cache() -> Cache:
 
     Where that cannot be used, one warning and a folder of this user in the system's temporary folder.
     """
-    named = os.environ.get(ENVIRONMENT)
-    if named:
-        base = Path(named).expanduser()
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache") / "codegen"
-    root = Path(os.path.abspath(base)) / LAYOUT
-    problem = _make_private(root)
+    root = wanted_root()
+    problem = _make_private(root) if root.is_absolute() else "this user has no home folder"
     if problem is None:
         return Cache(root)
     fallback = Path(tempfile.gettempdir()) / f"codegen-cache-{os.geteuid()}" / LAYOUT
@@ -238,6 +233,15 @@ def default_cache() -> Cache:
         stacklevel=2,
     )
     return Cache(fallback)
+
+
+def wanted_root() -> Path:
+    """Where the cache should be; relative (``~/...``) where the user has no home folder."""
+    named = os.environ.get(ENVIRONMENT)
+    if named:
+        return Path(os.path.abspath(os.path.expanduser(named))) / LAYOUT
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "codegen" / LAYOUT
 
 
 def _make_private(root: Path) -> str | None:

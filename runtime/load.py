@@ -148,3 +148,13 @@ def _resolve(path, target: TargetManifest) -> dict[str, Callable]:
 def _lock_of(key: str) -> threading.Lock:
     with _locks_lock:
         return _locks.setdefault(key, threading.Lock())
+
+
+def _forget_locks() -> None:
+    """A fork copies a lock that another thread holds, and nobody in the child would ever release it."""
+    global _locks_lock
+    _locks_lock = threading.Lock()
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)

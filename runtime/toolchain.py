@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -147,8 +148,9 @@ def find_nvcc() -> Tool:
 
 
 def find_gxx() -> Tool:
-    """The host compiler: what CXX names, else g++ on PATH."""
-    named = os.environ.get("CXX", "").strip()
+    """The host compiler: what CXX names (without a launcher before it, as in ``ccache g++``), else g++ on PATH."""
+    words = shlex.split(os.environ.get("CXX", ""))
+    named = words[-1] if words else ""
     path = shutil.which(named or "g++")
     if path is None:
         where = f"CXX names {named!r}, which was not found" if named else "g++ was not found on PATH"

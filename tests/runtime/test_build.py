@@ -126,6 +126,32 @@ def test_awkward_paths(tmp_path, monkeypatch, target):
     assert ensure_built(plan_build(tiny.package, tiny.package.target(target))).is_relative_to(folder)
 
 
+def test_a_fork_during_a_build_can_build(tiny, x, counting_gxx):
+    """The child must not wait for a thread that exists in its parent alone."""
+    counting_gxx.set_delay(1)
+    code = f"""
+        import os, pathlib, threading, time, torch
+        from tests.runtime.tiny_package import TinyPackage
+        torch.set_num_threads(1)
+        tiny = TinyPackage(pathlib.Path({str(tiny.path)!r}))
+        log = pathlib.Path({str(counting_gxx.path.parent / "log")!r})
+        thread = threading.Thread(target=tiny.model)
+        thread.start()
+        while not log.exists():
+            time.sleep(0.1)
+        time.sleep(0.1)  # starting a program and forking at once hangs Python itself
+        child = os.fork()
+        if child == 0:
+            tiny.model()
+            os._exit(0)
+        thread.join()
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    assert len(counting_gxx.compiled) == 1
+
+
 def test_nothing_is_written_to_the_package(tiny, x):
     before = {path: path.stat().st_mtime_ns for path in tiny.path.rglob("*")}
     tiny.path.chmod(0o555)

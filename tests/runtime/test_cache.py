@@ -174,6 +174,17 @@ def test_an_unwritable_home_falls_back_with_a_warning(tiny, x, monkeypatch, tmp_
     assert stat.S_IMODE(next((tmp_path / "temporary").iterdir()).stat().st_mode) == 0o700
 
 
+def test_a_user_without_a_home_gets_no_folder_called_tilde(monkeypatch, tmp_path):
+    monkeypatch.delenv("CODEGEN_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(CacheWarning, match="no home folder"):
+        default_cache()
+    assert not (tmp_path / "~").exists()
+
+
 def test_a_squatted_fallback_is_not_used(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     (tmp_path / f"codegen-cache-{os.geteuid()}").mkdir(mode=0o777)

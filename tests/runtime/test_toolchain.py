@@ -145,6 +145,11 @@ def test_another_compiler_is_not_taken_for_gxx(tmp_path, monkeypatch):
         toolchain.find_gxx()
 
 
+def test_a_launcher_before_the_compiler_is_left_out(monkeypatch):
+    monkeypatch.setenv("CXX", "ccache g++")
+    assert toolchain.find_gxx().path == shutil.which("g++")
+
+
 def test_a_broken_tool_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(script(tmp_path / "broken", "echo no libisl; exit 1")))
     with pytest.raises(ToolchainError, match="broken --version failed with status 1.*no libisl"):
