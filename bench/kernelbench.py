@@ -1,0 +1,244 @@
+"""KernelBench's own harness over standalone.py: its script, its reference, its verdict, recorded as it prints them. See docs/kernelbench.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import torch
+
+from bench.machine import describe
+from bench.records import FORMAT, RESULTS, read, write_json
+from codegen.emit import make_package
+from codegen.render import render
+from codegen.spec import Spec, load_spec
+from codegen.standalone import render_standalone
+from codegen.torch_text import module_lines, reference_lines
+
+PROBLEMS = {
+    30: "specs/default.yaml",
+    94: "specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml",
+    85: "specs/conv2d_groupnorm_scale_maxpool_clamp.yaml",
+}
+SMALL = {
+    30: "specs/gemm_groupnorm_hardtanh_small.yaml",
+    94: "specs/gemm_biasadd_hardtanh_mish_groupnorm_small.yaml",
+    85: "specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml",
+}
+PRECISIONS = ("fp32", "fp16", "bf16")
+SCRIPT = Path("scripts/run_and_check.py")
+ARCHITECTURES = {(8, 0): "Ampere", (8, 6): "Ampere", (8, 9): "Ada", (9, 0): "Hopper"}
+
+# The script imports these for its cloud mode and for asking language models; neither is used here.
+_STUB = '''
+class _Anything:
+    def __call__(self, *args, **kwargs):
+        return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else self
+
+    def __getattr__(self, name):
+        return self
+
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Anything()
+'''
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of the harness: problem number, "current" or "first version" shapes, precision."""
+
+    problem: int
+    shapes: str
+    precision: str
+
+    @property
+    def spec(self) -> Spec:
+        return load_spec((PROBLEMS if self.shapes == "current" else SMALL)[self.problem], self.precision)
+
+    @property
+    def name(self) -> str:
+        return f"problem {self.problem}, {self.shapes} shapes, {self.precision}"
+
+
+def reference_source(spec: Spec) -> str:
+    """The layer as a reference file for the harness: Model, get_inputs, get_init_inputs; always fp32, the harness converts it itself."""
+    names = [name for name, _ in spec.args]
+    body = "\n".join(f"        {line}" for line in module_lines(spec))
+    forward = "\n".join(f"        {line}" for line in reference_lines(spec))
+    return f"""import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Model(nn.Module):
+    def __init__({", ".join(["self", *names])}):
+        super().__init__()
+{body}
+
+    def forward(self, x):
+{forward}
+        return v
+
+
+def get_inputs():
+    return [torch.{spec.values}({", ".join(map(str, spec.input_shape))})]
+
+
+def get_init_inputs():
+    return [{", ".join(repr(value) for _, value in spec.args)}]
+"""
+
+
+def write_standalone(spec: Spec, work: Path) -> tuple[Path, str, str]:
+    """standalone.py of a spec; returns its path, the target it carries and that target's source_key."""
+    import json
+
+    package = make_package(spec)
+    files = render(package)
+    path = work / spec.package / "standalone.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_standalone(package, files), encoding="utf-8")
+    targets = json.loads(files["manifest.json"])["targets"]
+    target = next(name for name in ("sm_90a", "sm_80") if name in targets)
+    return path, target, targets[target]["source_key"]
+
+
+def reference_path(run: Run, checkout: Path, work: Path) -> Path:
+    """The problem's own file in the checkout, or for first-version shapes a reference emitted from our spec."""
+    if run.shapes == "current":
+        found = sorted((checkout / "KernelBench" / "level2").glob(f"{run.problem}_*.py"))
+        if not found:
+            raise click.ClickException(f"{checkout}/KernelBench/level2 has no problem {run.problem}")
+        return found[0]
+    path = work / run.spec.name / "reference.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(reference_source(run.spec), encoding="utf-8")
+    return path
+
+
+def environment(checkout: Path, work: Path) -> dict[str, str]:
+    """The harness's environment: stubs first, its sources behind, and a fixed hash seed, from which it names its build folders."""
+    stubs = work / "stubs"
+    stubs.mkdir(parents=True, exist_ok=True)
+    for name in ("modal", "openai", "litellm"):
+        (stubs / f"{name}.py").write_text(_STUB, encoding="utf-8")
+    path = [str(stubs), str(checkout / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "0"}
+
+
+def prebuild(sources: list[Path], env: dict[str, str], builds: Path) -> None:
+    """Compile the standalone files several at once, where the harness will look for them; it finds nothing left to do."""
+    program = (
+        "import os, sys; text = open(sys.argv[1]).read(); os.environ['TORCH_EXTENSIONS_DIR'] = os.path.join(sys.argv[2], 'test_build', str(hash(text)));"
+        "os.makedirs(os.environ['TORCH_EXTENSIONS_DIR'], exist_ok=True); scope = {}; exec(text, scope); scope['_library']()"
+    )
+    with ThreadPoolExecutor(max(1, min(6, (os.cpu_count() or 2) // 2))) as pool:
+        list(pool.map(lambda path: subprocess.run([sys.executable, "-c", program, str(path), str(builds)], env=env, capture_output=True), sources))
+
+
+def command_line(run: Run, reference: Path, standalone: Path, architecture: str, builds: Path) -> list[str]:
+    """The harness's own command line."""
+    return [
+        sys.executable, str(SCRIPT), "ref_origin=local", f"ref_arch_src_path={reference.resolve()}", f"kernel_src_path={standalone.resolve()}", "eval_mode=local",
+        f'gpu_arch=["{architecture}"]', f"precision={run.precision}", "backend=cuda", f"build_dir_prefix={builds.resolve()}",
+    ]  # fmt: skip
+
+
+def parse(output: str) -> dict:
+    """Verdict, times (ms) and speed-ups from what the script printed; None for what it did not print."""
+    number = lambda pattern: float(m.group(1)) if (m := re.search(pattern, output)) else None  # noqa: E731
+    warnings = re.search(r"\[WARN\] Static check warnings: (.*)", output)
+    refused = re.search(r"Static check failed\. Errors: (.*?)\. Warnings:", output)
+    compiled, correct = "compiled=True" in output, "correctness=True" in output
+    return {
+        "static_errors": refused.group(1) if refused else "[]", "static_warnings": warnings.group(1) if warnings else "[]", "compiled": compiled,
+        "correct": correct, "verdict": "correct" if correct else "static check failed" if refused else "wrong" if compiled else "did not run",
+        "eager_ms": number(r"Reference Eager exec time: ([\d.]+) ms"), "compile_ms": number(r"torch\.compile time: ([\d.]+) ms"),
+        "ours_ms": number(r"Custom Kernel exec time: ([\d.]+) ms"), "speedup_eager": number(r"over eager: ([\d.]+)x"),
+        "speedup_compile": number(r"over torch\.compile: ([\d.]+)x"),
+    }  # fmt: skip
+
+
+def verbatim(output: str, *folders: Path) -> list[str]:
+    """The lines of the harness's report, without this machine's folders."""
+    text = output
+    for folder in folders:
+        text = text.replace(str(folder.resolve()), "...")
+    start = text.find("[INFO] Evaluating")
+    lines = text[max(start, 0) :].splitlines()
+    return [line for line in lines if line.strip()][-60:]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--checkout", type=click.Path(exists=True, file_okay=False, path_type=Path), envvar="KERNELBENCH", required=True, help="A checkout of KernelBench ($KERNELBENCH).")
+@click.option("--problem", "problems", multiple=True, type=click.Choice([str(p) for p in PROBLEMS]), help="Only this problem (repeatable).")
+@click.option("--shapes", type=click.Choice(["current", "first version"]), help="Only these shapes.")
+@click.option("--precision", "precisions", multiple=True, type=click.Choice(PRECISIONS), help="Only this precision (repeatable).")
+@click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Folder for the record; default bench/results.")
+@click.option("--work", type=click.Path(file_okay=False, path_type=Path), default=Path("build/kernelbench"), show_default=True)
+@click.option("--budget-s", default=0.0, help="Stop cleanly before this many seconds are over; 0 means no limit.")
+@click.option("--timeout-s", default=240.0, show_default=True, help="For one run of the harness.")
+@click.option("--force", is_flag=True, help="Run again what is recorded for today's sources.")
+@click.option("--prepare-only", is_flag=True, help="Write the standalone files, references and stubs, print the command lines and run nothing.")
+def main(checkout, problems, shapes, precisions, results, work, budget_s, timeout_s, force, prepare_only) -> None:
+    """Run KernelBench's run_and_check.py on standalone.py of the three systems and record what it says."""
+    runs = [
+        Run(number, which, precision)
+        for which in ("current", "first version") for number in PROBLEMS for precision in PRECISIONS
+        if (not problems or str(number) in problems) and (not shapes or which == shapes) and (not precisions or precision in precisions)
+    ]  # fmt: skip
+    checkout = checkout.resolve()
+    env, builds = environment(checkout, work.resolve()), work / "build"
+    written = {run: write_standalone(run.spec, work) for run in runs}
+    if prepare_only:
+        for run in runs:
+            click.echo(" ".join(command_line(run, reference_path(run, checkout, work), written[run][0], "Hopper", builds)))
+        return
+    if not torch.cuda.is_available():
+        raise click.ClickException("the harness needs a CUDA GPU; --prepare-only writes what it needs and prints its command lines")
+    machine = describe(torch.device("cuda", 0))
+    architecture = ARCHITECTURES.get(torch.cuda.get_device_capability(0), "Hopper")
+    at = results / machine.slug / "kernelbench.json"
+    record = read(at) or {"format": FORMAT, "runs": []}
+    if (record.get("gpu"), record.get("torch")) != (machine.gpu, machine.torch):
+        record = {"format": FORMAT, **machine.facts, "runs": []}
+    start, longest = time.perf_counter(), 0.0
+    done = {(r["problem"], r["shapes"], r["precision"]): r for r in record["runs"]}
+    runs = [run for run in runs if force or done.get((run.problem, run.shapes, run.precision), {}).get("key") != written[run][2]]
+    prebuild([written[run][0] for run in runs], env, builds)
+    for run in runs:
+        if budget_s and budget_s - (time.perf_counter() - start) < longest * 1.1:
+            click.echo("stopped for lack of time; run again to go on")
+            break
+        standalone, target, key = written[run]
+        command, began = command_line(run, reference_path(run, checkout, work), standalone, architecture, builds), time.perf_counter()
+        try:
+            finished = subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
+            output = finished.stdout
+        except subprocess.TimeoutExpired as error:
+            output = f"{(error.stdout or b'').decode(errors='replace')}\nended after {timeout_s:.0f} s"
+        longest = max(longest, time.perf_counter() - began)
+        found = parse(output)
+        done[(run.problem, run.shapes, run.precision)] = {
+            "problem": run.problem, "shapes": run.shapes, "precision": run.precision, "package": run.spec.package, "target": target, "key": key, **found,
+            "output": verbatim(output, checkout, work, Path.cwd()),
+        }  # fmt: skip
+        order = {"current": 0, "first version": 1}
+        record["runs"] = sorted(done.values(), key=lambda r: (order[r["shapes"]], list(PROBLEMS).index(r["problem"]), PRECISIONS.index(r["precision"])))
+        write_json(at, record)
+        click.echo(f"{run.name}: {found['verdict']}, {found['speedup_eager']}x eager, {found['speedup_compile']}x torch.compile ({time.perf_counter() - began:.0f} s)")
+    sys.exit(not all(r["correct"] for r in record["runs"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The report's pictures: speed-ups, error against time, roofline. Drawn with matplotlib, written as SVG and PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+from bench.records import Record  # noqa: E402
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+COLOURS = {"fp32": "#2b6cb0", "tf32": "#2c7a7b", "fp16": "#b7791f", "bf16": "#9b2c2c"}
+plt.rcParams.update({
+    "svg.hashsalt": "bench", "svg.fonttype": "path", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "grid.alpha": 0.25, "axes.axisbelow": True, "figure.constrained_layout.use": True,
+})  # fmt: skip
+
+
+def short(spec: str) -> str:
+    """A system's name, short enough for an axis: `gemm_groupnorm_hardtanh` -> `gemm, groupnorm,\nhardtanh`."""
+    words = spec.split("_")
+    lines, line = [], ""
+    for word in words:
+        if line and len(line) + len(word) > 16:
+            lines.append(line)
+            line = ""
+        line += (" " if line else "") + word
+    return "\n".join([*lines, line])
+
+
+def _save(figure, folder: Path, name: str) -> str:
+    """Write <name>.svg and .png without dates; returns the SVG text."""
+    figure.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(folder / f"{name}.png", dpi=150, metadata={"Software": None})
+    plt.close(figure)
+    text = (folder / f"{name}.svg").read_text(encoding="utf-8")
+    return text[text.index("<svg") :]
+
+
+def speedups(records: list[Record], folder: Path) -> str:
+    """Bars by system and precision: over the fastest of PyTorch's own, and a mark for the fastest peer of equal or better accuracy."""
+    shown = [r for r in records if r["speedup_torch"]]
+    figure, axis = plt.subplots(figsize=(7.2, 0.9 + 0.34 * max(len(shown), 1)))
+    labels = [f"{' '.join(short(r['spec']).split())}  {r['precision']}" for r in shown]
+    places = list(range(len(shown)))[::-1]
+    axis.barh(places, [r["speedup_torch"] for r in shown], 0.62, color=[COLOURS[r["precision"]] for r in shown], alpha=0.85)
+    marked = [(r["speedup"], p) for r, p in zip(shown, places, strict=True) if r["speedup"]]
+    axis.plot([m[0] for m in marked], [m[1] for m in marked], "k|", markersize=13, markeredgewidth=2, label="over the fastest peer of equal or better accuracy")
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    for record, place in zip(shown, places, strict=True):
+        axis.text(max(record["speedup_torch"], record["speedup"] or 0), place, f"  {record['speedup_torch']:.2f}x", va="center", fontsize=8)
+    axis.set_yticks(places, labels, fontsize=7)
+    axis.set_xlabel("times as fast as PyTorch's best of eager, CUDA graph and compile (bar)")
+    axis.set_xlim(0, 1.15 * max([1.0, *(max(r["speedup_torch"], r["speedup"] or 0) for r in shown)]))
+    axis.grid(False, axis="y")
+    if marked:
+        axis.legend(loc="lower right", fontsize=7, frameon=False)
+    return _save(figure, folder, "speedups")
+
+
+def error_against_time(records: list[Record], folder: Path, name: str) -> str:
+    """One system: every contender's relative error over its time, ours filled; lower left is better."""
+    figure, axis = plt.subplots(figsize=(7.2, 4.0))
+    for record in records:
+        colour = COLOURS[record["precision"]]
+        rows = [(n, p) for n, p in record["peers"].items() if p["rel_error"]]
+        axis.scatter([p["ms"] for _, p in rows], [p["rel_error"] for _, p in rows], s=30, facecolors="none", edgecolors=colour)
+        axis.scatter(record["ours"]["ms"], record["ours"]["rel_error"], s=70, color=colour, marker="D", label=f"ours, {record['precision']}", zorder=3)
+        for n, p in rows:
+            axis.annotate(n.replace("compile", "c.").replace("max-autotune", "max"), (p["ms"], p["rel_error"]), fontsize=5.5, alpha=0.75, xytext=(4, 3), textcoords="offset points")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("milliseconds (median, L2 flushed)")
+    axis.set_ylabel("relative error against float64")
+    axis.set_title(" ".join(short(records[0]["spec"]).split()), fontsize=9)
+    axis.legend(fontsize=7, frameon=False)
+    return _save(figure, folder, f"error-{name}")
+
+
+def roofline(records: list[Record], machine: dict, folder: Path) -> str:
+    """TFLOP/s over FLOP per byte with the card's measured ceilings; ours filled, the fastest peer of the whole chain hollow."""
+    figure, axis = plt.subplots(figsize=(7.2, 4.2))
+    rates = machine["ceilings"]
+    tensor = max(rates["fp16_tflops"], rates["bf16_tflops"])
+    ceilings = {"half precision": tensor, "three products (fp32 grade)": tensor / 3, "fp32": rates["fp32_tflops"]}
+    intensities = [r["flop"] / r["bytes"] for r in records]
+    low, high = min(intensities, default=1) / 4, max([*intensities, tensor / rates["copy_gbs"] * 1e3]) * 4
+    bandwidth = rates["copy_gbs"] / 1e3
+    for i, (label, rate) in enumerate(ceilings.items()):
+        knee = rate / bandwidth
+        axis.plot([low, knee, high], [low * bandwidth, rate, rate], color="black", linewidth=1.2 - 0.3 * i, alpha=0.8 - 0.2 * i)
+        axis.annotate(f"{label}, {rate:.3g} TFLOP/s", (high, rate), ha="right", va="bottom", fontsize=7)
+    axis.annotate(f"copy, {rates['copy_gbs']:.4g} GB/s", (low * 1.3, low * 1.3 * bandwidth), rotation=0, fontsize=7, va="top")
+    seen = set()
+    for record in records:
+        colour, at = COLOURS[record["precision"]], record["flop"] / record["bytes"]
+        chain = [p["tflops"] for p in record["peers"].values() if p["rel_error"] is not None]
+        if chain:
+            axis.scatter(at, max(chain), s=26, facecolors="none", edgecolors=colour)
+        label = None if record["precision"] in seen else f"ours, {record['precision']}"
+        seen.add(record["precision"])
+        axis.scatter(at, record["ours"]["tflops"], s=48, color=colour, marker="D", label=label, zorder=3)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xlabel("FLOP per byte (every tensor moved once)")
+    axis.set_ylabel("TFLOP/s")
+    axis.legend(fontsize=7, frameon=False, loc="lower right", title="hollow: the fastest peer", title_fontsize=7)
+    return _save(figure, folder, "roofline")

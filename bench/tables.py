@@ -1,0 +1,85 @@
+"""The README's results table, from the records and the ledger."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bench.records import Record, Status, present_keys, state_of
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+_WORDS = {"verified": "yes", "wrong": "**no: wrong**", "changed": "unverified (sources changed since)", "missing": "unverified"}
+
+
+def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
+    """Markdown: one table a card, a row for every checked-in package that has a record, and what has none."""
+    states = {(s.gpu, s.spec, s.precision, s.target): s.state for s in statuses}
+    lines: list[str] = []
+    for card, records in cards.items():
+        if card == "cpu":
+            continue
+        first = records[0]
+        lines += [
+            f"**{first['gpu']}**, torch {first['torch']}, times in milliseconds (median, L2 flushed before each call), errors relative to float64:",
+            "",
+            "| system | precision | target | ours | error | torch's best | times as fast | best peer of equal or better accuracy | times as fast | verified |",
+            "|--|--|--|--|--|--|--|--|--|--|",
+        ]
+        for r in records:
+            state = states.get((card, r["spec"], r["precision"], r["target"])) or _state(r)
+            lines.append(
+                f"| {r['spec']} | {r['precision']} | {r['target']} | {r['ours']['ms']:.4f} | {r['ours']['rel_error']:.1e} | {_peer(r, 'best_torch')} "
+                f"| {_times(r['speedup_torch'])} | {_peer(r, 'best_peer')} | {_times(r['speedup'])} | {_WORDS[state]} |"
+            )
+        missing = [f"{s.spec} {s.precision}" for s in statuses if s.gpu == card and s.state == "missing"]
+        lines += ["", *([f"Not measured on this card, so unverified: {', '.join(missing)}.", ""] if missing else [])]
+    if not lines:
+        return "No GPU has been measured yet: every kernel is unverified there. `make evidence` on a GPU fills this table."
+    lines += [
+        "*Torch's best* is the fastest of eager, eager in a CUDA graph and torch.compile at that precision. *Best peer* is the fastest that computes the whole "
+        "chain with equal or better accuracy: an error of at most 1.1 times the larger of ours and eager's. Weights are not prepared beforehand."
+    ]
+    return "\n".join(lines)
+
+
+def _state(record: Record) -> str:
+    """The state of a package that is not checked in: its spec is read again where it still exists."""
+    from codegen.spec import SpecError
+
+    try:
+        return state_of(record, present_keys(record["path"], record["precision"]))
+    except SpecError:
+        return "changed"
+
+
+def _peer(record: Record, which: str) -> str:
+    name = record[which]
+    return "-" if name is None else f"{name}, {record['peers'][name]['ms']:.4f}"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"**{value:.2f}x**"
+
+
+def put_table(readme: Path, table: str) -> bool:
+    """Replace what stands between the markers; True when the file changed. Raises ValueError when the markers are not there."""
+    text = readme.read_text(encoding="utf-8")
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{readme} has no {BEGIN} ... {END}")
+    new = re.sub(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: f"{BEGIN}\n{table}\n{END}", text, flags=re.DOTALL)
+    if new != text:
+        readme.write_text(new, encoding="utf-8")
+    return new != text
+
+
+def claims(readme: Path) -> list[tuple[str, str, str, bool]]:
+    """(system, precision, target, claimed to be verified) of every row between the markers."""
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    if BEGIN not in text:
+        return []
+    found = []
+    for line in text.split(BEGIN, 1)[1].split(END, 1)[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 10 and cells[1] in ("fp32", "tf32", "fp16", "bf16"):
+            found.append((cells[0], cells[1], cells[2], cells[9] == "yes"))
+    return found
