@@ -1,6 +1,5 @@
 """A generated package as data: ``manifest.json`` read once, validated, and typed."""
 
-import hashlib
 import json
 import re
 from dataclasses import dataclass, field
@@ -161,11 +160,6 @@ class Package:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise PackageError(f"{path} is not a valid manifest: {what}; generate the package again.") from error
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the manifest's bytes."""
-        return hashlib.sha256((self.path / "manifest.json").read_bytes()).hexdigest()
 
     def target(self, name: str) -> TargetManifest:
         """The target called ``name``; PackageError names those emitted where it is not among them."""
