@@ -7,9 +7,8 @@ What one operator leaves for the next never goes further than a scratch array of
 
 from __future__ import annotations
 
-import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from codegen.chain import Apply, Constant, applies, c_identifier, parameter_keys, unique_constants
 from codegen.ops import Kind
@@ -25,17 +24,13 @@ PARALLEL_ELEMENTS = 32768  # below, waking threads costs more than they save; Py
 
 @dataclass(frozen=True)
 class Scratch:
-    """A thread's array of 4-byte values: its name, the constexpr that holds its size, the size, its type and what it holds.
-
-    `offset` is the C expression of where it lies in the thread's heap memory, in bytes; "" for the first.
-    """
+    """A thread's array of 4-byte values: its name, the constexpr that holds its size, the size, its type and what it holds."""
 
     name: str
     size_name: str
     size: int
     c_type: str
     comment: str
-    offset: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ class CpuKernel(Kernel):
         """The last argument of run_group's call: the thread's part of the heap's scratch, where there is one."""
         if not self.on_heap:
             return ""
-        return ", scratch" + (" + std::size_t{kScratch} * omp_get_thread_num()" if self.parallel else "")
+        return ", scratch" + (" + kScratch * omp_get_thread_num()" if self.parallel else "")
 
 
 def _wrapped(items: list[str], indent: str, width: int = 100) -> str:
@@ -168,7 +163,7 @@ def cpu_kernel(spec: Spec, name: str = "chain") -> CpuKernel:
     """The one kernel of the cpu target, `name` its namespace's stem."""
     norm = spec.norm
     suffixes = {parameter.suffix: norm.key(parameter) for parameter in norm.parameters}
-    norm_keys = tuple(suffixes.values())
+    affine = {suffix: _pointer(key) for suffix, key in suffixes.items()}
     before, segments, pool_steps = applies(spec, spec.before_norm), *_segments(spec)
     after = segments[0]
     ops = (*before, *(op for segment in segments for op in segment))
@@ -180,11 +175,11 @@ def cpu_kernel(spec: Spec, name: str = "chain") -> CpuKernel:
     held = sum(item.size for item in scratch)
     elements = math.prod(norm.input_shape)
     pieces = math.ceil(spec.group_size / PIECE)
-    keys = tuple(dict.fromkeys((*parameter_keys(before), *norm_keys, *parameter_keys(ops))))
+    keys = tuple(dict.fromkeys((*parameter_keys(before), *suffixes.values(), *parameter_keys(ops))))
     return CpuKernel(
         name=name, template="cpu/chain.cpp.j2", arguments=("t0", *keys, "y"), constants=_constants(spec, ops, pools, scratch, pieces),
         summary=f"everything after torch's {spec.producer.operator.name}, one group of one sample at a time", notes=_notes(spec, buffered, plane, pools, held),
-        dtype=spec.precision.dtype, before=before, after=after, gamma=_pointer(suffixes["weight"]) if suffixes else None, beta=_pointer(suffixes["bias"]) if suffixes else None,
+        dtype=spec.precision.dtype, before=before, after=after, gamma=affine.get("weight"), beta=affine.get("bias"),
         story=_story(spec), flat=spec.spatial == 1 and not pools, buffered=buffered, pieces=pieces, pools=pools, plane=plane, scratch=scratch,
         on_heap=held > STACK_VALUES, parallel=elements >= PARALLEL_ELEMENTS,
     )  # fmt: skip
@@ -269,8 +264,7 @@ def _scratch(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...]) -
         if pool.target:
             size = math.prod(step.output_shape[2:])
             items.append(Scratch(pool.target, f"kPooled{pool.suffix}", size, "std::int32_t", "one channel behind a pooling, ordered"))
-    offsets = ["", *itertools.accumulate((f"4 * {item.size_name}" for item in items), lambda a, b: f"{a} + {b}")]
-    return tuple(replace(item, offset=offset) for item, offset in zip(items, offsets, strict=False))
+    return tuple(items)
 
 
 def _constants(spec: Spec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scratch: tuple[Scratch, ...], pieces: int) -> tuple[Constant, ...]:
@@ -301,7 +295,8 @@ def _constants(spec: Spec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scra
         items.append(Constant("kOutputSize", str(math.prod(spec.output_shape[1:]) // spec.num_groups), "values of y that a group gives"))
     if sum(item.size for item in scratch) > STACK_VALUES:
         size = -(-4 * sum(item.size for item in scratch) // 64) * 64
-        items.append(Constant("kScratch", str(size), f"bytes a thread needs: 4 * ({' + '.join(i.size_name for i in scratch)}), in whole cache lines"))
+        why = f"bytes a thread needs: 4 * ({' + '.join(item.size_name for item in scratch)}), in whole cache lines"
+        items.append(Constant("kScratch", str(size), why, "std::size_t"))
     return (*items, *unique_constants(ops))
 
 

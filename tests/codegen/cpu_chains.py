@@ -34,9 +34,8 @@ def make_spec(folder: Path, chain: list[Any], batch: int, precision: str = "fp32
 
 def linear_chain(before: list[Any], after: list[Any], channels: int, groups: int, **norm: Any) -> list[Any]:
     """linear -> before -> group_norm -> after. The product itself is torch's: one input feature keeps it out of the way."""
-    return [
-        {"linear": {"name": "gemm", "in_features": 1, "out_features": channels}}, *before, {"group_norm": {"name": "norm", "num_groups": groups, **norm}}, *after,
-    ]  # fmt: skip
+    linear = {"linear": {"name": "gemm", "in_features": 1, "out_features": channels}}
+    return [linear, *before, {"group_norm": {"name": "norm", "num_groups": groups, **norm}}, *after]
 
 
 def conv_chain(before: list[Any], after: list[Any], channels: int, groups: int, **norm: Any) -> list[Any]:
@@ -76,7 +75,7 @@ class Chain:
         module.to(self.dtype)
         return names["v"]
 
-    def kernel(self, source: torch.Tensor, threads: int = 2) -> torch.Tensor:
+    def kernel(self, source: torch.Tensor, threads: int = 1) -> torch.Tensor:
         """The emitted kernel's result; fails where the launcher returns an error."""
         output = torch.full(self.spec.output_shape, torch.nan, dtype=self.dtype)
         step = self.plan.steps[-1]

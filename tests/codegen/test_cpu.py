@@ -47,6 +47,15 @@ ELEMENTWISE = {
 WIDTHS = (2, 3, 5, 17, 31, 48, 100, 1000)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors on many workers: PyTorch's waiting threads would only get in each other's way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def check(chain: Chain, source: torch.Tensor) -> None:
     """The precision's promise: error against float64 beside eager's, the same infinities and NaNs, nothing left unwritten."""
     exact, eager, got = chain.pytorch(source, torch.float64), chain.pytorch(source), chain.kernel(source)
@@ -160,7 +169,8 @@ def test_pooling_after_pooling(tmp_path) -> None:
 
 def test_nan_and_infinity_made_after_the_norm_are_pooled_as_in_pytorch(tmp_path) -> None:
     """A channel's parameter may be NaN or infinite: windows then hold NaN beside numbers, or nothing but -inf."""
-    (chain,) = build(tmp_path, [make_spec(tmp_path, conv_chain([], [{"mul": {"name": "m", "shape": [6, 1, 1]}}, {"max_pool2d": {"kernel_size": 2}}], 6, 2), 2, "fp32", (6, 6))])
+    after = [{"mul": {"name": "m", "shape": [6, 1, 1]}}, {"max_pool2d": {"kernel_size": 2}}]
+    (chain,) = build(tmp_path, [make_spec(tmp_path, conv_chain([], after, 6, 2), 2, "fp32", (6, 6))])
     source = chain.source()
     source[:, 3:, 2:4] = 0.0
     chain.module.norm.bias.data[3:] = 0.0
@@ -211,7 +221,9 @@ def test_large_means_and_extreme_scales(plain, scale: float, offset: float) -> N
     assert relative_error(chain.kernel(source), chain.pytorch(source, torch.float64)) <= FP32_ERROR
 
 
-@pytest.mark.parametrize(("precision", "scale", "offset"), [("fp16", 0.25, 1000.0), ("bf16", 0.5, 100.0), ("fp16", 5000.0, 0.0), ("bf16", 1e15, 0.0), ("fp16", 1e-5, 0.0)])
+@pytest.mark.parametrize(
+    ("precision", "scale", "offset"), [("fp16", 0.25, 1000.0), ("bf16", 0.5, 100.0), ("fp16", 5000.0, 0.0), ("bf16", 1e15, 0.0), ("fp16", 1e-5, 0.0)]
+)
 def test_large_means_and_extreme_scales_in_half_precision(plain, precision: str, scale: float, offset: float) -> None:
     chain = plain[precision]
     check(chain, chain.source(scale, offset))

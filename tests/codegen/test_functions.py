@@ -86,6 +86,15 @@ FORWARD: dict[str, Case] = {
 GRADIENTS = [name for name in FUNCTIONS if name.endswith("_grad")]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors on many workers: PyTorch's waiting threads would only get in each other's way."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Every function in both languages as `<language>_<name>(v, out, count, constants...)`."""
