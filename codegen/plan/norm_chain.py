@@ -128,7 +128,7 @@ def prepare_function(spec: Spec, apply_before: bool, producer_bias: str | None) 
     bias = Operand(producer_bias, f"p_{c_identifier(producer_bias)}", f"c_{c_identifier(producer_bias)}") if producer_bias else None
     lines = ((f"v = v + {bias.value};  // {spec.producer.operator.name}'s bias",) if bias else ()) + _statements(items)
     operands = ((bias,) if bias else ()) + _operands(items)
-    return ValueFunction("prepare_value", "From the producer's value to the norm's input.", lines, operands) if lines else None
+    return ValueFunction("prepare_value", "From the producer's value to the norm's input. Differences of results use __fsub_rn, which is never fused with a product: equals give 0.", lines, operands) if lines else None
 
 
 def normalise_lines(spec: Spec) -> tuple[str, ...]:

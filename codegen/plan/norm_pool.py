@@ -39,7 +39,7 @@ from codegen.targets import Target
 CHUNK_VALUES = 16  # values that a thread has in flight where it streams
 CHUNK_BYTES = 64  # bytes that a lane has in flight for the statistics
 FEW_REGISTERS, MANY_REGISTERS = 64, 80  # of a thread, the latter where the operators before the norm run on every value of a window
-BAND_BYTES = 1536  # a warp should ask the memory for at least this much at once
+BAND_BYTES = 1000  # a warp should ask the memory for at least this much at once; twice that was slower
 UNROLLED_WINDOW = 16  # values of a window that are read at once
 LANE_SHARE = 0.75  # of a warp's lanes should find a window in a band
 REDUCTION_BYTES = 32 * 12  # moments of a block's warps
