@@ -1,0 +1,214 @@
+"""How a convolution chain is cut for Hopper: tiles, strips, parts, shared memory and warpgroups. Arithmetic only, no text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from codegen.spec import Spec
+from codegen.targets import DeviceClass, Target
+
+ROWS_A = 64  # of the instruction's result: output channels
+MAX_TILE = 128  # pixels of a tile: 64 accumulators a thread
+WARPGROUP = 128
+PIXEL_BYTES = 16  # 8 channels of 16 bits
+MOMENTS_BYTES = 12
+SAMPLE_COST = 1  # strips
+COEFFICIENTS_BYTES = 16
+# multiplying warpgroups -> registers of a multiplying and of a converting thread (multiples of 8, 504 or 512 in all), and pixels of 8 channels
+# that a converting thread has in flight
+REGISTERS = {3: (152, 56, 2), 2: (208, 88, 4)}
+OVERHEAD = {False: 34, True: 44}  # registers beside accumulators, extremes and weights; True: operators before the norm
+CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}  # cluster size -> clusters of one CTA per SM that fit (measured on H100 and H200)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def ceil_to(a: int, b: int) -> int:
+    """`a` rounded up to a multiple of `b`."""
+    return ceil_div(a, b) * b
+
+
+@dataclass(frozen=True)
+class Windows:
+    """A max_pool2d whose stride is its window, or 1 x 1 for none. `size` is (height, width), `output` the pooled plane."""
+
+    size: tuple[int, int]
+    output: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What may be chosen: CTAs of a cluster and multiplying warpgroups of a CTA."""
+
+    cluster: int
+    warpgroups: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One CTA's work. A strip is the conv rows of one pooled row; a part is the strips of one sample that a CTA of the cluster takes.
+
+    Sizes in pixels unless named otherwise: `pitch` of a row in shared memory (with zero columns for the padding), `tile_columns` x `tile_rows`
+    of one accumulator tile, `tile` of both. `fold` columns of a window meet in registers, `folds` such pieces when it is written.
+    """
+
+    layout: Layout
+    channels: int
+    channel_tiles: int
+    octets: int
+    parts: int
+    pitch: int
+    column_tiles: int
+    tile_columns: int
+    tile_rows: int
+    fold: int
+    folds: int
+    entries: int
+    strips: int
+    units: int
+    ring: int
+    repeats: int
+    chunk: int
+    strip_barriers: int
+    items: int
+    clusters: int
+    channel_floats: int
+    multiply_registers: int
+    convert_registers: int
+
+    @property
+    def tile(self) -> int:
+        return self.tile_columns * self.tile_rows
+
+    @property
+    def plane(self) -> int:
+        """Pixels of one plane: the ring and the rows that it repeats."""
+        return (self.ring + self.repeats) * self.pitch
+
+    @property
+    def planes(self) -> int:
+        return self.octets * self.parts
+
+    @property
+    def slot_pitch(self) -> int:
+        """Values between two channels of a strip's extremes: odd, so that channels fall into different banks."""
+        return self.entries | 1
+
+    @property
+    def slot_values(self) -> int:
+        return self.channels * self.slot_pitch
+
+    @property
+    def operand_bytes(self) -> int:
+        return self.planes * self.plane * PIXEL_BYTES
+
+    @property
+    def constants_bytes(self) -> int:
+        return max(self.tile, 16) * PIXEL_BYTES
+
+    @property
+    def slots_bytes(self) -> int:
+        return ceil_to(self.units * self.slot_values * 4, 16)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The struct Shared of the source, at most."""
+        groups, cluster = self.layout.warpgroups, self.layout.cluster
+        fixed = groups * (self.channels * COEFFICIENTS_BYTES + ROWS_A * ceil_to(self.channel_floats * 4, 16)) + 2 * self.channels * cluster * groups * MOMENTS_BYTES
+        return ceil_to(fixed + 8 * (self.ring + self.strip_barriers + 2) + 4 * self.items + 16, 16)
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.operand_bytes + self.constants_bytes + self.slots_bytes + self.shared_bytes
+
+    @property
+    def threads(self) -> int:
+        return (self.layout.warpgroups + 1) * WARPGROUP
+
+    @property
+    def tile_values(self) -> int:
+        """Accumulators of a thread."""
+        return self.tile // 2
+
+    @property
+    def strips_computed(self) -> int:
+        """Strips that the busiest CTA computes, nearly what the time is proportional to."""
+        return self.items * self.units
+
+    @property
+    def cost(self) -> int:
+        """The time in strips: every sample also costs a start and an exchange of statistics."""
+        return self.items * (self.units + SAMPLE_COST)
+
+
+def fold_of(width: int) -> int:
+    """Columns of a pooling window that meet in registers: two neighbours in a lane, then lanes 1 and 2 apart."""
+    return next(fold for fold in (8, 4, 2, 1) if width % fold == 0)
+
+
+def channel_tile(spec: Spec) -> int | None:
+    """Output channels of a CTA: whole groups, at most ROWS_A, the same number in every tile; None where a group is wider."""
+    counts = (count for count in range(1, spec.channels + 1) if spec.channels % count == 0)
+    return next((spec.channels // n for n in counts if spec.channels // n <= ROWS_A and spec.channels // n % spec.group_channels == 0), None)
+
+
+def registers_needed(tile: int, tile_columns: int, fold: int, taps: int, parts: int, transforms: bool) -> int:
+    """Registers of a multiplying thread, about: accumulators, extremes, weights, the rest."""
+    return tile // 2 + tile_columns // 4 * (1 if fold > 1 else 2) + 2 * taps * parts + 2 + OVERHEAD[transforms]
+
+
+def candidates(spec: Spec, device: DeviceClass, windows: Windows, parts: int, transforms: bool, channels: int, channel_floats: int) -> Iterator[Geometry]:
+    """Every way to cut the chain whose registers suffice, whatever its shared memory."""
+    values = spec.producer.values
+    height, width = spec.norm.input_shape[2:]
+    kernel, padding = values["kernel_size"], values["padding"]
+    pitch = ceil_to(spec.input_shape[3] + 2 * padding[1], 8)
+    octets = ceil_div(spec.input_shape[1], 8)
+    column_tiles = ceil_div(width, MAX_TILE)
+    tile_rows, tile_columns = 1, ceil_to(ceil_div(width, column_tiles), 8)
+    if column_tiles == 1:
+        options = [r for r in range(1, windows.size[0] + 1) if windows.size[0] % r == 0 and height % r == 0 and r * pitch <= MAX_TILE]
+        tile_rows = max(options, default=1)
+        tile_columns = pitch if tile_rows > 1 else tile_columns
+    fold = fold_of(windows.size[1])
+    folds = windows.size[1] // fold
+    strips = ceil_div(height, windows.size[0])
+    taps = octets * kernel[0] * kernel[1]
+    needed = registers_needed(tile_rows * tile_columns, tile_columns, fold, taps, parts, transforms)
+    for warpgroups, (registers, convert, in_flight) in REGISTERS.items():
+        if needed > registers:
+            continue
+        for size, fit in CLUSTERS.items():
+            fit = fit * device.sms // 132
+            tiles = spec.channels // channels
+            if size > strips or fit < tiles:
+                continue
+            units = ceil_div(strips, size)
+            if units * (size - 1) >= strips:
+                continue  # the last part would be empty
+            items = ceil_div(spec.batch, fit // tiles)
+            chunk = max(1, min(in_flight * WARPGROUP // spec.input_shape[3], 16))
+            halo = kernel[0] - 1
+            ring = warpgroups * windows.size[0] + (warpgroups // units + 1) * halo + chunk
+            yield Geometry(
+                layout=Layout(size, warpgroups), channels=channels, channel_tiles=tiles, octets=octets, parts=parts, pitch=pitch,
+                column_tiles=column_tiles, tile_columns=tile_columns, tile_rows=tile_rows, fold=fold, folds=folds,
+                entries=windows.output[1] * folds, strips=strips, units=units, ring=ring, repeats=tile_rows + halo - 1, chunk=chunk,
+                strip_barriers=ceil_div(ring, windows.size[0]) + 3, items=items, clusters=ceil_div(spec.batch, items) * tiles, channel_floats=channel_floats,
+                multiply_registers=registers, convert_registers=convert,
+            )  # fmt: skip
+
+
+def choose(listed: list[Geometry], target: Target) -> Geometry | None:
+    """The fastest that fits: least cost, then more multiplying warpgroups, then smaller clusters."""
+    fitting = [g for g in listed if g.smem_bytes <= target.smem_bytes]
+    return min(fitting, key=lambda g: (g.cost, -g.layout.warpgroups, g.layout.cluster), default=None)
+
+
+def macs(spec: Spec) -> int:
+    """Multiply-adds of the convolution."""
+    return math.prod(spec.producer.output_shape) * math.prod(spec.producer.parameters[0].shape[1:])

@@ -1,0 +1,301 @@
+"""Planning for Hopper: a chain that starts with `conv2d`, in one kernel and one read of x.
+
+    conv2d -> element-wise -> group_norm -> monotone or affine element-wise -> max_pool2d -> element-wise
+
+The sign of what multiplies the normalised value decides, before the statistics are known, whether a pooling window's largest or smallest
+value counts, so one value of a window waits in shared memory for its group's statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from codegen.chain import Apply, Constant, applies, describe
+from codegen.numerics import ARITHMETICS, Arithmetic
+from codegen.ops import Kind
+from codegen.plan.conv_geometry import Geometry, Layout, Windows, candidates, ceil_div, channel_tile, choose
+from codegen.plan.conv_steps import Step, steps, uses_none
+from codegen.plan.model import Kernel, Launch, Plan
+from codegen.plan.norm_chain import Operand, ValueFunction, norm_constants, norm_operands, operand_of, prepare_function, unique_operands
+from codegen.plan.norm_pool import direction
+from codegen.plan.routes import PlanError, floor
+from codegen.spec import Spec
+from codegen.spec import Step as ChainStep
+from codegen.targets import DeviceClass, Target
+
+# Arithmetic by precision: tf32's promise (10 mantissa bits) is kept by one product of fp16 operands, at twice the rate of a TF32 one.
+MATH = {"fp32": "fp16x3", "tf32": "fp16", "fp16": "fp16", "bf16": "bf16"}
+SHORT_ROWS = 64  # a narrower tile leaves the tensor cores half idle
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvKernel(Kernel):
+    """What templates/conv_sm90a reads.
+
+    `operands` are the parameter tensors beside the weights; `direction` is the C expression of a channel's sign. `transforms`: operators stand
+    before the norm, so accumulators are turned into its input one by one; otherwise their shift rides in an unused part of K.
+    `scaled`: x is multiplied by a power of two and split, so its range is checked. `fold_lines` update `factor` and `offset`, `finish` does the rest.
+    """
+
+    geometry: Geometry
+    steps: tuple[Step, ...]
+    needs_none: bool
+    operands: tuple[Operand, ...]
+    applied: tuple[Apply, ...]
+    prepare: ValueFunction | None
+    prepare_operands: tuple[Operand, ...]
+    finish: ValueFunction
+    fold_lines: tuple[str, ...]
+    fold_operands: tuple[Operand, ...]
+    direction: str
+    direction_operands: tuple[Operand, ...]
+    bias: Operand | None
+    transforms: bool
+    scaled: bool
+    split: bool
+    padded: bool
+    operand_type: str
+    debug: bool = False
+
+    @property
+    def channel_operands(self) -> tuple[Operand, ...]:
+        """What a multiplying warpgroup needs of a channel: all that turns its values into the norm's input, or the bias alone."""
+        return self.prepare_operands if self.transforms else (self.bias,) if self.bias else ()
+
+
+def plan_conv_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool = False, layout: Layout | None = None) -> Plan:
+    """The plan of a chain that starts with `conv2d` on Hopper; `debug` bounds every wait. `layout` forces one (for measurements).
+
+    Raises PlanError, with the reason, where this kernel cannot serve the chain.
+    """
+    windows = _windows(spec)
+    arithmetic = _arithmetic(spec)
+    before_pool, rest = _after_norm(spec)
+    rising = direction(spec, before_pool)
+    if rising is None:
+        raise PlanError("an operator between the norm and the pool neither rises nor falls everywhere, so no single value of a window decides")
+    geometry = _geometry(spec, target, device, windows, arithmetic, layout)
+    kernel = _kernel(spec, geometry, windows, arithmetic, rising, (*before_pool, *rest), debug)
+    bound = floor(spec, device, len(arithmetic.products), device.fp16)
+    return Plan(spec, target, device, (Launch(kernel),), (), bound, _why(spec, geometry, arithmetic))
+
+
+def _after_norm(spec: Spec) -> tuple[tuple[ChainStep, ...], tuple[ChainStep, ...]]:
+    """The element-wise steps between the norm and the pool, and those behind the pool (all of them before it where there is no pool)."""
+    at = next((i for i, step in enumerate(spec.after_norm) if step.operator.kind is Kind.POOL), None)
+    return (spec.after_norm, ()) if at is None else (spec.after_norm[:at], spec.after_norm[at + 1 :])
+
+
+def _windows(spec: Spec) -> Windows:
+    values = spec.producer.values
+    for key, plain in (("stride", (1, 1)), ("dilation", (1, 1)), ("groups", 1)):
+        if values[key] != plain:
+            raise PlanError(f"conv2d's {key} is {values[key]}: the one-pass kernel for Hopper takes {key} {plain} only")
+    pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
+    if len(pools) > 1:
+        raise PlanError(f"{len(pools)} max_pool2d operators follow the norm, and the one-pass kernel takes one")
+    if not pools:
+        return Windows((1, 1), spec.norm.input_shape[2:])
+    pool = pools[0]
+    size = pool.values["kernel_size"]
+    if (pool.values["stride"] or size) != size:
+        raise PlanError(f"max_pool2d's stride {pool.values['stride']} differs from its kernel_size {size}: windows overlap or leave gaps")
+    if pool.values["padding"] != (0, 0) or pool.values["dilation"] != (1, 1):
+        raise PlanError("max_pool2d with padding or dilation is not a plain tiling of the plane")
+    output = pool.output_shape[2:]
+    if any(count * length > whole for count, length, whole in zip(output, size, pool.input_shape[2:], strict=True)):
+        raise PlanError("max_pool2d's ceil_mode gives windows that reach beyond the plane")
+    return Windows(size, output)
+
+
+def _arithmetic(spec: Spec) -> Arithmetic:
+    wanted = MATH[spec.precision.name]
+    served = (None, wanted, "fp16x3") if spec.precision.name == "tf32" else (None, wanted)
+    served += ("tf32",) if spec.precision.name == "tf32" else ()
+    if spec.math not in served:
+        raise PlanError(f"math: {spec.math} is not among the one-pass convolution's arithmetics for {spec.precision.name}")
+    return ARITHMETICS["fp16x3" if spec.math == "fp16x3" else wanted]
+
+
+def _geometry(spec: Spec, target: Target, device: DeviceClass, windows: Windows, arithmetic: Arithmetic, layout: Layout | None) -> Geometry:
+    channels = channel_tile(spec)
+    if channels is None:
+        raise PlanError(f"a group of {spec.group_channels} channels is wider than the 64 that one CTA computes")
+    bias = any(parameter.suffix == "bias" for parameter in spec.producer.parameters)
+    channel_floats = 2 + bias + sum(len(step.parameters) for step in spec.before_norm)
+    listed = list(candidates(spec, device, windows, arithmetic.parts, bool(spec.before_norm), channels, channel_floats))
+    if not listed:
+        raise PlanError("the weights of this convolution, with a tile's accumulators, exceed the registers of a warpgroup")
+    listed = [g for g in listed if layout in (None, g.layout)]
+    chosen = choose(listed, target)
+    if chosen is None:
+        least = min((g.smem_bytes for g in listed), default=0)
+        raise PlanError(f"the pooled plane of a sample and the rows of x take {least} bytes of shared memory a CTA; there are {target.smem_bytes}")
+    return chosen
+
+
+def _fold(spec: Spec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tuple[Operand, ...], tuple[Apply, ...]]:
+    """The norm's affine part and the affine operators right behind it as updates of factor and offset, and the operators left over."""
+    lines, operands = [], list(norm_operands(spec))
+    if operands:
+        lines += ["factor *= c_gamma;", "offset = c_beta;"]
+    items = applies(spec, after)
+    done = 0
+    for step, item in zip(after, items, strict=True):
+        if not item.affine:
+            break
+        done += 1
+        value = operand_of(item).value if item.parameter else item.constants[0].name
+        if item.parameter:
+            operands.append(operand_of(item))
+        lines += [f"offset += {value};  // {item.comment}"] if step.operator.name == "add" else [f"factor *= {value};  // {item.comment}", f"offset *= {value};"]
+    return tuple(lines), tuple(operands), items[done:]
+
+
+def _kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising, after: Sequence[ChainStep], debug: bool) -> ConvKernel:
+    producer = spec.producer
+    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
+    transforms = bool(spec.before_norm)
+    prepare = prepare_function(spec, True, keys.get("bias"))
+    fold_lines, fold_operands, left = _fold(spec, after)
+    finish_operands = tuple(operand_of(item) for item in left if item.parameter)
+    finish = ValueFunction(
+        "finish_value", "From a value before the norm to the result; `mean` and `factor` carry the channel's sign, as `v` does.",
+        ("v = fmaf(v - mean, factor, offset);", *(f"v = {item.apply('v', operand_of(item).value if item.parameter else None)};  // {item.comment}" for item in left)),
+        finish_operands, ("mean", "factor", "offset"),
+    )  # fmt: skip
+    signs = ValueFunction("", "", (), rising.factors)
+    operands = unique_operands(prepare, ValueFunction("", "", (), fold_operands), finish, signs)
+    bias = next((o for o in operands if o.key == keys.get("bias")), None)
+    listed = steps(producer.values["kernel_size"], g.octets, g.pitch, g.plane, g.parts, not transforms)
+    scaled = spec.precision.itemsize == 4
+    applied = applies(spec, (*spec.before_norm, *after))
+    return ConvKernel(
+        name="conv", template="conv_sm90a/conv.cu.j2", arguments=("x", keys["weight"], *(o.key for o in operands), "y"),
+        constants=_constants(spec, g, windows, arithmetic, applied), summary=_summary(spec), smem_bytes=g.smem_bytes, max_registers=max_registers(g),
+        threads=g.threads, blocks=g.clusters * g.layout.cluster, notes=_notes(spec, g, arithmetic), geometry=g, steps=listed, needs_none=uses_none(listed),
+        operands=operands, applied=applied, prepare=prepare, prepare_operands=prepare.operands if prepare else (), finish=finish, fold_lines=fold_lines,
+        fold_operands=fold_operands, direction=rising.expression, direction_operands=rising.factors, bias=bias, transforms=transforms, scaled=scaled,
+        split=arithmetic.parts == 2, padded=producer.values["padding"][0] > 0,
+        operand_type="__nv_bfloat16" if spec.precision.name == "bf16" else "__half", debug=debug,
+    )  # fmt: skip
+
+
+def max_registers(g: Geometry) -> int:
+    """Registers that every thread has at launch, before setmaxnreg moves them between the roles."""
+    return 65536 // g.threads // 8 * 8
+
+
+def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, applied: Sequence[Apply]) -> tuple[Constant, ...]:
+    values = spec.producer.values
+    _, in_channels, height, width = spec.input_shape
+    out_height, out_width = spec.norm.input_shape[2:]
+    kernel, padding = values["kernel_size"], values["padding"]
+    scaled = spec.precision.itemsize == 4
+    bf16 = spec.precision.name == "bf16"
+
+    def c(name: str, value: object, why: str, kind: str = "int") -> Constant:
+        return Constant(name, str(value), why, kind)
+
+    listed = [
+        c("kBatch", spec.batch, "samples"),
+        c("kInChannels", in_channels, "in_channels"),
+        c("kHeight", height, "rows of x"),
+        c("kWidth", width, "values of a row of x"),
+        c("kInPlane", "kHeight * kWidth", "values of a channel of x"),
+        c("kKernelHeight", kernel[0], "conv2d's kernel_size"),
+        c("kKernelWidth", kernel[1], "conv2d's kernel_size"),
+        c("kTaps", "kKernelHeight * kKernelWidth", "filter taps"),
+        *([c("kPaddingHeight", padding[0], "conv2d's padding")] if padding[0] else []),
+        *([c("kPaddingWidth", padding[1], "conv2d's padding")] if padding[1] else []),
+        c("kOutChannels", spec.channels, "out_channels"),
+        c("kOutHeight", out_height, "rows of the convolution's result"),
+        c("kOutWidth", out_width, "columns of the convolution's result"),
+        c("kWindowHeight", windows.size[0], "max_pool2d's kernel_size and stride" if windows.size != (1, 1) else "no pooling"),
+        *([c("kWindowWidth", windows.size[1], "max_pool2d's kernel_size and stride" if windows.size != (1, 1) else "no pooling")] if scaled else []),
+        c("kPooledHeight", windows.output[0], "rows of a channel of y"),
+        c("kPooledWidth", windows.output[1], "values of a row of y"),
+        c("kPooledPlane", "kPooledHeight * kPooledWidth", "values of a channel of y"),
+        c("kGroupChannels", spec.group_channels, f"{spec.channels} channels / {spec.num_groups} groups"),
+        c("kGroupSize", spec.group_size, "kGroupChannels x kOutHeight x kOutWidth"),
+        c("kChannels", g.channels, "output channels of a CTA" + (", padded to the 64 rows of a tile" if g.channels < 64 else ": the rows of a tile")),
+        *([c("kChannelTiles", g.channel_tiles, "kOutChannels / kChannels")] if g.channel_tiles > 1 else []),
+        c("kOctets", g.octets, "planes of 8 input channels: kInChannels / 8, rounded up"),
+        c("kHalves", "kOctets * kTaps", "fragments of 8 along K, in order of planes and taps"),
+        c("kPitch", g.pitch, "pixels of a row in shared memory: kWidth and the padding, to a multiple of 8"),
+        *([c("kTileRows", g.tile_rows, "conv rows of a tile, which lie one behind the other in shared memory")] if g.tile_rows > 1 else []),
+        c("kTileColumns", g.tile_columns, "conv columns of a tile" if g.tile_rows == 1 else "columns of a tile: kPitch, of which kOutWidth are used"),
+        *([c("kColumnTiles", g.column_tiles, "tiles beside each other")] if g.column_tiles > 1 else []),
+        c("kLastColumns", out_width - (g.column_tiles - 1) * g.tile_columns, "columns of the last tile that exist" if g.column_tiles > 1 else "kOutWidth: columns that exist"),
+        c("kAccumulators", g.tile_values, f"64 channels x {g.tile} pixels / 128 threads"),
+        c("kStrips", g.strips, "strips of kWindowHeight conv rows, the last may be short"),
+        c("kUnits", g.units, "strips of a part" if g.layout.cluster > 1 else "strips of a sample"),
+        *([c("kCluster", g.layout.cluster, "CTAs of a cluster, which share a sample: a part each")] if g.layout.cluster > 1 else []),
+        c("kClusters", g.clusters, f"{'clusters' if g.layout.cluster > 1 else 'CTAs'}: {spec.batch} samples in {g.items} round{'s' if g.items > 1 else ''}"
+          + (f" x {g.channel_tiles} channel tiles" if g.channel_tiles > 1 else "")),
+        c("kItems", g.items, "samples of a cluster, at most" if g.layout.cluster > 1 else "samples of a CTA, at most"),
+        c("kMultiplyGroups", g.layout.warpgroups, "warpgroups that multiply, each a strip at a time; one more converts x"),
+        c("kThreads", g.threads, "128 x (kMultiplyGroups + 1)"),
+        c("kMultiplyRegisters", g.multiply_registers, "of a multiplying thread"),
+        c("kConvertRegisters", g.convert_registers, "of a converting thread"),
+        c("kRing", g.ring, "rows of x in shared memory: what kMultiplyGroups strips read, and a chunk on its way"),
+        c("kRepeats", g.repeats, "first rows of the ring, kept a second time behind it: a tile's rows are never torn apart"),
+        c("kChunkRows", g.chunk, "rows that are converted at once"),
+        c("kChunkPixels", ceil_div(g.chunk * width, 128), "pixels of a chunk for each converting thread"),
+        c("kPlanePixels", "(kRing + kRepeats) * kPitch", "pixels of a plane"),
+        c("kPlanes", g.planes, "kOctets" + (", high and low parts" if g.parts == 2 else "")),
+        c("kConstantPixels", g.constants_bytes // 16, "pixels of equal values, for what is added to every column"),
+        *([c("kFolds", g.folds, f"pieces of {g.fold} columns in a window of {windows.size[1]}")] if g.folds > 1 else []),
+        c("kEntries", g.entries, "extremes of a channel in a strip"),
+        c("kSlotPitch", g.slot_pitch, "values from one channel to the next: odd, for the banks"),
+        c("kSlotValues", "kChannels * kSlotPitch", "extremes of a strip"),
+        c("kStripBarriers", g.strip_barriers, "strips that the converter may be behind"),
+        c("kConstantsAt", g.operand_bytes, "kPlanes x kPlanePixels x 16 bytes"),
+        c("kSlotsAt", g.operand_bytes + g.constants_bytes, "+ kConstantPixels x 16"),
+        c("kSharedAt", g.operand_bytes + g.constants_bytes + g.slots_bytes, "+ kUnits x kSlotValues x 4"),
+        c("kSharedBytes", g.smem_bytes, "+ struct Shared"),
+        c("kConstant", "1.0f" if bf16 else "32768.0f", "value of the constant pixels" + ("" if bf16 else ": 65504 times it exceeds any sum of products"), "float"),
+        *([] if bf16 else [c("kWeightExponent", 4, "a channel's largest weight is scaled to 16 .. 32")]),
+        *([
+            c("kInputScale", "64.0f", "x is scaled by it before it becomes fp16", "float"),
+            c("kLargestInput", "1023.0f", "kInputScale x it is below fp16's 65504", "float"),
+            c("kSmallestInput", "0.00390625f", "a sample whose largest value is below it would lose digits to fp16's range", "float"),
+        ] if scaled else []),
+        *norm_constants(spec, applied),
+    ]  # fmt: skip
+    return tuple(listed)
+
+
+def _summary(spec: Spec) -> str:
+    return "the whole chain in one kernel that reads x once; the convolution on tensor cores without im2col"
+
+
+def _notes(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
+    parts = f"a cluster of {g.layout.cluster} CTAs takes a sample, a part of its rows each" if g.layout.cluster > 1 else "a CTA takes a sample"
+    if g.channel_tiles > 1:
+        parts += f" and {g.channels} of {spec.channels} channels"
+    return (
+        f"{arithmetic.summary}; tiles of 64 channels x {g.tile} pixels",
+        f"{parts}: {g.items} round{'s' if g.items > 1 else ''} of {g.units} strips over {g.layout.warpgroups} warpgroups, one more converts x",
+        f"pooled values before the norm wait in shared memory ({g.slots_bytes} bytes) and are written while the next sample is multiplied",
+    )
+
+
+def _why(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
+    used = g.clusters * g.layout.cluster
+    reasons = [
+        "one read of x: the sign of a channel's factors decides whether a window's largest or smallest value counts, before the statistics are known",
+        f"{used} CTAs on {used} SMs, the busiest computes {g.strips_computed} strips of {g.strips * g.items} in {g.items} samples",
+    ]
+    if spec.before_norm:
+        reasons.append(f"{', '.join(describe(step) for step in spec.before_norm)} before the norm: statistics see their results")
+    if spec.precision.name == "tf32" and arithmetic.parts == 1:
+        reasons.append("one product of fp16 operands has TF32's 10 mantissa bits at twice its rate; a sample out of fp16's range is computed in fp32")
+    if g.tile < SHORT_ROWS:
+        reasons.append(f"tiles of {g.tile} pixels leave the tensor cores partly idle")
+    return tuple(reasons)
+
+
+__all__ = ["ConvKernel", "plan_conv_sm_90a"]
