@@ -59,7 +59,7 @@ ARITHMETICS: dict[str, Arithmetic] = {
     a.name: a
     for a in (
         Arithmetic("ffma", "fp32", 1, ((0, 0),), 0, 1.7e-6, "fused multiply-add on the CUDA cores"),
-        Arithmetic("tf32x3", "tf32", 2, ((1, 0), (0, 1), (0, 0)), 64, 5.2e-7, "three TF32 products of operands split in two, promoted"),
+        Arithmetic("tf32x3", "tf32", 2, ((1, 0), (0, 1), (0, 0)), 32, 3.7e-7, "three TF32 products of operands split in two, promoted"),
         Arithmetic("fp16x3", "fp16", 2, ((1, 0), (0, 1), (0, 0)), 64, 3.2e-7, "three fp16 products of scaled operands split in two, promoted"),
         Arithmetic("bf16x3", "bf16", 2, ((1, 0), (0, 1), (0, 0)), 64, 4.3e-6, "three bf16 products of operands split in two, promoted"),
         Arithmetic("tf32", "tf32", 1, ((0, 0),), 0, 2.7e-4, "one TF32 product of operands rounded to nearest"),

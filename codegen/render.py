@@ -6,7 +6,9 @@ a template: every number comes from a plan.
 
 from __future__ import annotations
 
+import re
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,13 @@ from codegen.spec_writer import resolved_yaml
 from codegen.torch_text import module_lines, reference_lines, uses_functional
 
 TEMPLATES = Path(__file__).parent / "templates"
+_CONSTANT = re.compile(r"constexpr \w+ (k\w+) = ")
+_COMMENT = re.compile(r"//[^\n]*")
+_WORD = re.compile(r"\w+")
 
 
 def _header(plan: Plan, kernel: Kernel) -> str:
-    return "\n".join(f"// {line}".rstrip() for line in header_lines(plan, kernel))
+    return "\n".join(f"// {line}".rstrip() for line in header_lines(plan, kernel)) + "\n"
 
 
 def environment() -> jinja2.Environment:
@@ -49,7 +54,7 @@ def render_kernel(plan: Plan, kernel: Kernel) -> str:
     text = _ENVIRONMENT.get_template(kernel.template).render(
         plan=plan, kernel=kernel, spec=plan.spec, target=plan.target, functions=lambda items: chain.function_definitions(items, language)
     )
-    return _tidy(text)
+    return _tidy(_drop_unused_constants(text))
 
 
 def render_template(name: str, **context: Any) -> str:
@@ -72,6 +77,16 @@ def render(package: Package) -> dict[str, str]:
     files["spec.yaml"] = resolved_yaml(spec)
     files["manifest.json"] = manifest_text(package, files)
     return files
+
+
+def _drop_unused_constants(text: str) -> str:
+    """`text` without the constexpr lines that no other code names: a plan lists all its numbers, a kernel shows those it uses."""
+    while True:
+        words = Counter(_WORD.findall(_COMMENT.sub("", text)))
+        unused = [line for line in text.splitlines() if (found := _CONSTANT.match(line)) and words[found[1]] == 1]
+        if not unused:
+            return text
+        text = "".join(line for line in text.splitlines(keepends=True) if line.rstrip("\n") not in unused)
 
 
 def _tidy(text: str, blank_lines: int = 1) -> str:
