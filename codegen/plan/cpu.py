@@ -154,7 +154,7 @@ def plan_cpu(spec: Spec, target: Target, device: DeviceClass) -> Plan:
         options = {key: producer.values[key] for key in ("stride", "padding", "dilation", "groups")}
     library = Library(producer.operator.name, ("x", keys["weight"], keys.get("bias")), "t0", options)
     kernel = cpu_kernel(spec)
-    why = (f"torch's own {producer.operator.name}, then one C++ function that reads its result once and writes y", *kernel.notes)
+    why = (f"torch's own {producer.operator.name}, then one C++ function that reads its result from memory once and writes y",)
     buffer = Buffer("t0", producer.output_shape, spec.precision.dtype)
     return Plan(spec, target, device, (library, Launch(kernel)), (buffer,), floor(spec, device), why)
 
