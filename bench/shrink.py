@@ -1,0 +1,56 @@
+"""A small copy of a spec that keeps the structure of its kernels: the same chain and group width, fewer samples, groups and input features."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from codegen.spec import Spec, load_spec
+from codegen.spec_writer import resolved
+
+BATCH, GROUPS, DEPTH = 160, 4, 320  # 160 is no multiple of a tile of 64 or 128: the ragged edge is run too
+CONV_BATCH = 3
+
+
+def shrunken(spec: Spec, library: bool = False) -> dict[str, Any]:
+    """The small spec as plain data. Linear layers keep their group width, convolutions everything but the batch.
+
+    `library` says that the full spec's plan multiplies with torch's own GEMM; the small one then does too, and otherwise does not.
+    """
+    data = copy.deepcopy(resolved(spec))
+    data["name"] = f"{spec.name}_tiny"
+    linear = spec.producer.operator.name == "linear"
+    data["batch"] = min(spec.batch, BATCH if linear else CONV_BATCH)
+    groups = min(spec.num_groups, GROUPS) if linear else spec.num_groups
+    channels = groups * spec.group_channels
+    for step, entry in zip(spec.chain, data["chain"], strict=True):
+        if isinstance(entry, str):
+            continue
+        (arguments,) = entry.values()
+        changes: dict[str, Any] = {}
+        if step.operator.name == "linear":
+            changes = {"in_features": min(spec.input_shape[1], DEPTH), "out_features": channels}
+        elif step.operator.name == "group_norm":
+            changes = {"num_groups": groups}
+        elif step.values.get("shape"):
+            changes = {"shape": [channels if size == spec.channels else size for size in step.values["shape"]]}
+        for key, value in changes.items():
+            source = step.sources.get(key)
+            if source is None:
+                arguments[key] = value
+            else:
+                data["args"][source] = value
+    if linear:
+        data["gemm"] = "library" if library else "generated"
+    return data
+
+
+def shrink(spec: Spec, folder: Path, library: bool = False) -> Spec:
+    """Write the small spec under `folder` and load it. Raises SpecError where the chain does not allow it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{spec.package}_tiny.yaml"
+    path.write_text(yaml.safe_dump(shrunken(spec, library), sort_keys=False), encoding="utf-8")
+    return load_spec(path)
