@@ -19,16 +19,12 @@ plt.rcParams.update({
 })  # fmt: skip
 
 
+_SHORT = {"groupnorm": "norm", "biasadd": "bias", "maxpool": "pool", "conv2d": "conv", "small": "(small)"}
+
+
 def short(spec: str) -> str:
-    """A system's name, short enough for an axis: `gemm_groupnorm_hardtanh` -> `gemm, groupnorm,\nhardtanh`."""
-    words = spec.split("_")
-    lines, line = [], ""
-    for word in words:
-        if line and len(line) + len(word) > 16:
-            lines.append(line)
-            line = ""
-        line += (" " if line else "") + word
-    return "\n".join([*lines, line])
+    """A system's name, short enough for an axis: `gemm_biasadd_hardtanh_mish_groupnorm` -> `gemm bias hardtanh mish norm`."""
+    return " ".join(_SHORT.get(word, word) for word in spec.split("_"))
 
 
 def _save(figure, folder: Path, name: str) -> str:
@@ -43,8 +39,8 @@ def _save(figure, folder: Path, name: str) -> str:
 def speedups(records: list[Record], folder: Path) -> str:
     """Bars by system and precision: over the fastest of PyTorch's own, and a mark for the fastest peer of equal or better accuracy."""
     shown = [r for r in records if r["speedup_torch"]]
-    figure, axis = plt.subplots(figsize=(7.2, 0.9 + 0.34 * max(len(shown), 1)))
-    labels = [f"{' '.join(short(r['spec']).split())}  {r['precision']}" for r in shown]
+    figure, axis = plt.subplots(figsize=(5.4, 1.3 + 0.26 * max(len(shown), 1)))
+    labels = [f"{short(r['spec'])}, {r['precision']}" for r in shown]
     places = list(range(len(shown)))[::-1]
     axis.barh(places, [r["speedup_torch"] for r in shown], 0.62, color=[COLOURS[r["precision"]] for r in shown], alpha=0.85)
     marked = [(r["speedup"], p) for r, p in zip(shown, places, strict=True) if r["speedup"]]
@@ -53,36 +49,38 @@ def speedups(records: list[Record], folder: Path) -> str:
     for record, place in zip(shown, places, strict=True):
         axis.text(max(record["speedup_torch"], record["speedup"] or 0), place, f"  {record['speedup_torch']:.2f}x", va="center", fontsize=8)
     axis.set_yticks(places, labels, fontsize=7)
-    axis.set_xlabel("times as fast as PyTorch's best of eager, CUDA graph and compile (bar)")
+    axis.set_xlabel("bar: times as fast as PyTorch's best (eager, CUDA graph, compile)")
     axis.set_xlim(0, 1.15 * max([1.0, *(max(r["speedup_torch"], r["speedup"] or 0) for r in shown)]))
     axis.grid(False, axis="y")
     if marked:
-        axis.legend(loc="lower right", fontsize=7, frameon=False)
+        axis.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), fontsize=7, frameon=False)
     return _save(figure, folder, "speedups")
 
 
 def error_against_time(records: list[Record], folder: Path, name: str) -> str:
     """One system: every contender's relative error over its time, ours filled; lower left is better."""
-    figure, axis = plt.subplots(figsize=(7.2, 4.0))
+    figure, axis = plt.subplots(figsize=(5.4, 3.8))
     for record in records:
         colour = COLOURS[record["precision"]]
         rows = [(n, p) for n, p in record["peers"].items() if p["rel_error"]]
         axis.scatter([p["ms"] for _, p in rows], [p["rel_error"] for _, p in rows], s=30, facecolors="none", edgecolors=colour)
         axis.scatter(record["ours"]["ms"], record["ours"]["rel_error"], s=70, color=colour, marker="D", label=f"ours, {record['precision']}", zorder=3)
         for n, p in rows:
-            axis.annotate(n.replace("compile", "c.").replace("max-autotune", "max"), (p["ms"], p["rel_error"]), fontsize=5.5, alpha=0.75, xytext=(4, 3), textcoords="offset points")
+            if n in (record["best_peer"], "eager"):
+                axis.annotate(n.removesuffix(" + compiled tail"), (p["ms"], p["rel_error"]), fontsize=6, alpha=0.8, xytext=(0, 5), textcoords="offset points", ha="center")
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("milliseconds (median, L2 flushed)")
     axis.set_ylabel("relative error against float64")
-    axis.set_title(" ".join(short(records[0]["spec"]).split()), fontsize=9)
+    axis.set_title(short(records[0]["spec"]), fontsize=9)
+    axis.margins(x=0.18, y=0.12)
     axis.legend(fontsize=7, frameon=False)
     return _save(figure, folder, f"error-{name}")
 
 
 def roofline(records: list[Record], machine: dict, folder: Path) -> str:
     """TFLOP/s over FLOP per byte with the card's measured ceilings; ours filled, the fastest peer of the whole chain hollow."""
-    figure, axis = plt.subplots(figsize=(7.2, 4.2))
+    figure, axis = plt.subplots(figsize=(5.4, 4.0))
     rates = machine["ceilings"]
     tensor = max(rates["fp16_tflops"], rates["bf16_tflops"])
     ceilings = {"half precision": tensor, "three products (fp32 grade)": tensor / 3, "fp32": rates["fp32_tflops"]}

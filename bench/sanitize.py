@@ -24,7 +24,7 @@ from codegen.emit import DEFAULT_TARGETS, make_package, write_if_different
 from codegen.numerics import PRECISIONS
 from codegen.plan import Library, PlanError
 from codegen.render import render
-from codegen.spec import SpecError, load_spec
+from codegen.spec import Spec, SpecError, load_spec
 from codegen.targets import TARGETS
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -81,16 +81,15 @@ def _only(kernels: list[str]) -> list[str]:
     return [word for name in kernels for word in ("--kernel-name", f"kernel_substring={name}")]
 
 
-def small_package(spec_path: str, precision: str | None, targets: tuple[str, ...]):
-    """Emit the shrunken package into build/sanitize/; returns the spec's name, the folder and each CUDA target's kernel namespaces."""
-    spec = load_spec(spec_path, precision)
-    full = make_package(spec, targets)
-    small = shrink(spec, Path("build/sanitize/specs"), library=any(isinstance(step, Library) for plan in full.plans for step in plan.steps))
-    package = make_package(small, targets)
-    folder = Path("build/sanitize") / small.package
+def small_package(spec: Spec, target: str) -> tuple[Path, list[str]]:
+    """Emit the shrunken package for one target into build/sanitize/<target>/; its folder and the namespaces of its kernels."""
+    full = make_package(spec, (target,))
+    small = shrink(spec, Path("build/sanitize/specs"), library=any(isinstance(step, Library) for step in full.plans[0].steps))
+    package = make_package(small, (target,))
+    folder = Path("build/sanitize") / target / small.package
     write_if_different(folder, render(package))
-    namespaces = {plan.target.name: sorted({k.file(plan.target).removesuffix(".cu") for k in plan.kernels}) for plan in package.plans if plan.target.language == "cuda"}
-    return spec, folder, namespaces
+    (plan,) = package.plans
+    return folder, sorted({kernel.file(plan.target).removesuffix(".cu") for kernel in plan.kernels})
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -121,30 +120,27 @@ def main(specs, precisions, targets, tools, device, results, budget_s, timeout_s
     record = read(at) or {"format": FORMAT, **machine.facts, "runs": []}
     done = {(r["spec"], r["precision"], r["target"], r["tool"]): r for r in record["runs"]}
     start, longest, table = time.perf_counter(), 0.0, Table("package", "target", "tool", "verdict", "summary")
-    for path, precision in jobs:
+    able = [t for t in targets or DEFAULT_TARGETS if t != "cpu" and capability >= TARGETS[t].min_capability and (t != "sm_90a" or capability == (9, 0))]
+    for (path, precision), target, tool in ((job, target, tool) for job in jobs for target in able for tool in tools or TOOLS):
+        spec, key = load_spec(path, precision), present_keys(path, precision).get(target)
+        identity = (spec.name, precision, target, tool)
+        if key is None or (not force and done.get(identity, {}).get("key") == key and done[identity]["clean"]):
+            continue
+        if budget_s and budget_s - (time.perf_counter() - start) < longest * 1.2:
+            console.print("stopped for lack of time; run again to go on")
+            break
+        began = time.perf_counter()
         try:
-            spec, folder, namespaces = small_package(path, precision, targets or tuple(t for t in DEFAULT_TARGETS if t != "cpu"))
+            folder, kernels = small_package(spec, target)
         except (SpecError, PlanError) as error:
             raise click.ClickException(str(error)) from None
-        keys = present_keys(path, precision)
-        for target, kernels in namespaces.items():
-            if (target == "sm_90a" and capability != (9, 0)) or capability < TARGETS[target].min_capability:
-                continue
-            for tool in tools or TOOLS:
-                identity = (spec.name, precision, target, tool)
-                if not force and done.get(identity, {}).get("key") == keys.get(target, "") and done[identity]["clean"]:
-                    continue
-                if budget_s and budget_s - (time.perf_counter() - start) < longest * 1.2:
-                    console.print("stopped for lack of time; run again to go on")
-                    break
-                began = time.perf_counter()
-                found = examine(sanitizer, tool, folder, target, kernels, timeout_s)
-                longest = max(longest, time.perf_counter() - began)
-                done[identity] = {"spec": spec.name, "precision": precision, "target": target, "key": keys.get(target, ""), **found}
-                record["runs"] = [done[k] for k in sorted(done)]
-                write_json(at, record)
-                verdict = "[green]clean[/]" if found["clean"] else "[bold red]errors[/]"
-                table.add_row(spec.package, target, tool, verdict, found["summary"] + ("" if found["clean"] else "\n" + "\n".join(found["errors"][:4])))
+        found = examine(sanitizer, tool, folder, target, kernels, timeout_s)
+        longest = max(longest, time.perf_counter() - began)
+        done[identity] = {"spec": spec.name, "precision": precision, "target": target, "key": key, **found}
+        record["runs"] = [done[k] for k in sorted(done)]
+        write_json(at, record)
+        verdict = "[green]clean[/]" if found["clean"] else "[bold red]errors[/]"
+        table.add_row(spec.package, target, tool, verdict, found["summary"] + ("" if found["clean"] else "\n" + "\n".join(found["errors"][:4])))
     console.print(table)
     sys.exit(not all(r["clean"] for r in record["runs"]))
 

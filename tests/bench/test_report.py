@@ -1,0 +1,83 @@
+"""The page: one file that needs no network and fits a phone, the same at each build."""
+
+import re
+
+import pytest
+
+from bench.kernelbench import PROBLEMS, SMALL, Run, parse, reference_source
+from bench.records import conclude, write_json
+from bench.report import build
+from bench.shrink import shrink
+from codegen.spec import load_spec
+
+CEILINGS = {"copy_gbs": 4240.0, "fp32_tflops": 51.0, "tf32_tflops": 400.0, "fp16_tflops": 760.0, "bf16_tflops": 777.0}
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A card with one record."""
+    row = {"ms": 1.0, "rel_error": 3e-7, "max_error": 1e-6, "spread": 0.01, "tflops": 137.0, "gbs": 335.0, "trials": 60}
+    record = conclude({
+        "format": 1, "spec": "gemm_groupnorm_hardtanh", "path": "specs/default.yaml", "package": "gemm_groupnorm_hardtanh", "precision": "fp32", "target": "sm_80",
+        "key": "k", "gpu": "NVIDIA <H200>", "torch": "2.11.0", "cuda": "13.0", "driver": None, "verified": True, "floor_ms": 0.4, "weights": "not prepared",
+        "flop": 1.374e11, "bytes": 3.35e8, "ceilings": CEILINGS, "ours": {**row, "outside": 0, "roofline_share": 0.4},
+        "peers": {"eager": {**row, "ms": 2.8, "ours_ms": 1.0}, "library GEMM alone": {**row, "ms": 2.7, "rel_error": None, "ours_ms": 1.0}},
+        "overhead_us": {"ours": {"host": 12.0, "call": 20.0, "replay": None}}, "failed": {"triton": "ImportError: <none>"},
+    })  # fmt: skip
+    write_json(tmp_path / "results" / "h200" / "gemm_groupnorm_hardtanh.fp32.json", record)
+    return tmp_path / "results"
+
+
+def test_the_page_stands_alone(results, tmp_path):
+    page = build(results, tmp_path / "page").read_text()
+    assert '<meta name="viewport" content="width=device-width' in page
+    assert not re.search(r'(src|href)="(?!#)', re.sub(r'xlink:href="#|xmlns[^ >]*', "", page))
+    assert page.count("<svg") == 3 and "NVIDIA &lt;H200&gt;" in page and "unverified" in page
+    made = {path.name for path in (tmp_path / "page" / "h200").iterdir()}
+    assert {"roofline.svg", "roofline.png", "speedups.svg", "error-gemm_groupnorm_hardtanh.png"} <= made
+
+
+def test_the_page_is_the_same_each_time(results, tmp_path):
+    assert build(results, tmp_path / "a").read_bytes() == build(results, tmp_path / "b").read_bytes()
+
+
+def test_the_harness_output_is_read():
+    text = (
+        "[WARN] Static check warnings: ['w']\n[Eval] Kernel eval result: compiled=True correctness=True metadata={}\n"
+        "[Timing] PyTorch Reference Eager exec time: 2.85 ms\n[Timing] PyTorch Reference torch.compile time: 2.72 ms\n[Timing] Custom Kernel exec time: 0.61 ms\n"
+        "[Speedup] Speedup over eager: 4.67x\n[Speedup] Speedup over torch.compile: 4.46x\n"
+    )
+    found = parse(text)
+    assert (found["verdict"], found["speedup_eager"], found["speedup_compile"], found["ours_ms"]) == ("correct", 4.67, 4.46, 0.61)
+    assert found["static_warnings"] == "['w']"
+    assert parse("AssertionError: Static check failed. Errors: ['e']. Warnings: []")["verdict"] == "static check failed"
+    assert parse("compiled=True correctness=False")["verdict"] == "wrong"
+    assert parse("Segmentation fault")["verdict"] == "did not run"
+
+
+@pytest.mark.parametrize("number", list(PROBLEMS))
+def test_the_emitted_reference_is_the_layer(number, small):
+    """It runs, has the spec's shapes, and draws the same initial weights as the package's own reference."""
+    import torch
+
+    run = Run(number, "first version", "fp32")
+    scope: dict = {}
+    exec(reference_source(run.spec), scope)
+    torch.manual_seed(42)
+    model = scope["Model"](*scope["get_init_inputs"]())
+    assert [(key, tuple(value.shape)) for key, value in model.state_dict().items()] == list(run.spec.parameters)
+    x = scope["get_inputs"]()[0]
+    assert tuple(x.shape) == run.spec.input_shape and tuple(model(x).shape) == run.spec.output_shape
+    if SMALL[number] == small.spec.path:
+        torch.manual_seed(42)
+        other = small.module.Model(*small.module.get_init_inputs())
+        assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("path", [*PROBLEMS.values(), *SMALL.values()])
+def test_a_shrunken_spec_keeps_the_chain_and_the_groups(path, tmp_path):
+    spec = load_spec(path)
+    tiny = shrink(spec, tmp_path)
+    assert [s.operator.name for s in tiny.chain] == [s.operator.name for s in spec.chain]
+    assert (tiny.group_channels, tiny.precision) == (spec.group_channels, spec.precision)
+    assert tiny.batch <= spec.batch and tiny.producer.parameters[0].shape <= spec.producer.parameters[0].shape
