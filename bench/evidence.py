@@ -149,7 +149,8 @@ def worker(jobs: list[Job], options: dict, state: Path) -> int:
             console.print(f"[bold red]{emitted.spec.package} could not be measured:[/] {str(error).strip().splitlines()[0]}", highlight=False)
             wrong += 1
             if "CUDA error" in str(error) or "CUDA error" in repr(error.__cause__):
-                os._exit(BROKEN)
+                sys.stdout.flush()
+                os._exit(BROKEN)  # the CUDA context is lost: an ordinary exit would wait for it
             continue
         record["autotuned"] = autotuned
         record["ceilings"] = ceilings_record(ceilings)

@@ -49,7 +49,7 @@ def speedups(records: list[Record], folder: Path) -> str:
     for record, place in zip(shown, places, strict=True):
         axis.text(max(record["speedup_torch"], record["speedup"] or 0), place, f"  {record['speedup_torch']:.2f}x", va="center", fontsize=8)
     axis.set_yticks(places, labels, fontsize=7)
-    axis.set_xlabel("bar: times as fast as PyTorch's best (eager, CUDA graph, compile)")
+    axis.set_xlabel("bar: times as fast as PyTorch's best")
     axis.set_xlim(0, 1.15 * max([1.0, *(max(r["speedup_torch"], r["speedup"] or 0) for r in shown)]))
     axis.grid(False, axis="y")
     if marked:

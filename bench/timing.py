@@ -37,7 +37,7 @@ def _summary(samples: list[float]) -> Time:
 def interleaved(calls: dict[str, Call], device: torch.device, budget_s: float = 3.0, trials: int = 60, least: int = 5) -> dict[str, Time]:
     """Time all calls in turn, in an order drawn anew each round, so that heat and clocks meet them alike.
 
-    On a GPU: CUDA events around each call, the L2 overwritten before it. The overwriting takes longer than a call takes to issue, so the
+    On a GPU: CUDA events around each call, the L2 overwritten before it, twice: that takes longer than a call takes to issue, so the
     host's time is not in the figure unless a call waits for the device. Stops after `trials` rounds, or when the budget is used up and
     `least` rounds are done.
     """
@@ -64,6 +64,7 @@ def _cuda_trial(device: torch.device):
 
     def trial(call: Call) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        flush.zero_()
         flush.zero_()
         start.record()
         call()
