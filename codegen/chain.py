@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from codegen.functions import definitions
-from codegen.numerics import Precision, float_literal, round_to
+from codegen.numerics import Precision, float_literal, round_to, to_float32
 from codegen.ops import Kind
 from codegen.spec import Spec, Step
 
@@ -59,7 +59,7 @@ def _camel(text: str) -> str:
 
 
 def applies(spec: Spec, steps: Iterable[Step]) -> tuple[Apply, ...]:
-    """The element-wise steps among `steps` (all from spec.chain), in order. Bounds are rounded to the spec's storage type."""
+    """The element-wise steps among `steps` (all from spec.chain), in order."""
     return tuple(_apply(spec, step) for step in steps if step.operator.kind is Kind.ELEMENTWISE)
 
 
@@ -68,7 +68,7 @@ def _apply(spec: Spec, step: Step) -> Apply:
     same = [s for s in spec.chain if s.operator is op]
     stem = "k" + _camel(op.name) + (str(same.index(step) + 1) if len(same) > 1 else "")
     constants = tuple(
-        Constant(stem + _camel(arg), float_literal(round_to(spec.precision, values[arg])), _why(step, arg, spec.precision), "float")
+        Constant(stem + _camel(arg), float_literal(folded(step, arg, spec.precision)), _why(step, arg, spec.precision), "float")
         for arg in op.constants(values)
     )
     parameter = step.parameters[0] if step.parameters else None
@@ -93,9 +93,15 @@ def _elements(shape: tuple[int, ...]) -> int:
     return count
 
 
+def folded(step: Step, arg: str, precision: Precision) -> float:
+    """An argument's value as the kernels use it. PyTorch compares with a bound of the storage type; every other scalar stays a float."""
+    value = step.values[arg]
+    return round_to(precision, value) if step.operator.bounds else to_float32(value)
+
+
 def _why(step: Step, arg: str, precision: Precision) -> str:
-    rounded = round_to(precision, step.values[arg])
-    note = "" if rounded == step.values[arg] or precision.itemsize == 4 else f", {step.values[arg]} in {precision.dtype}"
+    value = step.values[arg]
+    note = "" if precision.itemsize == 4 or folded(step, arg, precision) == to_float32(value) else f", {value} in {precision.dtype}"
     return f"{step.operator.name}'s {arg}{note}"
 
 

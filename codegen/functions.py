@@ -11,6 +11,7 @@ rest refitted after each.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from textwrap import indent
@@ -21,7 +22,7 @@ _QUALIFIER = {"cuda": "__device__ __forceinline__", "cpp": "inline"}
 
 @dataclass(frozen=True)
 class Function:
-    """A pure float function. `cpp` replaces `body` in C++ where it is given; `uses` names the functions called.
+    """A pure float function. `cpp` replaces `body` in C++ where it is given.
 
     Errors the comment states hold in both languages unless it says otherwise.
     """
@@ -30,12 +31,18 @@ class Function:
     parameters: tuple[str, ...]
     body: str
     comment: str
-    uses: tuple[str, ...] = ()
     cpp: str | None = None
+
+    def body_in(self, language: str) -> str:
+        return self.cpp if language == "cpp" and self.cpp is not None else self.body
+
+    def calls(self, language: str) -> tuple[str, ...]:
+        """Names of the table's functions that the body calls in `language`, in the order of their first call."""
+        return tuple(dict.fromkeys(word for word in re.findall(r"[a-z_][a-z0-9_]*(?=\()", self.body_in(language)) if word in FUNCTIONS))
 
     def text(self, language: str) -> str:
         """The function's definition in `language` ("cuda" or "cpp"), comment first, without a trailing newline."""
-        body = self.cpp if language == "cpp" and self.cpp is not None else self.body
+        body = self.body_in(language)
         signature = ", ".join(f"float {p}" for p in self.parameters)
         head = f"// {self.comment}\n{_QUALIFIER[language]} float {self.name}({signature}) {{\n"
         return head + indent(body.strip("\n"), "  ") + "\n}"
@@ -147,7 +154,6 @@ return 2.0f * (s + s * s2 * p);
         Function("leaky_relu_grad", ("v", "slope"), "return v > 0.0f ? 1.0f : slope;", "slope at 0, as PyTorch's leaky_relu."),
         Function(
             "sigmoid", ("v",), "return divide(1.0f, 1.0f + exponential(-v));", "1 / (1 + e^-v), error at most 5 units; results below 2^-126 may be 0.",
-            uses=("exponential", "divide"),
         ),
         Function(
             "sigmoid_grad", ("v",),
@@ -156,7 +162,7 @@ const float e = exponential(v < 0.0f ? v : -v);
 const float s = divide(1.0f, 1.0f + e);
 return e * s * s;
 """,
-            "sigmoid(v) sigmoid(-v) = e / (1 + e)^2 with e = e^-|v|: no cancellation.", uses=("exponential", "divide"),
+            "sigmoid(v) sigmoid(-v) = e / (1 + e)^2 with e = e^-|v|: no cancellation.",
         ),
         Function(
             "hyperbolic_tangent", ("v",), "return tanhf(v);", "tanh(v), error at most 6 units.",
@@ -165,7 +171,6 @@ const float m = exponential_minus_1(v < 0.0f ? 2.0f * v : -2.0f * v);
 const float t = m / (m + 2.0f);  // -tanh(|v|)
 return v > 0.0f ? -t : t;
 """,
-            uses=("exponential_minus_1",),
         ),
         Function(
             "hyperbolic_tangent_grad", ("v",),
@@ -174,11 +179,10 @@ const float e = exponential(v < 0.0f ? 2.0f * v : -2.0f * v);
 const float s = divide(1.0f, 1.0f + e);
 return 4.0f * e * s * s;
 """,
-            "1 - tanh(v)^2 = 4 e / (1 + e)^2 with e = e^-2|v|: no cancellation.", uses=("exponential", "divide"),
+            "1 - tanh(v)^2 = 4 e / (1 + e)^2 with e = e^-2|v|: no cancellation.",
         ),
         Function(
             "silu", ("v",), "return divide(v, 1.0f + exponential(-v));", "v * sigmoid(v), error at most 5 units; results below 2^-119 may be 0.",
-            uses=("exponential", "divide"),
         ),
         Function(
             "silu_grad", ("v",),
@@ -188,7 +192,7 @@ const float large = divide(1.0f, 1.0f + e);
 const float small = e * large;
 return v < 0.0f ? small * (1.0f + v * large) : large * (1.0f + v * small);
 """,
-            "s (1 + v (1 - s)), s = sigmoid(v); s and 1 - s are 1 / (1 + e) and e / (1 + e), e = e^-|v|.", uses=("exponential", "divide"),
+            "s (1 + v (1 - s)), s = sigmoid(v); s and 1 - s are 1 / (1 + e) and e / (1 + e), e = e^-|v|.",
         ),
         Function(
             "mish", ("v",),
@@ -199,7 +203,6 @@ return v * divide(n, n + 2.0f);
 """,
             "v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; "
             "from v = 20 on, n / (n + 2) rounds to 1.",
-            uses=("exponential", "divide"),
         ),
         Function(
             "mish_grad", ("v",),
@@ -211,21 +214,19 @@ const float w = divide(1.0f, n + 2.0f);
 return n * w + c * (4.0f * e * w) * ((1.0f + e) * w);
 """,
             "t + v (1 - t^2) sigmoid(v) with t = tanh(log(1 + e^v)) = n / (n + 2): 1 - t^2 = 4 (1 + e^v)^2 / (n + 2)^2; 1 from v = 20 on.",
-            uses=("exponential", "divide"),
         ),
         Function(
             "normal_distribution", ("v",), "return 0.5f * (1.0f + erff(v * 0.707106781f));",
-            "The normal distribution function, absolute error at most 3 units.", uses=("exponential",), cpp=_NORMAL_DISTRIBUTION_CPP,
+            "The normal distribution function, absolute error at most 3 units.", cpp=_NORMAL_DISTRIBUTION_CPP,
         ),
-        Function("gelu", ("v",), "return v * normal_distribution(v);", "v times the normal distribution function at v.", uses=("normal_distribution",)),
+        Function("gelu", ("v",), "return v * normal_distribution(v);", "v times the normal distribution function at v."),
         Function(
             "gelu_grad", ("v",), "return normal_distribution(v) + v * (0.398942280f * exponential(-0.5f * v * v));",
-            "Phi(v) + v phi(v), the normal distribution's function and density.", uses=("normal_distribution", "exponential"),
+            "Phi(v) + v phi(v), the normal distribution's function and density.",
         ),
         Function(
             "gelu_tanh", ("v",), "return divide(v, 1.0f + exponential(v * (-1.59576912f - 0.0713548163f * v * v)));",
             "gelu by its tanh approximation, v (1 + tanh u) / 2 = v sigmoid(2 u) with u = sqrt(2 / pi) (v + 0.044715 v^3): one exponential.",
-            uses=("exponential", "divide"),
         ),
         Function(
             "gelu_tanh_grad", ("v",),
@@ -236,14 +237,14 @@ const float large = divide(1.0f, 1.0f + e);
 const float small = e * large;
 return (u2 < 0.0f ? small : large) + small * large * v * (1.59576912f + 0.214064449f * v * v);
 """,
-            "s + v s (1 - s) (2 u)', s = sigmoid(2 u) as in gelu_tanh; s and 1 - s are 1 / (1 + e) and e / (1 + e).", uses=("exponential", "divide"),
+            "s + v s (1 - s) (2 u)', s = sigmoid(2 u) as in gelu_tanh; s and 1 - s are 1 / (1 + e) and e / (1 + e).",
         ),
-        Function("hardswish", ("v",), "return v * (clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f);", "v relu6(v + 3) / 6.", uses=("clamp",)),
+        Function("hardswish", ("v",), "return v * (clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f);", "v relu6(v + 3) / 6."),
         Function(
             "hardswish_grad", ("v",), "return v <= -3.0f ? 0.0f : (v >= 3.0f ? 1.0f : v * 0.333333333f + 0.5f);",
             "0 up to -3, 1 from 3 on, as PyTorch's hardswish.",
         ),
-        Function("hardsigmoid", ("v",), "return clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f;", "relu6(v + 3) / 6.", uses=("clamp",)),
+        Function("hardsigmoid", ("v",), "return clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f;", "relu6(v + 3) / 6."),
         Function("hardsigmoid_grad", ("v",), "return v > -3.0f && v < 3.0f ? 0.166666667f : 0.0f;", "1/6 strictly inside (-3, 3)."),
         Function(
             "softplus", ("v", "beta", "threshold"),
@@ -253,31 +254,29 @@ const float log_term = logarithm_1_plus(exponential(z < 0.0f ? z : -z));
 return z > threshold ? v : ((z > 0.0f ? z : 0.0f) + log_term) / beta;
 """,
             "log(1 + e^(beta v)) / beta, error at most 6 + |beta v| units; v itself above the threshold. log(1 + e^z) = max(z, 0) + log(1 + e^-|z|).",
-            uses=("exponential", "logarithm_1_plus"),
         ),
         Function(
             "softplus_grad", ("v", "beta", "threshold"), "return v * beta > threshold ? 1.0f : sigmoid(v * beta);",
-            "sigmoid(beta v); 1 above the threshold.", uses=("sigmoid",),
+            "sigmoid(beta v); 1 above the threshold.",
         ),
         Function(
             "elu", ("v", "alpha"), "return v > 0.0f ? v : alpha * exponential_minus_1(v);", "v above 0, alpha (e^v - 1) below.",
-            uses=("exponential_minus_1",),
         ),
         Function(
-            "elu_grad", ("v", "alpha"), "return v > 0.0f ? 1.0f : alpha * exponential(v);", "1 above 0, alpha e^v below and at 0.", uses=("exponential",),
+            "elu_grad", ("v", "alpha"), "return v > 0.0f ? 1.0f : alpha * exponential(v);", "1 above 0, alpha e^v below and at 0.",
         ),
     )
 }  # fmt: skip
 
 
-def closure(names: Iterable[str]) -> tuple[Function, ...]:
-    """The named functions and all that they use, each after what it calls, without repetition."""
+def closure(names: Iterable[str], language: str) -> tuple[Function, ...]:
+    """The named functions and all that their text in `language` calls, each after what it calls, without repetition."""
     ordered: dict[str, Function] = {}
 
     def visit(name: str) -> None:
         if name not in ordered:
-            for used in FUNCTIONS[name].uses:
-                visit(used)
+            for called in FUNCTIONS[name].calls(language):
+                visit(called)
             ordered[name] = FUNCTIONS[name]
 
     for name in names:
@@ -287,4 +286,4 @@ def closure(names: Iterable[str]) -> tuple[Function, ...]:
 
 def definitions(names: Iterable[str], language: str) -> str:
     """Definitions of the named functions and their callees in `language`, ready to paste at namespace scope."""
-    return "\n\n".join(f.text(language) for f in closure(names))
+    return "\n\n".join(f.text(language) for f in closure(names, language))

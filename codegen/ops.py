@@ -71,6 +71,7 @@ class Operator:
     call: Callable[[Values], str] | None = None
     monotone: Callable[[Values], bool] = lambda values: False
     affine: bool = False
+    bounds: bool = False  # its constants are bounds, which PyTorch rounds to the storage type
 
 
 class ShapeError(ValueError):
@@ -217,6 +218,7 @@ def _elementwise(
     constants: Callable[[Values], tuple[str, ...]] | None = None,
     monotone: bool | Callable[[Values], bool] = False,
     check: Callable[[Values], str | None] = lambda values: None,
+    bounds: bool = False,
 ) -> Operator:
     fixed = function or name
     return Operator(
@@ -224,7 +226,7 @@ def _elementwise(
         function=fixed if callable(fixed) else lambda values: fixed,
         constants=constants or (lambda values: tuple(a.name for a in arguments if values[a.name] is not None)),
         call=call if callable(call) else lambda values: call.format_map({"v": "{v}", **{k: _number(x) for k, x in values.items() if isinstance(x, float)}}),
-        monotone=monotone if callable(monotone) else lambda values: monotone,
+        monotone=monotone if callable(monotone) else lambda values: monotone, bounds=bounds,
     )  # fmt: skip
 
 
@@ -288,11 +290,11 @@ OPERATORS: dict[str, Operator] = {
         _operand("mul", "*", "v * p, a vector per channel or a number"),
         _elementwise(
             "hardtanh", "min(max(v, min_val), max_val)", "F.hardtanh({v}, {min_val}, {max_val})",
-            (Argument("min_val", "number", -1.0), Argument("max_val", "number", 1.0)), monotone=True, check=_bounds_check("min_val", "max_val"),
+            (Argument("min_val", "number", -1.0), Argument("max_val", "number", 1.0)), monotone=True, check=_bounds_check("min_val", "max_val"), bounds=True,
         ),
         _elementwise(
             "clamp", "min(max(v, min), max), one bound may be null", _clamp_call, (Argument("min", "bound", None), Argument("max", "bound", None)),
-            function=_clamp_function, monotone=True, check=_bounds_check("min", "max"),
+            function=_clamp_function, monotone=True, check=_bounds_check("min", "max"), bounds=True,
         ),
         _elementwise("relu", "max(v, 0)", "F.relu({v})", monotone=True),
         _elementwise(

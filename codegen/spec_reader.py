@@ -27,7 +27,7 @@ _RESERVED = frozenset(
     alignas alignof asm auto bool break case catch char class const constexpr continue default delete do double else enum explicit export extern
     false float for friend goto if inline int long mutable namespace new noexcept nullptr operator private protected public register return short
     signed sizeof static struct switch template this throw true try typedef typename union unsigned using virtual void volatile while
-    x y self device stream super model runtime codegen torch nn generated main std
+    x y t0 workspace row_scales tile_statistics self device stream super model runtime codegen torch nn generated main std
     forward train eval training to half cuda cpu apply buffers parameters modules children named_parameters named_buffers named_modules state_dict
     load_state_dict register_parameter register_buffer requires_grad_ zero_grad share_memory extra_repr compile prepare type dump_patches
     add_module get_parameter get_buffer get_submodule set_submodule get_extra_state set_extra_state ipu xpu mtia bfloat16 to_empty
@@ -103,12 +103,34 @@ class _Reader:
         for unused in [a for a in self.args if a not in self.used_args]:
             key_node = entries["args"][1].value[unused][0]
             self.fault(key_node, f"{unused}: is never used in the chain")
+        if not self.problems and "chain" in nodes:
+            self.check_names(chain, nodes["chain"])
+            self.check_bounds(chain, nodes["chain"], numerics.PRECISIONS[chosen])
         if self.problems:
             raise SpecError(self.shown, self.problems)
         return Spec(
             name=name, path=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], values=values, args=tuple(self.args.items()), chain=chain,
             targets=targets, math=math_choice, gemm=gemm, prepack=prepack,
         )  # fmt: skip
+
+    def check_names(self, chain: tuple[Step, ...], node: Node) -> None:
+        """Refuse parameters that would share a C identifier, such as `norm.weight` and a bare `norm_weight`."""
+        owners: dict[str, str] = {}
+        for step, item in zip(chain, node.value, strict=True):
+            for parameter in step.parameters:
+                key = step.key(parameter)
+                other = owners.setdefault(key.replace(".", "_"), key)
+                if other != key:
+                    self.fault(item, f"name: {key} and {other} would be one identifier in the kernels; rename one")
+
+    def check_bounds(self, chain: tuple[Step, ...], node: Node, precision: numerics.Precision) -> None:
+        """Refuse bounds beyond the storage type's range, as PyTorch does when it runs."""
+        for step, item in zip(chain, node.value, strict=True):
+            for argument in step.operator.constants(step.values) if step.operator.bounds else ():
+                try:
+                    numerics.round_to(precision, step.values[argument])
+                except OverflowError:
+                    self.fault(item, f"{argument}: {step.values[argument]} is beyond the range of {precision.dtype}")
 
     # Scalars. Each returns the value or _INVALID after recording the fault.
 

@@ -217,11 +217,19 @@ def test_every_operator_has_function_and_derivative() -> None:
 
 
 def test_definitions_come_after_what_they_call() -> None:
-    for name in FUNCTIONS:
-        seen: set[str] = set()
-        for function in closure([name]):
-            assert set(function.uses) <= seen
-            seen.add(function.name)
+    for language in LANGUAGES:
+        for name in FUNCTIONS:
+            seen: set[str] = set()
+            for function in closure([name], language):
+                assert set(function.calls(language)) <= seen
+                seen.add(function.name)
+
+
+def test_nothing_is_defined_that_is_not_called() -> None:
+    for language in LANGUAGES:
+        for name in FUNCTIONS:
+            called = {callee for function in closure([name], language) for callee in function.calls(language)}
+            assert {function.name for function in closure([name], language)} == called | {name}
 
 
 @pytest.mark.parametrize("name", ["exponential", "mish", "sigmoid", "silu", "hyperbolic_tangent", "gelu", "gelu_tanh", "softplus", "elu", "hardswish", "clamp"])

@@ -91,6 +91,8 @@ def test_own_parameters_come_before_those_of_children():
         ("- hardtanh", "- hardtanh: {min_val: 1.0, max_val: 1.0}", 7, "must be less than"),
         ("- hardtanh", "- hardtanh: {min_val: -.inf}", 7, "expected a finite number"),
         ("- hardtanh", "- hardtanh: {min_val: 1e39}", 7, "beyond float32's range"),
+        ("- hardtanh", "- add: {name: norm_weight, shape: [6]}", 7, "would be one identifier"),
+        ("- hardtanh", "- add: {name: t0, shape: [6]}", 7, "a meaning of its own"),
         ("- hardtanh", "- clamp", 7, "at least one of min and max"),
         ("- hardtanh", "- hardtanh: 3", 7, "arguments as a mapping"),
         ("- hardtanh", "- linear: {name: l2, in_features: 6, out_features: 6}", 7, "comes first"),
@@ -132,6 +134,13 @@ def test_faults_are_placed_and_explained(tmp_path, old, new, line, message):
 def test_convolution_faults(tmp_path, old, new, message):
     found = problems(tmp_path, CONV.replace(old, new))
     assert any(message in text for text in found), found
+
+
+def test_bounds_must_fit_the_storage_type(tmp_path):
+    text = GOOD.replace("- hardtanh", "- hardtanh: {max_val: 70000.0}")
+    assert read(tmp_path, text, "bf16").after_norm[0].values["max_val"] == 70000.0
+    with pytest.raises(SpecError, match="7:5: max_val: 70000.0 is beyond the range of float16"):
+        read(tmp_path, text, "fp16")
 
 
 def test_all_faults_are_reported_at_once(tmp_path):

@@ -1,0 +1,53 @@
+"""gemm_biasadd_hardtanh_mish_groupnorm_tf32: linear -> add -> hardtanh -> mish -> group_norm, tf32.
+
+x (1024, 8192) -> y (1024, 8192). `ModelNew` runs the kernels beside this file, `Model` is the same layer in plain PyTorch.
+Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml PRECISION=tf32
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from runtime import GeneratedModule, Package
+
+PACKAGE = Package(Path(__file__).parent)
+
+
+class Model(nn.Module):
+    """The reference: every operator by PyTorch. Sizes are those of the spec, so the constructor's arguments are not used again."""
+
+    def __init__(self, in_features, out_features, bias_shape, num_groups):
+        super().__init__()
+        self.gemm = nn.Linear(8192, 8192)
+        self.bias = nn.Parameter(torch.randn((8192,)))
+        self.groupnorm = nn.GroupNorm(256, 8192)
+
+    def forward(self, x):
+        v = self.gemm(x)
+        v = v + self.bias
+        v = F.hardtanh(v, -1.0, 1.0)
+        v = F.mish(v)
+        v = self.groupnorm(v)
+        return v
+
+
+class ModelNew(GeneratedModule):
+    """The generated layer: same constructor, same parameters, same initial weights under the same seed."""
+
+    def __init__(self, in_features, out_features, bias_shape, num_groups):
+        super().__init__(PACKAGE, in_features=in_features, out_features=out_features, bias_shape=bias_shape, num_groups=num_groups)
+        self.gemm = nn.Linear(8192, 8192)
+        self.bias = nn.Parameter(torch.randn((8192,)))
+        self.groupnorm = nn.GroupNorm(256, 8192)
+
+
+def get_inputs():
+    """One random input, on the CPU."""
+    return [torch.rand(1024, 8192)]
+
+
+def get_init_inputs():
+    """The constructor's arguments."""
+    return [8192, 8192, (8192,), 256]

@@ -1,0 +1,176 @@
+// gemm_groupnorm_hardtanh_fp16: GroupNorm and what follows; 32 lanes hold a group of 512 values
+//
+//   linear(in_features=8192, out_features=8192, bias=True)  # gemm
+//   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
+//   hardtanh(min_val=-2.0, max_val=2.0)  # hardtanh
+//   x (1024, 8192) -> y (1024, 8192), fp16
+//
+// Plan for sm_80 on a100:
+//   4096 blocks of 128 threads, 0 bytes of shared memory
+//
+// Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml PRECISION=fp16
+
+#include <cuda_runtime.h>
+#include <cuda_fp16.h>
+#include <cstdint>
+
+namespace group_norm_sm80 {
+namespace {
+
+constexpr int kNumGroups = 16;  // groups of a sample
+constexpr int kGroupChannels = 512;  // 8192 channels / kNumGroups
+constexpr int kGroupSize = 512;  // values of a group: one contiguous span
+constexpr int kWidth = 8;  // values of one access: 16 bytes
+constexpr int kVectors = 2;  // accesses of a thread
+constexpr int kLanes = 32;  // threads of a group
+constexpr int kThreads = 128;  // threads of a block
+constexpr int kGroupsPerBlock = 4;  // kThreads / kLanes
+constexpr int kBlocks = 4096;  // 1024 samples x kNumGroups / kGroupsPerBlock
+constexpr int kMinBlocks = 10;  // blocks that fit on an SM
+constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
+constexpr float kHardtanhMinVal = -2.0f;  // hardtanh's min_val
+constexpr float kHardtanhMaxVal = 2.0f;  // hardtanh's max_val
+
+// The two values in a 32-bit word.
+__device__ __forceinline__ void unpack(uint32_t word, float& low, float& high) {
+  const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
+  low = pair.x;
+  high = pair.y;
+}
+
+// Two values, rounded to nearest, in a 32-bit word.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ void load(const __half* from, float (&v)[8]) {
+  const uint4 t = *reinterpret_cast<const uint4*>(from);
+  unpack(t.x, v[0], v[1]);
+  unpack(t.y, v[2], v[3]);
+  unpack(t.z, v[4], v[5]);
+  unpack(t.w, v[6], v[7]);
+}
+
+__device__ __forceinline__ void store(__half* to, const float (&v)[8]) {
+  *reinterpret_cast<uint4*>(to) = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+}
+
+// min(max(v, lo), hi); NaN goes through.
+__device__ __forceinline__ float hardtanh(float v, float lo, float hi) {
+  return v < lo ? lo : (v > hi ? hi : v);
+}
+
+// The norm and what follows it; v and mean are relative to the group's shift.
+__device__ __forceinline__ float finish_value(float v, float mean, float rstd, float c_gamma, float c_beta) {
+  v = (v - mean) * rstd;
+  v = fmaf(v, c_gamma, c_beta);
+  v = hardtanh(v, kHardtanhMinVal, kHardtanhMaxVal);  // hardtanh(min_val=-2.0, max_val=2.0)
+  return v;
+}
+
+// finish_value on kWidth consecutive values, the first of which is the group's `index`-th.
+__device__ __forceinline__ void finish(
+    float (&v)[kWidth],
+    int first_channel,
+    int index,
+    float mean,
+    float rstd,
+    const __half* p_gamma,
+    const __half* p_beta) {
+  float c_gamma[kWidth];
+  load(p_gamma + first_channel + index, c_gamma);
+  float c_beta[kWidth];
+  load(p_beta + first_channel + index, c_beta);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+    v[e] = finish_value(v[e], mean, rstd, c_gamma[e], c_beta[e]);
+  }
+}
+
+// Sum over kLanes lanes; all of them receive the same bits.
+__device__ __forceinline__ float lane_sum(float v) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+  return v;
+}
+
+// kLanes lanes normalise a group; its values live in their registers between the one read and the one write.
+__global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
+    const __half* __restrict__ input,
+    const __half* __restrict__ p_gamma,
+    const __half* __restrict__ p_beta,
+    __half* __restrict__ output) {
+  const int lane = threadIdx.x % kLanes;
+  const int group = blockIdx.x * kGroupsPerBlock + threadIdx.x / kLanes;
+  const int first_channel = group % kNumGroups * kGroupChannels;
+  const int64_t base = static_cast<int64_t>(group) * kGroupSize;
+
+  // Load.
+  float v[kVectors][kWidth];
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+    load(input + base + (r * kLanes + lane) * kWidth, v[r]);
+  }
+
+  // Statistics: two passes over the registers, on differences from the group's first value.
+  const float shift = __shfl_sync(0xffffffffu, v[0][0], 0, kLanes);
+  float sum = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) sum += v[r][e] = __fsub_rn(v[r][e], shift);
+  }
+  const float mean = lane_sum(sum) * (1.0f / kGroupSize);
+  float m2 = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) m2 = fmaf(v[r][e] - mean, v[r][e] - mean, m2);
+  }
+  const float rstd = rsqrtf(lane_sum(m2) * (1.0f / kGroupSize) + kEps);
+
+  // Normalise and store.
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+    finish(v[r], first_channel, (r * kLanes + lane) * kWidth, mean, rstd, p_gamma, p_beta);
+    store(output + base + (r * kLanes + lane) * kWidth, v[r]);
+  }
+}
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+}  // namespace
+}  // namespace group_norm_sm80
+
+extern "C" int group_norm_sm80_launch(
+    const __half* input,
+    const __half* p_gamma,
+    const __half* p_beta,
+    __half* output,
+    int device,
+    cudaStream_t stream) {
+  using namespace group_norm_sm80;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kBlocks;
+  config.blockDim = kThreads;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, group_norm, input, p_gamma, p_beta, output);
+}
