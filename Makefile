@@ -49,7 +49,7 @@ standalone: ## also write <package>/standalone.py: one file that imports nothing
 compile-all: ## compile the full matrix of shapes, precisions and targets with nvcc (minutes)
 	@$(PY) -m tests.compile_matrix
 
-bench-options = $(if $(PRECISION),--precision $(PRECISION)) $(if $(TARGETS),--target $(TARGETS)) $(if $(ON),--device $(ON))
+bench-options = $(if $(PRECISION),--precision $(PRECISION)) $(if $(TARGETS),--target $(firstword $(TARGETS))) $(if $(ON),--device $(ON))
 
 verify: ## is SPEC's model right? against float64 and PyTorch, on ordinary and adversarial data (PRECISION=, TARGETS=, ON=cpu|cuda)
 	$(need-spec)
