@@ -18,6 +18,7 @@ from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 WIDEST_HELD = 4  # tiles of one group that a CTA computes before it normalises them
+LEAST_STEPS = 4  # of K: shorter products are a matter of memory and launch times
 LEAST_SHARE = 0.5  # of the SMs: below, smaller tiles (sm_80) finish earlier
 
 # Measured on an H200 (K = 8192): what promotion every 256 costs is lost in the noise, 128 costs 2 %, 64 more. The error of PyTorch's fp32
@@ -61,7 +62,7 @@ def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool 
     if chosen.statistics == "none":
         from codegen.plan.norm import plan_norm
 
-        tail = plan_norm(spec, target, device, source="y", apply_before=False, producer_bias=None, statistics=None)
+        tail = plan_norm(spec, target, device, source="y", apply_before=True, producer_bias=None, statistics=None)
         steps, buffers, why = steps + list(tail.steps), buffers + list(tail.buffers), why + tail.why
     return Plan(spec, target, device, tuple(steps), tuple(buffers), floor(spec, device, PRODUCTS[spec.precision.name], device.fp16), why)
 
@@ -108,8 +109,8 @@ def _check(spec: Spec) -> None:
         raise PlanError(f"in_features: {k} is no multiple of {align}, and rows of x and W that do not start at multiples of 16 bytes are out of the copy engine's reach")
     if spec.precision.itemsize == 2 and spec.channels % 8:
         raise PlanError(f"out_features: {spec.channels} is no multiple of 8, and rows of y must start at multiples of 16 bytes for the copy engine")
-    if k < TILE_K:
-        raise PlanError(f"in_features: {k} does not fill one stage of {TILE_K}")
+    if k < LEAST_STEPS * TILE_K:
+        raise PlanError(f"in_features: {k} gives fewer than {LEAST_STEPS} stages of {TILE_K}, too few to fill the ring; sm_80 serves it as well")
 
 
 def _form(spec: Spec, prepack: bool) -> Form:
@@ -162,7 +163,8 @@ def _notes(spec: Spec, form: Form, layout: Layout, rounds: float) -> tuple[str, 
         notes.append(f"groups of {spec.group_channels} channels lie in the lanes of a warp")
     elif layout.statistics == "strips":
         wide = layout.unit_tiles > 1 or layout.exchange
-        where = f"{layout.unit_tiles} tiles of a CTA, which wait in y" if wide else "one tile"
+        place = "registers" if spec.precision.itemsize == 2 and layout.unit_tiles == 2 else "y"
+        where = f"{layout.unit_tiles} tiles of a CTA" + (f", which wait in {place}" if layout.unit_tiles > 1 else "") if wide else "one tile"
         notes.append(f"groups of {spec.group_channels} channels lie in {where}" + (", and their other half in the cluster's other CTA" if layout.exchange else ""))
     if form.registers:
         notes.append("W stays fp32 in memory and is converted on its way into the multiplier's operand registers")

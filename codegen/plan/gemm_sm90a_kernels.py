@@ -127,6 +127,11 @@ class GemmSm90aKernel(Kernel):
         return self.layout.unit_tiles > 1
 
     @property
+    def held_in_y(self) -> bool:
+        """Whether waiting tiles lie in y; one tile of 16-bit values fits into registers."""
+        return self.held and not (self.layout.unit_tiles == 2 and self.value_type != "float")
+
+    @property
     def registers_a(self) -> bool:
         return self.form.registers
 
@@ -159,6 +164,11 @@ class GemmSm90aKernel(Kernel):
         return self.value_type != "float"
 
     @property
+    def names_samples(self) -> bool:
+        """Whether a thread needs to know which samples it holds."""
+        return self.guarded or not self.staged_store or self.statistics == "strips"
+
+    @property
     def strip_blocks(self) -> int:
         return strip_blocks(self.form, self.group_width)
 
@@ -188,7 +198,7 @@ class Memory:
     input_part: int
     stage: int
     scratch_at: int
-    scratch: int  # of one warpgroup: its strips' statistics, then y's tiles on their way out
+    scratch: int  # of one warpgroup: its strips' statistics, then a piece of y on its way out
     store_samples: int
     groups_at: int
     exchange_at: int
@@ -206,16 +216,18 @@ def memory(form: Form, layout: Layout, group_width: int, itemsize: int, limit: i
         strips = 4 * form.blocks // strip_blocks(form, group_width) * form.tile_samples * 8
         groups = max(form.tile_channels // group_width, 1) * form.tile_samples * 8
     exchange = 2 * layout.cluster * form.tile_samples * 8 if layout.exchange else 0
-    for store_samples in (64, 32) if itemsize == 2 else (0,):
-        scratch = -(-max(strips, 2 * store_samples * 128) // 1024) * 1024  # the swizzle counts from multiples of 1024
-        scratch_at = form.stages * stage
-        groups_at = scratch_at + CONSUMERS * scratch
-        exchange_at = groups_at + groups
-        barriers_at = exchange_at + exchange
-        total = barriers_at + 8 * (2 * form.stages + (2 if layout.exchange else 0))
-        if total <= limit:
-            return Memory(weight_part, input_part, stage, scratch_at, scratch, store_samples, groups_at, exchange_at, barriers_at, total)
-    return None
+    # A warpgroup's part of y leaves in pieces of 64 samples: one through the scratch memory, the others through half of a stage.
+    store_samples = 64 if itemsize == 2 else 0
+    pieces = form.blocks * form.tile_samples // 64
+    scratch = -(-max(strips, store_samples * 128) // 1024) * 1024  # the swizzle counts from multiples of 1024
+    scratch_at = form.stages * stage
+    groups_at = scratch_at + CONSUMERS * scratch
+    exchange_at = groups_at + groups
+    barriers_at = exchange_at + exchange
+    total = barriers_at + 8 * (2 * form.stages + (2 if layout.exchange else 0))
+    if total > limit or (store_samples and stage // CONSUMERS < (pieces - 1) * store_samples * 128):
+        return None
+    return Memory(weight_part, input_part, stage, scratch_at, scratch, store_samples, groups_at, exchange_at, barriers_at, total)
 
 
 def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: int, weight_shift: int) -> SplitKernel | None:
@@ -261,7 +273,7 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
     batch, k = spec.input_shape
     channels, width = spec.channels, spec.group_channels
     finished = layout.statistics != "none"
-    before = applies(spec, spec.before_norm)
+    before = applies(spec, spec.before_norm) if finished else ()
     after = applies(spec, spec.after_norm) if finished else ()
     keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters}
     norm = {p.suffix: spec.norm.key(p) for p in spec.norm.parameters} if finished else {}
@@ -309,7 +321,7 @@ def balanced(units: int, places: int) -> int:
 
 
 def summary(spec: Spec, layout: Layout) -> str:
-    steps = [step.operator.name for step in (spec.chain if layout.statistics != "none" else spec.chain[: spec.norm_index])]
+    steps = [step.operator.name for step in (spec.chain if layout.statistics != "none" else spec.chain[:1])]
     return " -> ".join(steps) + " in one kernel: TMA, warp-specialised wgmma" + (", clusters" if layout.cluster > 1 else "")
 
 
@@ -373,7 +385,7 @@ def _constants(
     if where.scratch:
         rows.append(("kScratchBytes", where.scratch, "a warpgroup"))
     if where.store_samples:
-        rows += [("kStoreSamples", where.store_samples, "rows of y that leave at once"), ("kStoreBytes", where.store_samples * 128, "of 64 channels each")]
+        rows += [("kStoreSamples", where.store_samples, "rows of y in a piece that leaves"), ("kStoreBytes", where.store_samples * 128, "of 64 channels each")]
     if layout.statistics == "strips":
         blocks = strip_blocks(form, width)
         rows += [
