@@ -16,10 +16,10 @@ PIXEL_BYTES = 16  # 8 channels of 16 bits
 MOMENTS_BYTES = 12
 SAMPLE_COST = 1  # strips
 COEFFICIENTS_BYTES = 16
-# multiplying warpgroups -> registers of a multiplying and of a converting thread (multiples of 8, 504 or 512 in all), and pixels of 8 channels
-# that a converting thread has in flight
-REGISTERS = {3: (152, 56, 2), 2: (208, 88, 4)}
-OVERHEAD = {False: 34, True: 44}  # registers beside accumulators, extremes and weights; True: operators before the norm
+# Warpgroups that multiply, registers of a multiplying and of a converting thread (multiples of 8, at most 512 in all), and the pixels of 8
+# channels that a converting thread has in flight. The first of a number of warpgroups that suffices is taken.
+REGISTERS = ((3, 144, 80, 3), (3, 152, 56, 2), (2, 208, 88, 4), (2, 224, 56, 2))
+OVERHEAD = {False: 32, True: 42}  # registers beside accumulators, extremes and weights (as ptxas allots them); True: operators before the norm
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}  # cluster size -> clusters of one CTA per SM that fit (measured on H100 and H200)
 
 
@@ -157,8 +157,8 @@ def channel_tile(spec: Spec) -> int | None:
 
 
 def registers_needed(tile: int, tile_columns: int, fold: int, taps: int, parts: int, transforms: bool) -> int:
-    """Registers of a multiplying thread, about: accumulators, extremes, weights, the rest."""
-    return tile // 2 + tile_columns // 4 * (1 if fold > 1 else 2) + 2 * taps * parts + 2 + OVERHEAD[transforms]
+    """Registers of a multiplying thread, about: accumulators, extremes, weights (and some while they are loaded), the rest."""
+    return tile // 2 + tile_columns // 4 * (1 if fold > 1 else 2) + 5 * taps * parts // 2 + 2 + OVERHEAD[transforms]
 
 
 def candidates(spec: Spec, device: DeviceClass, windows: Windows, parts: int, transforms: bool, channels: int, channel_floats: int) -> Iterator[Geometry]:
@@ -179,9 +179,11 @@ def candidates(spec: Spec, device: DeviceClass, windows: Windows, parts: int, tr
     strips = ceil_div(height, windows.size[0])
     taps = octets * kernel[0] * kernel[1]
     needed = registers_needed(tile_rows * tile_columns, tile_columns, fold, taps, parts, transforms)
-    for warpgroups, (registers, convert, in_flight) in REGISTERS.items():
-        if needed > registers:
+    taken: set[int] = set()
+    for warpgroups, registers, convert, in_flight in REGISTERS:
+        if needed > registers or warpgroups in taken:
             continue
+        taken.add(warpgroups)
         for size, fit in CLUSTERS.items():
             fit = fit * device.sms // 132
             tiles = spec.channels // channels
@@ -191,7 +193,8 @@ def candidates(spec: Spec, device: DeviceClass, windows: Windows, parts: int, tr
             if units * (size - 1) >= strips:
                 continue  # the last part would be empty
             items = ceil_div(spec.batch, fit // tiles)
-            chunk = max(1, min(in_flight * WARPGROUP // spec.input_shape[3], 16))
+            guarded = padding != (0, 0) or spec.input_shape[1] % 8 != 0 or octets > 1  # checks beside the loads take registers too
+            chunk = max(1, min(in_flight // (2 if guarded else 1) * WARPGROUP // spec.input_shape[3], 16))
             halo = kernel[0] - 1
             ring = warpgroups * windows.size[0] + (warpgroups // units + 1) * halo + chunk
             yield Geometry(
