@@ -1,0 +1,188 @@
+"""The Hopper GEMM's plans and sources, without a GPU: coverage of the result, memory, refusals, text."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from codegen.plan.gemm_sm90a import LEAST_STEPS, choose_layout, layouts, plan_sm_90a
+from codegen.plan.gemm_sm90a_kernels import TILE_K, WEIGHT_SPLIT, X_SPLIT, GemmSm90aKernel, balanced, memory
+from codegen.plan.model import Launch
+from codegen.plan.routes import PlanError
+from codegen.render import render_kernel
+from codegen.spec import load_spec
+from codegen.targets import DEVICES, TARGETS
+from tests.compile_matrix import faults
+
+TARGET, DEVICE = TARGETS["sm_90a"], DEVICES["h100"]
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+LARGE = ("specs/default.yaml", "specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml")
+
+
+def spec_of(folder, batch, k, n, groups, precision="fp32", before=(), after=("hardtanh",), **extra):
+    chain = [{"linear": {"name": "gemm", "in_features": k, "out_features": n}}, *before, {"group_norm": {"name": "norm", "num_groups": groups}}, *after]
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump({"name": "layer", "batch": batch, "precision": precision, "chain": chain, **extra}, sort_keys=False))
+    return load_spec(path)
+
+
+def gemm_of(plan) -> GemmSm90aKernel:
+    return next(k for k in plan.kernels if isinstance(k, GemmSm90aKernel))
+
+
+def constants(kernel):
+    return {c.name: int(c.text) for c in kernel.constants if c.c_type == "int"}
+
+
+def tiles_of(kernel):
+    """(first sample, first channel) of every tile that any CTA computes, as the emitted tile_of gives them."""
+    c = constants(kernel)
+    share, cluster, blocks = kernel.share, c["kCluster"], c["kSampleBlocks"]
+    for unit, tile, rank in itertools.product(range(c["kUnits"]), range(c["kUnitTiles"]), range(cluster)):
+        samples, span = unit % blocks, unit // blocks
+        row = samples * cluster + rank if share == "weight" else samples
+        column = (span * cluster + rank if share == "input" else span) * c["kUnitTiles"] + tile
+        yield row * c["kTileSamples"], column * c["kTileChannels"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("path", LARGE)
+def test_the_problems_end_in_one_kernel_and_fill_the_device(path, precision):
+    plan = plan_sm_90a(load_spec(path, precision), TARGET, DEVICE)
+    kernel = gemm_of(plan)
+    assert plan.kernels[-1] is kernel and kernel.statistics == "strips"
+    assert kernel.smem_bytes <= TARGET.smem_bytes
+    assert 0.95 * DEVICE.sms <= kernel.blocks <= DEVICE.sms
+    assert len(plan.kernels) == (2 if precision in ("fp32", "tf32") else 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 3000), st.integers(16, 200), st.sampled_from((2, 4, 8, 16, 24, 32, 64, 100, 128, 256, 384, 512, 1024, 2048)), st.integers(1, 40), st.sampled_from(PRECISIONS))
+def test_every_value_is_computed_once_by_a_layout_that_fits(tmp_path_factory, batch, sixteens, width, groups, precision):
+    spec = spec_of(tmp_path_factory.mktemp("spec"), batch, 16 * max(sixteens, 16), 8 * width * groups, 8 * groups, precision)
+    plan = plan_sm_90a(spec, TARGET, DEVICE, layout=_chosen(spec))
+    kernel = gemm_of(plan)
+    c = constants(kernel)
+    inside = [(row, column) for row, column in tiles_of(kernel) if row < batch and column < spec.channels]
+    assert len(set(inside)) == len(inside) == math.ceil(batch / c["kTileSamples"]) * math.ceil(spec.channels / c["kTileChannels"])
+    assert kernel.smem_bytes <= TARGET.smem_bytes
+    if kernel.statistics != "none":
+        held = c["kTileChannels"] * c["kUnitTiles"] * (c["kCluster"] if kernel.exchange else 1)
+        assert held % width == 0, "a group is cut between CTAs that do not exchange its statistics"
+    if kernel.held:
+        assert all(row + c["kTileSamples"] <= batch and column + c["kTileChannels"] <= spec.channels for row, column in tiles_of(kernel)), "tiles wait outside y"
+    if not kernel.sample_tail:
+        assert all(row + c["kTileSamples"] <= batch for row, _ in tiles_of(kernel))
+    if not kernel.channel_tail:
+        assert all(column + c["kTileChannels"] <= spec.channels for _, column in tiles_of(kernel))
+
+
+def _chosen(spec):
+    from codegen.plan.gemm_sm90a import _form
+
+    return choose_layout(spec, TARGET, DEVICE, _form(spec, False))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_regions_of_shared_memory_follow_each_other(precision, tmp_path):
+    from codegen.plan.gemm_sm90a import _form
+
+    for width in (16, 32, 128, 256, 512, 1024):
+        spec = spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision)
+        form = _form(spec, False)
+        for layout in layouts(spec, form):
+            where = memory(form, layout, width, spec.precision.itemsize, TARGET.smem_bytes)
+            if where is None:
+                continue
+            edges = [form.stages * where.stage, where.scratch_at, where.groups_at, where.exchange_at, where.barriers_at, where.total]
+            assert edges == sorted(edges) and where.total <= TARGET.smem_bytes
+            assert where.scratch_at % 1024 == where.scratch % 1024 == where.stage % 1024 == 0, "the swizzle counts from multiples of 1024 bytes"
+            assert where.barriers_at % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "extra", "reason"),
+    [
+        ((1024, 1030, 8192, 16), {}, "multiple of 16"),
+        ((1024, 64 * (LEAST_STEPS - 1), 8192, 16), {}, "too few"),
+        ((1, 8192, 8192, 16), {}, "busy"),
+        ((1024, 8192, 8192, 16), {"gemm": "library"}, "library"),
+        ((1024, 8192, 8192, 16), {"math": "ffma"}, "math"),
+        ((1024, 200_000, 8192, 16), {}, "splitting kernel"),
+    ],
+)
+def test_what_it_does_not_serve_is_refused_with_the_reason(shape, extra, reason, tmp_path):
+    extra = {"precision": "bf16"} | extra if "gemm" in extra else extra
+    with pytest.raises(PlanError, match=reason):
+        plan_sm_90a(spec_of(tmp_path, *shape, **extra), TARGET, DEVICE)
+
+
+def test_odd_pitches_of_y_are_refused_for_halves_only(tmp_path):
+    assert plan_sm_90a(spec_of(tmp_path, 1024, 1024, 4100, 41), TARGET, DEVICE)
+    with pytest.raises(PlanError, match="multiple of 8"):
+        plan_sm_90a(spec_of(tmp_path, 1024, 1024, 4100, 41, "fp16"), TARGET, DEVICE)
+
+
+def test_groups_that_match_no_tile_go_to_the_norm_kernel(tmp_path):
+    plan = plan_sm_90a(spec_of(tmp_path, 1024, 1024, 9600, 100, before=("mish",)), TARGET, DEVICE)
+    assert not isinstance(plan.kernels[-1], GemmSm90aKernel) and gemm_of(plan).before_lines == ("value + gemm_bias_c[h]",)
+
+
+def test_a_prepared_weight_is_split_by_a_step_of_its_own():
+    spec = replace(load_spec(LARGE[0]), prepack=True)
+    plan = plan_sm_90a(spec, TARGET, DEVICE)
+    first = next(step for step in plan.steps if isinstance(step, Launch)).kernel
+    assert first.arguments[0] == "gemm.weight" and first.arguments[1] == WEIGHT_SPLIT
+    assert {b.name for b in plan.buffers} >= {WEIGHT_SPLIT, X_SPLIT}
+    assert not gemm_of(plan).registers_a
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_argument_is_a_parameter_a_buffer_or_an_end_of_the_chain(precision):
+    for path in LARGE:
+        spec = load_spec(path, precision)
+        plan = plan_sm_90a(spec, TARGET, DEVICE)
+        known = {"x", "y"} | {key for key, _ in spec.parameters} | {b.name for b in plan.buffers}
+        assert all(set(kernel.arguments) <= known for kernel in plan.kernels)
+
+
+def test_debug_sources_bound_every_wait_and_name_it():
+    spec = load_spec(LARGE[0])
+    text, debug = (render_kernel(plan, gemm_of(plan)) for plan in (plan_sm_90a(spec, TARGET, DEVICE, debug=flag) for flag in (False, True)))
+    assert "__trap" in debug and "waits for ever at barrier" in debug and "printf" not in text
+    for source in (text, debug):
+        waits = [line for line in source.splitlines() if line.lstrip().startswith(("wait(", "wait_cluster("))]
+        assert waits and all('"' in line for line in waits)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 1000), st.integers(1, 66))
+def test_balanced_takes_no_more_rounds_than_all_places_would(units, places):
+    clusters = balanced(units, places)
+    assert clusters <= places and math.ceil(units / clusters) == math.ceil(units / places)
+
+
+def test_promotion_is_a_whole_number_of_stages(tmp_path):
+    for k in (256, 512, 1024, 4096, 8192):
+        kernel = gemm_of(plan_sm_90a(spec_of(tmp_path, 2048, k, 8192, 16), TARGET, DEVICE))
+        assert kernel.promote in (1, 2, 4) and kernel.promote * TILE_K <= k
+
+
+COMPILED = [
+    ("problem_fp32", (1024, 8192, 8192, 16), "fp32", {}), ("problem_fp16", (1024, 8192, 8192, 16), "fp16", {}),
+    ("mish_bf16", (1024, 8192, 8192, 256), "bf16", {"before": ("mish",)}), ("exchange_tf32", (1024, 8192, 8192, 16), "tf32", {}),
+    ("tails_fp32", (4000, 336, 4000, 125), "fp32", {"before": ("mish",)}), ("lanes_fp16", (4000, 328, 4008, 501), "fp16", {}),
+    ("norm_fp32", (1024, 1024, 9600, 100), "fp32", {"before": ("mish",)}), ("few_steps_bf16", (4096, 256, 4096, 8), "bf16", {}),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "precision", "extra"), [c[1:] for c in COMPILED], ids=[c[0] for c in COMPILED])
+def test_sources_compile_without_spills(shape, precision, extra, tmp_path):
+    plan = plan_sm_90a(spec_of(tmp_path, *shape, precision, **extra), TARGET, DEVICE)
+    found = [fault for kernel in plan.kernels for fault in faults(plan, kernel, tmp_path)]
+    assert not found, "\n".join(found)

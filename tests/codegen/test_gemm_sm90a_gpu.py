@@ -1,0 +1,191 @@
+"""The Hopper GEMM on a GPU, through emitted packages and the runtime, against float64: layouts, tails, precisions, adversarial data."""
+
+import copy
+import importlib
+import sys
+from dataclasses import replace
+
+import pytest
+import yaml
+
+torch = pytest.importorskip("torch")
+
+from codegen.emit import write_if_different  # noqa: E402
+from codegen.manifest import Package  # noqa: E402
+from codegen.plan.gemm_sm90a import plan_sm_90a  # noqa: E402
+from codegen.plan.gemm_sm90a_kernels import Layout  # noqa: E402
+from codegen.render import render  # noqa: E402
+from codegen.spec import load_spec  # noqa: E402
+from codegen.targets import DEVICES, TARGETS  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"),
+]
+
+MISH = ({"add": {"name": "bias", "shape": None}}, "hardtanh", "mish")
+WEIGHT, INPUT, ALONE = (2, "weight"), (2, "input"), (1, "none")
+# name, (batch, in_features, out_features, groups), before the norm, layout, prepack
+CASES = [
+    ("waits_in_place", (1024, 512, 4096, 8), (), None, False),
+    ("several_units", (4096, 256, 4096, 8), (), None, False),
+    ("strips", (1024, 1024, 4096, 128), MISH, None, False),
+    ("tails_weight", (200, 336, 320, 10), MISH, Layout(*WEIGHT, 1, "strips"), False),
+    ("tails_input", (200, 336, 320, 5), MISH, Layout(*INPUT, 1, "strips"), False),
+    ("alone", (130, 256, 640, 5), (), Layout(*ALONE, 1, "strips"), False),
+    ("lanes", (200, 336, 328, 41), (), Layout(*INPUT, 1, "lanes"), False),
+    ("norm_kernel", (200, 336, 320, 16), MISH, Layout(*WEIGHT, 1, "none"), False),
+    ("exchange", (512, 512, 4096, 4), (), Layout(*INPUT, 4, "strips", exchange=True), False),
+    ("prepared", (200, 336, 320, 10), MISH, Layout(*WEIGHT, 1, "strips"), True),
+]
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+ALLOWED = {"fp16": 1.05, "bf16": 1.05, "fp32": 1.1}
+
+
+def usable(name, precision):
+    wide = precision in ("fp16", "bf16")
+    if name == "prepared":
+        return not wide  # halves need no preparation
+    return name != "exchange" or precision == "fp32"  # four tiles of 128 channels on each side
+
+
+@pytest.fixture(scope="module", params=[(c, p) for c in CASES for p in PRECISIONS if usable(c[0], p)], ids=lambda item: f"{item[0][0]}-{item[1]}")
+def built(request, tmp_path_factory):
+    """(case's shape, precision, ModelNew and Model of the emitted package with the same random parameters on the GPU)."""
+    (name, shape, before, layout, prepack), precision = request.param
+    batch, k, n, groups = shape
+    folder = tmp_path_factory.mktemp(f"{name}_{precision}")
+    operators = [{"add": {"name": "bias", "shape": [n]}} if isinstance(op, dict) else op for op in before]
+    chain = [{"linear": {"name": "gemm", "in_features": k, "out_features": n}}, *operators, {"group_norm": {"name": "norm", "num_groups": groups}}, "silu"]
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump({"name": f"layer_{name}", "batch": batch, "precision": precision, "chain": chain}, sort_keys=False))
+    spec = replace(load_spec(path), prepack=prepack)
+    plan = plan_sm_90a(spec, TARGETS["sm_90a"], DEVICES["h100"], layout=layout)
+    write_if_different(folder / spec.package, render(Package(spec, (plan,))))
+    sys.path.insert(0, str(folder))
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("TARGETS", "sm_90a")
+    try:
+        sys.modules.pop(spec.package, None)
+        module = importlib.import_module(spec.package)
+        torch.manual_seed(0)
+        ours = module.ModelNew(*module.get_init_inputs()).cuda()
+        eager = module.Model(*module.get_init_inputs()).cuda()
+    finally:
+        monkeypatch.undo()
+        sys.path.remove(str(folder))
+        for loaded in [m for m in sys.modules if m.split(".")[0] == spec.package]:
+            del sys.modules[loaded]
+    generator = torch.Generator("cuda").manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in ours.named_parameters():
+            if not key.startswith("gemm."):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cuda"))
+        eager.load_state_dict(ours.state_dict())
+    return shape, precision, ours, eager
+
+
+def draw(ours, shape, kind=torch.rand, seed=2):
+    dtype = next(ours.parameters()).dtype
+    return kind(shape[0], shape[1], generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+def exact(eager, x):
+    return copy.deepcopy(eager).double()(x.double())
+
+
+def relative(y, reference):
+    return float((y.double() - reference).norm() / reference.norm())
+
+
+@torch.no_grad()
+def test_error_is_within_the_promise(built):
+    shape, precision, ours, eager = built
+    x = draw(ours, shape)
+    y, reference = ours(x), exact(eager, x)
+    if precision == "tf32":
+        def rounded(t):
+            return ((t.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+        coarse = copy.deepcopy(eager)
+        coarse.gemm.weight.copy_(rounded(coarse.gemm.weight))
+        allowed = 1.1 * relative(exact(coarse, rounded(x)), reference)
+    else:
+        allowed = max(ALLOWED[precision] * relative(eager(x), reference), 3e-7)
+    assert relative(y, reference) <= allowed
+
+
+@torch.no_grad()
+def test_runs_are_bitwise_equal(built):
+    shape, _, ours, _ = built
+    x = draw(ours, shape)
+    assert torch.equal(ours(x).view(torch.uint8), ours(x).view(torch.uint8))
+
+
+@torch.no_grad()
+def test_infinity_and_nan_come_out_where_they_do_in_pytorch(built):
+    shape, precision, ours, eager = built
+    x = draw(ours, shape, torch.randn, 3)
+    x[0, 3] = float("nan")
+    x[1, 5] = float("inf")
+    x[2, 5], x[2, 6] = float("inf"), float("-inf")
+    x[3] = 0.0
+    y, expected = ours(x), eager(x)
+    assert torch.equal(torch.isnan(y), torch.isnan(expected))
+    finite = torch.isfinite(expected)
+    tolerance = {"fp32": 1e-3, "tf32": 5e-2, "fp16": 2e-2, "bf16": 1e-1}[precision]
+    torch.testing.assert_close(y[finite].float(), expected[finite].float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("change", ["infinite", "large", "small", "vanishing", "wide"])
+@torch.no_grad()
+def test_fp32_data_that_halves_cannot_carry_keep_their_accuracy(built, change):
+    shape, precision, ours, eager = built
+    if precision != "fp32":
+        pytest.skip("a promise of fp32")
+    x, weight = draw(ours, shape), ours.gemm.weight
+    kept = weight.clone()
+    try:
+        if change == "infinite":
+            weight[7, 3], weight[-1, 0] = float("inf"), float("nan")
+        elif change == "large":
+            weight[5] *= 1e6
+            weight[9, 1] = 1e30
+        elif change == "small":
+            weight[:70] *= 1e-6
+            weight[80] = 0.0
+        elif change == "vanishing":
+            weight[3] *= 1e-16
+        else:
+            x[3] *= 1e-20
+            x[4] *= 1e15
+            x[6] = 0.0
+            x[8] *= 1e-38
+        eager.gemm.weight.copy_(weight)
+        y, single, reference = ours(x), eager(x), exact(eager, x)
+    finally:
+        weight.copy_(kept)
+        eager.gemm.weight.copy_(kept)
+    assert torch.equal(torch.isnan(y), torch.isnan(single))
+    good = torch.isfinite(single) & torch.isfinite(reference)
+    allowed = max(1.1 * relative(single[good], reference[good]), 3e-7)
+    assert relative(y[good], reference[good]) <= allowed
+
+
+@torch.no_grad()
+def test_a_constant_group_gives_beta_exactly(built):
+    shape, _, ours, _ = built
+    width = shape[2] // shape[3]
+    kept = {key: value.clone() for key, value in ours.state_dict().items()}
+    try:
+        ours.gemm.weight[:width] = 0.0
+        for parameter in (ours.gemm.bias, getattr(ours, "bias", None)):
+            if parameter is not None:
+                parameter[:width] = 0.3
+        y = ours(draw(ours, shape))
+        expected = torch.nn.functional.silu(ours.norm.bias[:width].float()).to(y.dtype)
+    finally:
+        ours.load_state_dict(kept)
+    spread = y[:, :width].float() - expected.float()
+    assert float(spread.abs().max()) <= float(expected.float().abs().max()) * (2e-6 if y.dtype == torch.float32 else 4e-3)
+    assert torch.equal(y[:, :width], y[:1, :width].expand(shape[0], width))
