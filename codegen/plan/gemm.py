@@ -18,7 +18,7 @@ HELD_BY_NORM = 8192  # values of a group that the norm kernel keeps in registers
 # What the planner weighs against each other where the spec forces nothing. A split of bf16 parts is not fp32-grade, so it has to be asked for.
 # The product of the lower parts is left out of a split: up to 2^-22 of each product, which only long sums average below fp32's own error.
 CANDIDATES = {"fp32": ("fp16x3", "tf32x3", "ffma"), "tf32": ("tf32",), "fp16": ("fp16",), "bf16": ("bf16",)}
-SPLIT_MIN_K = {"fp16x3": 256, "tf32x3": 512}
+SPLIT_MIN_K = {"fp16x3": 1024, "tf32x3": 1024}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-// gemm_biasadd_hardtanh_mish_groupnorm_small: x W^T by three TF32 products of operands split in two, promoted, the whole chain in its epilogue
+// gemm_biasadd_hardtanh_mish_groupnorm_small: x W^T by fused multiply-add on the CUDA cores, the whole chain in its epilogue
 //
 //   linear(in_features=512, out_features=1024, bias=True)  # gemm
 //   add(shape=(1024,), init=randn)  # bias
@@ -8,10 +8,10 @@
 //   x (128, 512) -> y (128, 1024), fp32
 //
 // Plan for sm_80 on a100:
-//   tf32x3, three TF32 products of operands split in two, promoted: the fastest here for a100 at fp32
-//   tiles of 16x32: 256 blocks on 108 SMs, 0.011 ms estimated
+//   ffma, fused multiply-add on the CUDA cores: the fastest here for a100 at fp32
+//   tiles of 32x64: 64 blocks on 108 SMs, 0.021 ms estimated
 //   groups of 32 channels lie within a tile, so the whole chain ends in this kernel
-//   256 blocks of 128 threads, 98304 bytes of shared memory
+//   64 blocks of 128 threads, 98304 bytes of shared memory
 //
 // Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm_small.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm_small.yaml
 
@@ -28,40 +28,40 @@ constexpr int kInFeatures = 512;  // K: values in a row of x or W
 constexpr int kOutFeatures = 1024;  // rows of W, columns of y
 constexpr int kGroupWidth = 32;  // out_features / num_groups = 1024 / 32
 constexpr float kEps = 1.0e-5f;  // added to the variance, inside the root
-constexpr int kTileM = 16;  // rows of x in a block's tile
-constexpr int kTileN = 32;  // rows of W in a block's tile
-constexpr int kTileColumns = 32;  // columns of y that a block writes
-constexpr int kTilesM = (kBatch + kTileM - 1) / kTileM;  // batch / tile_m, rounded up: 8
-constexpr int kTilesN = (kOutFeatures + kTileColumns - 1) / kTileColumns;  // out_features / tile_columns, rounded up: 32
-constexpr int kRaster = 8;  // tiles of x that pass by one tile of W before the next
+constexpr int kTileM = 32;  // rows of x in a block's tile
+constexpr int kTileN = 64;  // rows of W in a block's tile
+constexpr int kTileColumns = 64;  // columns of y that a block writes
+constexpr int kTilesM = (kBatch + kTileM - 1) / kTileM;  // batch / tile_m, rounded up: 4
+constexpr int kTilesN = (kOutFeatures + kTileColumns - 1) / kTileColumns;  // out_features / tile_columns, rounded up: 16
+constexpr int kRaster = 4;  // tiles of x that pass by one tile of W before the next
 constexpr int kWarpsM = 1;  // warps along the tile's rows
-constexpr int kWarpsN = 1;  // warps along the tile's columns
-constexpr int kWarpsK = 4;  // layers of warps, each with its own part of K
+constexpr int kWarpsN = 2;  // warps along the tile's columns
+constexpr int kWarpsK = 2;  // layers of warps, each with its own part of K
 constexpr int kThreads = 128;  // 32 * warps_m * warps_n * warps_k
 constexpr int kBlocksPerSm = 1;  // leaves 255 registers a thread
-constexpr int kWarpM = 16;  // tile_m / warps_m: rows of a warp's part
+constexpr int kWarpM = 32;  // tile_m / warps_m: rows of a warp's part
 constexpr int kWarpN = 32;  // tile_n / warps_n: columns of a warp's part
-constexpr int kBlocksM = 1;  // warp_m / 16: multiplies along the rows
-constexpr int kBlocksN = 4;  // warp_n / 8: multiplies along the columns
+constexpr int kRowsPerThread = 4;  // warp_m / 8 lanes
+constexpr int kColumnsPerThread = 8;  // warp_n / 4 lanes
 constexpr int kRowBytes = 128;  // one row of a panel in shared memory
 constexpr int kPanelK = 32;  // row_bytes / 4: values of K in a panel
-constexpr int kStageK = 128;  // panel_k * warps_k: values of K in a stage, one panel for each layer of warps
+constexpr int kStageK = 64;  // panel_k * warps_k: values of K in a stage, one panel for each layer of warps
 constexpr int kStages = 4;  // stages in flight
-constexpr int kStageCount = 4;  // in_features / stage_k, rounded up to whole partial sums
+constexpr int kStageCount = 8;  // in_features / stage_k, rounded up
 constexpr int kCopyRows = 16;  // rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes
 constexpr int kStageBytes = 24576;  // (tile_m + tile_n) * row_bytes * warps_k
 constexpr int kSharedBytes = 98304;  // 4 stages, reused by the epilogue
-constexpr int kBlocks = kTilesM * kTilesN;  // 256
-constexpr int kStagesPerSum = 1;  // K = 32 in one partial sum of a warp
+constexpr int kBlocks = kTilesM * kTilesN;  // 64
+constexpr int kStagesPerSum = 4;  // K = 128 in one partial sum of a warp
 constexpr int kSpan = kGroupWidth;  // neighbouring columns that a team of lanes takes together
-constexpr int kSpans = kTileColumns / kSpan;  // 1
+constexpr int kSpans = kTileColumns / kSpan;  // 2
 constexpr int kVector = 4;  // values in one access: the most that span and out_features allow, 16 bytes at most
 constexpr int kTeam = 8;  // lanes in a team
 constexpr int kTeams = kThreads / kTeam;  // 16
 constexpr int kVectorsPerLane = (kSpan / kVector + kTeam - 1) / kTeam;  // 1
-constexpr int kRoundRows = 16;  // rows staged at once: what fits into the stages' memory
-constexpr int kItemsPerTeam = kRoundRows * kSpans / kTeams;  // 1
-constexpr int kPitch = 40;  // tile_n + 8: a staged row in floats, so that a warp's stores meet no bank twice
+constexpr int kRoundRows = 32;  // rows staged at once: what fits into the stages' memory
+constexpr int kItemsPerTeam = kRoundRows * kSpans / kTeams;  // 4
+constexpr int kPitch = 68;  // tile_n + 4: a staged row in floats, so that a warp's stores meet no bank twice
 constexpr float kInverseSpan = 1.0f / kSpan;  // for the mean and the variance
 constexpr float kHardtanhMinVal = -1.0f;  // hardtanh's min_val
 constexpr float kHardtanhMaxVal = 1.0f;  // hardtanh's max_val
@@ -75,28 +75,6 @@ __device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_g
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l / 4 of each.
-// On fp32 rows a matrix is 8 x 4 values, and lane l receives value l % 4 of row l / 4.
-__device__ __forceinline__ void load_matrices(uint32_t (&values)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
-               : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
-               : "r"(row));
-}
-
-// sums (16x8) += a (16x8) b (8x8)
-__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
-               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// The nearest TF32 number, ties away from zero; infinities and NaN stay what they are.
-__device__ __forceinline__ uint32_t round_tf32(float v) {
-  uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(v));
-  return rounded;
 }
 
 // Shared memory holds kStages stages; a stage is kWarpsK panels of x, then kWarpsK panels of W; a panel has kRowBytes of K for each row.
@@ -185,67 +163,41 @@ __device__ __forceinline__ WarpPlace warp_place() {
   return {warp / (kWarpsM * kWarpsN), warp / kWarpsN % kWarpsM * kWarpM, warp % kWarpsN * kWarpN};
 }
 
-// The shared-memory row and 16-byte piece that this lane names to load_matrices: for 16 rows of x (a fragment of the left operand) the
-// matrices are (rows 0-7, piece 0), (8-15, 0), (0-7, 1), (8-15, 1); for 16 rows of W they are (0-7, 0), (0-7, 1), (8-15, 0), (8-15, 1).
-__device__ __forceinline__ int left_row() { return threadIdx.x % 16; }
-__device__ __forceinline__ int left_piece() { return threadIdx.x / 16 % 2; }
-__device__ __forceinline__ int right_row() { return threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8; }
-__device__ __forceinline__ int right_piece() { return threadIdx.x / 8 % 2; }
-
-// v = high + low to about 22 bits; v's own infinity or NaN makes both parts useless, which the sums then show.
-__device__ __forceinline__ void split(float v, uint32_t& high, uint32_t& low) {
-  high = round_tf32(v);
-  low = round_tf32(v - __uint_as_float(high));
+// A warp's lanes stand 8 by 4: lane l owns every 8th row from l / 4 on and every 4th column from l % 4 on of the warp's part, so that the
+// rows which a warp reads at once are neighbours and meet every bank once.
+__device__ __forceinline__ float4 load_four(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 { %0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+  return v;
 }
 
-// 8 of K of 16 rows of x from `piece` on, split: x[0] the leading parts, x[1] what they leave.
-__device__ __forceinline__ void load_left(uint32_t (&x)[2][4], uint32_t panel, int row, int piece) {
-  uint32_t raw[4];
-  load_matrices(raw, panel + panel_offset(row + left_row(), piece + left_piece()));
-#pragma unroll
-  for (int i = 0; i < 4; ++i) split(__uint_as_float(raw[i]), x[0][i], x[1][i]);
-}
-
-// 8 of K of 16 rows of W, as two right operands.
-__device__ __forceinline__ void load_right(uint32_t (&first)[2][2], uint32_t (&second)[2][2], uint32_t panel, int row, int piece) {
-  uint32_t raw[4];
-  load_matrices(raw, panel + panel_offset(row + right_row(), piece + right_piece()));
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    split(__uint_as_float(raw[i]), first[0][i], first[1][i]);
-    split(__uint_as_float(raw[2 + i]), second[0][i], second[1][i]);
-  }
-}
-
-// One stage of a warp's product: in every step the corrections come before the product of the leading parts, while the sums are small.
-__device__ __forceinline__ void multiply_stage(float (&sums)[kBlocksM][kBlocksN][4], uint32_t x_panel, uint32_t w_panel,
+// One stage of a thread's product, four of K at a time. Unrolled further, the loads ahead would take more registers than there are.
+__device__ __forceinline__ void multiply_stage(float (&sums)[kRowsPerThread][kColumnsPerThread], uint32_t x_panel, uint32_t w_panel,
                                                const WarpPlace& warp) {
-  constexpr int kStepBytes = 32;  // 8 of K
+  const int lane = threadIdx.x % 32;
+#pragma unroll 2
+  for (int piece = 0; piece < kRowBytes / 16; ++piece) {
+    float4 x[kRowsPerThread];
 #pragma unroll
-  for (int step = 0; step < kRowBytes / kStepBytes; ++step) {
-    const int piece = step * kStepBytes / 16;
-    uint32_t w[kBlocksN][2][2];
+    for (int i = 0; i < kRowsPerThread; ++i) x[i] = load_four(x_panel + panel_offset(warp.row + i * 8 + lane / 4, piece));
 #pragma unroll
-    for (int n = 0; n < kBlocksN; n += 2) {
-      load_right(w[n], w[n + 1], w_panel, warp.column + n * 8, piece);
-    }
+    for (int j = 0; j < kColumnsPerThread; ++j) {
+      const float4 w = load_four(w_panel + panel_offset(warp.column + j * 4 + lane % 4, piece));
 #pragma unroll
-    for (int m = 0; m < kBlocksM; ++m) {
-      uint32_t x[2][4];
-      load_left(x, x_panel, warp.row + m * 16, piece);
+      for (int i = 0; i < kRowsPerThread; ++i) sums[i][j] = fmaf(x[i].x, w.x, sums[i][j]);
 #pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) multiply(sums[m][n], x[1], w[n][0]);
+      for (int i = 0; i < kRowsPerThread; ++i) sums[i][j] = fmaf(x[i].y, w.y, sums[i][j]);
 #pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) multiply(sums[m][n], x[0], w[n][1]);
+      for (int i = 0; i < kRowsPerThread; ++i) sums[i][j] = fmaf(x[i].z, w.z, sums[i][j]);
 #pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) multiply(sums[m][n], x[0], w[n][0]);
+      for (int i = 0; i < kRowsPerThread; ++i) sums[i][j] = fmaf(x[i].w, w.w, sums[i][j]);
     }
   }
 }
 
-// The product of a tile. The tensor cores' additions cut off instead of rounding, so they sum kStagesPerSum stages at most; a rounded
-// addition then takes each partial sum into `sums`. kStages - 1 stages of copies are under way meanwhile.
-__device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][4], uint32_t shared, Source source,
+// The product of a tile: partial sums of kStagesPerSum stages, each added to `sums`, which keeps the error of long sums down.
+// kStages - 1 stages of copies are under way meanwhile.
+__device__ __forceinline__ void multiply_tile(float (&sums)[kRowsPerThread][kColumnsPerThread], uint32_t shared, Source source,
                                               const WarpPlace& warp) {
   const uint32_t x_panel = shared + warp.layer * kTileM * kRowBytes;
   const uint32_t w_panel = shared + kWarpsK * kTileM * kRowBytes + warp.layer * kTileN * kRowBytes;
@@ -258,107 +210,34 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][
   int write = kStages - 1;
 #pragma unroll 1
   for (int first = 0; first < kStageCount; first += kStagesPerSum) {
-    float partial[kBlocksM][kBlocksN][4] = {};
-#pragma unroll
-    for (int stage = 0; stage < kStagesPerSum; ++stage) {
+    float partial[kRowsPerThread][kColumnsPerThread] = {};
+#pragma unroll 1
+    for (int stage = first; stage < min(first + kStagesPerSum, kStageCount); ++stage) {
       wait_copies<kStages - 2>();
       __syncthreads();  // the stage has arrived, and the one before it has been read by all
-      if (first + stage + kStages - 1 < kStageCount) copy_stage(shared + write * kStageBytes, source);
+      if (stage + kStages - 1 < kStageCount) copy_stage(shared + write * kStageBytes, source);
       close_copies();
       multiply_stage(partial, x_panel + read * kStageBytes, w_panel + read * kStageBytes, warp);
       read = read + 1 == kStages ? 0 : read + 1;
       write = write + 1 == kStages ? 0 : write + 1;
     }
 #pragma unroll
-    for (int m = 0; m < kBlocksM; ++m) {
+    for (int i = 0; i < kRowsPerThread; ++i) {
 #pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sums[m][n][e] += partial[m][n][e];
-      }
+      for (int j = 0; j < kColumnsPerThread; ++j) sums[i][j] += partial[i][j];
     }
   }
   wait_copies<0>();
 }
 
-// Whether any of a thread's sums is infinite or NaN: 0 * v is 0 for every other v. An operand that is infinite or NaN, or that rounds to
-// infinity, shows in every sum that it enters.
-__device__ __forceinline__ bool holds_non_finite(const float (&sums)[kBlocksM][kBlocksN][4]) {
-  float zero = 0.0f;
-#pragma unroll
-  for (int m = 0; m < kBlocksM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) zero = fmaf(sums[m][n][e], 0.0f, zero);
-    }
-  }
-  return zero != 0.0f;  // NaN differs from everything
-}
-
-// The sums once more, by fp32 multiply-adds straight from global memory: slow, and right for whatever fp32 operands there are.
-__device__ __forceinline__ void recompute(float (&sums)[kBlocksM][kBlocksN][4], const float* __restrict__ x, const float* __restrict__ w,
-                                          int first_row, int first_column, int layer) {
-  constexpr int kPartialK = 128;
+// Writes a thread's sums to their places in the staged tile.
+__device__ __forceinline__ void stage_sums(float* staged, const float (&sums)[kRowsPerThread][kColumnsPerThread], int row, int column) {
   const int lane = threadIdx.x % 32;
+  float* corner = staged + (row + lane / 4) * kPitch + column + lane % 4;
 #pragma unroll
-  for (int m = 0; m < kBlocksM; ++m) {
+  for (int i = 0; i < kRowsPerThread; ++i) {
 #pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) sums[m][n][e] = 0.0f;
-    }
-  }
-#pragma unroll 1
-  for (int first = 0; first < kInFeatures; first += kPartialK) {
-    float partial[kBlocksM][kBlocksN][4] = {};
-#pragma unroll 1
-    for (int k = first + layer; k < min(first + kPartialK, kInFeatures); k += kWarpsK) {
-      float w_values[kBlocksN][2];
-#pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = first_column + n * 8 + lane % 4 * 2 + e;
-          w_values[n][e] = w[static_cast<int64_t>(column) * kInFeatures + k];
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < kBlocksM; ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = first_row + m * 16 + half * 8 + lane / 4;
-          const float x_value = x[static_cast<int64_t>(row) * kInFeatures + k];
-#pragma unroll
-          for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) partial[m][n][half * 2 + e] = fmaf(x_value, w_values[n][e], partial[m][n][half * 2 + e]);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kBlocksM; ++m) {
-#pragma unroll
-      for (int n = 0; n < kBlocksN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sums[m][n][e] += partial[m][n][e];
-      }
-    }
-  }
-}
-
-// Writes a warp's sums to its rows and columns of the staged tile. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
-__device__ __forceinline__ void stage_sums(float* staged, const float (&sums)[kBlocksM][kBlocksN][4], int row, int column) {
-  const int lane = threadIdx.x % 32;
-  float* corner = staged + (row + lane / 4) * kPitch + column + lane % 4 * 2;
-#pragma unroll
-  for (int m = 0; m < kBlocksM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kBlocksN; ++n) {
-      *reinterpret_cast<float2*>(corner + m * 16 * kPitch + n * 8) = make_float2(sums[m][n][0], sums[m][n][1]);
-      *reinterpret_cast<float2*>(corner + (m * 16 + 8) * kPitch + n * 8) = make_float2(sums[m][n][2], sums[m][n][3]);
-    }
+    for (int j = 0; j < kColumnsPerThread; ++j) corner[i * 8 * kPitch + j * 4] = sums[i][j];
   }
 }
 
@@ -423,8 +302,8 @@ __device__ __forceinline__ void finish_rows(const float* staged, int first_row, 
 #pragma unroll 2
   for (int i = 0; i < kItemsPerTeam; ++i) {
     const int item = team + i * kTeams;
-    const int row = item;
-    constexpr int span_column = 0;
+    const int row = item / kSpans;
+    const int span_column = item % kSpans * kSpan;
     float values[kVectorsPerLane][kVector];
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
@@ -502,13 +381,9 @@ gemm(const float* __restrict__ x, const float* __restrict__ gemm_weight, const f
   extern __shared__ __align__(128) unsigned char shared[];
   const TilePlace tile = place_of(blockIdx.x);
   const WarpPlace warp = warp_place();
-  const int first_row = tile.first_row + warp.row;
-  const int first_column = tile.first_column + warp.column;
 
-  float sums[kBlocksM][kBlocksN][4] = {};
-  const Source source = source_of(x, gemm_weight, tile.first_row, tile.first_column);
-  multiply_tile(sums, shared_address(shared), source, warp);
-  if (__syncthreads_or(holds_non_finite(sums))) recompute(sums, x, gemm_weight, first_row, first_column, warp.layer);
+  float sums[kRowsPerThread][kColumnsPerThread] = {};
+  multiply_tile(sums, shared_address(shared), source_of(x, gemm_weight, tile.first_row, tile.first_column), warp);
 
   float* staged = reinterpret_cast<float*>(shared);
   __syncthreads();
