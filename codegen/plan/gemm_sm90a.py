@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from codegen.plan.gemm_sm90a_kernels import (
-    CONSUMERS, TILE_K, WEIGHT_SHIFT, WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, Form, Layout, gemm_kernel, memory, split_kernel,
-)  # fmt: skip
+from codegen.plan.gemm_sm90a_kernels import WEIGHT_SHIFT, WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, gemm_kernel, split_kernel
+from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, memory
 from codegen.plan.model import Buffer, Launch, Plan
 from codegen.plan.routes import PlanError, floor
 from codegen.spec import Spec

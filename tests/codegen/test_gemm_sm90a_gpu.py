@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from codegen.emit import write_if_different  # noqa: E402
 from codegen.manifest import Package  # noqa: E402
 from codegen.plan.gemm_sm90a import plan_sm_90a  # noqa: E402
-from codegen.plan.gemm_sm90a_kernels import Layout  # noqa: E402
+from codegen.plan.gemm_sm90a_layout import Layout  # noqa: E402
 from codegen.render import render  # noqa: E402
 from codegen.spec import load_spec  # noqa: E402
 from codegen.targets import DEVICES, TARGETS  # noqa: E402

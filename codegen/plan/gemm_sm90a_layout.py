@@ -1,0 +1,94 @@
+"""Tiles, clusters and shared memory of the Hopper GEMM."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+TILE_K = 64  # halves in a row of 128 bytes, which the swizzle covers
+CONSUMERS = 2  # warpgroups that multiply
+
+
+@dataclass(frozen=True)
+class Form:
+    """How an arithmetic lies on the multiplier: `registers`: W stays fp32 in memory and is converted on its way into operand registers;
+    `parts`: halves that each value is split into; `promote`: k-steps between additions of the tensor core's sums to fp32 registers."""
+
+    registers: bool
+    parts: int
+    tile_channels: int
+    tile_samples: int
+    stages: int
+    promote: int
+
+    def __post_init__(self) -> None:
+        if self.registers and self.blocks != 1:
+            raise ValueError("W from registers takes one accumulator block a warpgroup")
+
+    @property
+    def blocks(self) -> int:
+        """64-row accumulators a warpgroup."""
+        return self.tile_channels // (64 * CONSUMERS)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How tiles make up the result: `share` names the operand that the CTAs of a cluster fetch for each other, `unit_tiles` the tiles that a
+    CTA computes before their groups are complete, `statistics` who merges a group: "lanes" of a warp, "strips" of 16 channels through shared
+    memory, or "none" (the norm kernel). `exchange`: the cluster's CTAs hold parts of one group."""
+
+    cluster: int
+    share: str
+    unit_tiles: int
+    statistics: str
+    exchange: bool = False
+
+
+def strip_blocks(form: Form, group_width: int) -> int:
+    """Accumulator blocks of a warp that lie in one group."""
+    return form.blocks if group_width >= 64 * form.blocks else 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The dynamic shared memory of a CTA, in bytes."""
+
+    weight_part: int
+    input_part: int
+    stage: int
+    scratch_at: int
+    scratch: int  # of one warpgroup: its strips' statistics, then a piece of y on its way out
+    store_samples: int
+    groups_at: int
+    exchange_at: int
+    barriers_at: int
+    total: int
+
+
+def memory(form: Form, layout: Layout, group_width: int, itemsize: int, limit: int) -> Memory | None:
+    """Where everything lies; None when it does not fit into `limit` bytes."""
+    weight_part = form.tile_channels * TILE_K * (4 if form.registers else 2)
+    input_part = form.tile_samples * TILE_K * 2
+    stage = weight_part * (1 if form.registers else form.parts) + input_part * form.parts
+    strips = groups = 0
+    if layout.statistics == "strips":
+        strips = 4 * form.blocks // strip_blocks(form, group_width) * form.tile_samples * 8
+        groups = max(form.tile_channels // group_width, 1) * form.tile_samples * 8
+    exchange = 2 * layout.cluster * form.tile_samples * 8 if layout.exchange else 0
+    # A warpgroup's part of y leaves in pieces of 64 samples: one through the scratch memory, the others through half of a stage.
+    store_samples = 64 if itemsize == 2 else 0
+    pieces = form.blocks * form.tile_samples // 64
+    scratch = -(-max(strips, store_samples * 128) // 1024) * 1024  # the swizzle counts from multiples of 1024
+    scratch_at = form.stages * stage
+    groups_at = scratch_at + CONSUMERS * scratch
+    exchange_at = groups_at + groups
+    barriers_at = exchange_at + exchange
+    total = barriers_at + 8 * (2 * form.stages + (2 if layout.exchange else 0))
+    if total > limit or (store_samples and stage // CONSUMERS < (pieces - 1) * store_samples * 128):
+        return None
+    return Memory(weight_part, input_part, stage, scratch_at, scratch, store_samples, groups_at, exchange_at, barriers_at, total)
+
+
+def balanced(units: int, places: int) -> int:
+    """Clusters to launch: as few as finish `units` in as many rounds as `places` clusters at once would need."""
+    return math.ceil(units / math.ceil(units / places))
