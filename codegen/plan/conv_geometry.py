@@ -15,6 +15,9 @@ WARPGROUP = 128
 PIXEL_BYTES = 16  # 8 channels of 16 bits
 MOMENTS_BYTES = 12
 SAMPLE_COST = 1  # strips
+# Chunks of x that the copy engine has on their way, and pixels of a chunk for each converting thread: the first pair that fits. Larger chunks cost
+# fewer barriers, more of them hide more latency. (0, 0): through registers.
+RAW_STAGES = ((4, 4), (3, 4), (4, 2), (3, 2), (2, 2), (0, 0))
 COEFFICIENTS_BYTES = 16
 # Warpgroups that multiply, registers of a multiplying and of a converting thread (multiples of 8, at most 512 in all), and the pixels of 8
 # channels that a converting thread has in flight. The first of a number of warpgroups that suffices is taken.
@@ -42,10 +45,11 @@ class Windows:
 
 @dataclass(frozen=True)
 class Layout:
-    """What may be chosen: CTAs of a cluster and multiplying warpgroups of a CTA."""
+    """What may be chosen: CTAs of a cluster, multiplying warpgroups of a CTA, and whether the copy engine brings x to shared memory first."""
 
     cluster: int
     warpgroups: int
+    bulk: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class Geometry:
     items: int
     clusters: int
     channel_floats: int
+    raw_stages: int
+    raw_stage_bytes: int
     multiply_registers: int
     convert_registers: int
 
@@ -115,15 +121,26 @@ class Geometry:
         return ceil_to(self.units * self.slot_values * 4, 16)
 
     @property
+    def raw_bytes(self) -> int:
+        """Rows of x on their way, as they lie in memory."""
+        return self.raw_stages * self.raw_stage_bytes
+
+    @property
+    def row_threads(self) -> int:
+        """Threads that write a row of y together: those that leave fewest idle, the more the better."""
+        width = self.entries // self.folds
+        return min((32, 16, 8), key=lambda count: (ceil_to(width, count), -count))
+
+    @property
     def shared_bytes(self) -> int:
         """The struct Shared of the source, at most."""
         groups, cluster = self.layout.warpgroups, self.layout.cluster
         fixed = groups * (self.channels * COEFFICIENTS_BYTES + ROWS_A * ceil_to(self.channel_floats * 4, 16)) + 2 * self.channels * cluster * groups * MOMENTS_BYTES
-        return ceil_to(fixed + 8 * (self.ring + self.strip_barriers + 2) + 4 * self.items + 16, 16)
+        return ceil_to(fixed + 8 * (self.ring + self.strip_barriers + 2 + self.raw_stages) + 4 * self.items + 16, 16)
 
     @property
     def smem_bytes(self) -> int:
-        return self.operand_bytes + self.constants_bytes + self.slots_bytes + self.shared_bytes
+        return self.operand_bytes + self.constants_bytes + self.slots_bytes + self.raw_bytes + self.shared_bytes
 
     @property
     def threads(self) -> int:
@@ -178,7 +195,7 @@ def candidates(spec: Spec, device: DeviceClass, windows: Windows, parts: int, tr
     folds = windows.size[1] // fold
     strips = ceil_div(height, windows.size[0])
     taps = octets * kernel[0] * kernel[1]
-    needed = registers_needed(tile_rows * tile_columns, tile_columns, fold, taps, parts, transforms)
+    needed = (6 if column_tiles > 1 else 0) + registers_needed(tile_rows * tile_columns, tile_columns, fold, taps, parts, transforms)
     taken: set[int] = set()
     for warpgroups, registers, convert, in_flight in REGISTERS:
         if needed > registers or warpgroups in taken:
@@ -193,23 +210,28 @@ def candidates(spec: Spec, device: DeviceClass, windows: Windows, parts: int, tr
             if units * (size - 1) >= strips:
                 continue  # the last part would be empty
             items = ceil_div(spec.batch, fit // tiles)
-            guarded = padding != (0, 0) or spec.input_shape[1] % 8 != 0 or octets > 1  # checks beside the loads take registers too
-            chunk = max(1, min(in_flight // (2 if guarded else 1) * WARPGROUP // spec.input_shape[3], 16))
             halo = kernel[0] - 1
-            ring = warpgroups * windows.size[0] + (warpgroups // units + 1) * halo + chunk
-            yield Geometry(
-                layout=Layout(size, warpgroups), channels=channels, channel_tiles=tiles, octets=octets, parts=parts, pitch=pitch,
-                column_tiles=column_tiles, tile_columns=tile_columns, tile_rows=tile_rows, fold=fold, folds=folds,
-                entries=windows.output[1] * folds, strips=strips, units=units, ring=ring, repeats=tile_rows + halo - 1, chunk=chunk,
-                strip_barriers=ceil_div(ring, windows.size[0]) + 3, items=items, clusters=ceil_div(spec.batch, items) * tiles, channel_floats=channel_floats,
-                multiply_registers=registers, convert_registers=convert,
-            )  # fmt: skip
+            row_bytes = spec.input_shape[3] * spec.precision.itemsize
+            for stages, bulk_pixels in RAW_STAGES if row_bytes % 16 == 0 else ((0, 0),):
+                # Checks beside the loads take registers too: then fewer pixels are in flight.
+                guarded = padding != (0, 0) or spec.input_shape[1] % 8 != 0 or octets > 1
+                pixels = bulk_pixels if stages else in_flight // (2 if guarded else 1)
+                chunk = max(1, min(pixels * WARPGROUP // spec.input_shape[3], 16))
+                ring = warpgroups * windows.size[0] + (warpgroups // units + 1) * halo + chunk
+                yield Geometry(
+                    layout=Layout(size, warpgroups, stages > 0), channels=channels, channel_tiles=tiles, octets=octets, parts=parts, pitch=pitch,
+                    column_tiles=column_tiles, tile_columns=tile_columns, tile_rows=tile_rows, fold=fold, folds=folds,
+                    entries=windows.output[1] * folds, strips=strips, units=units, ring=ring, repeats=tile_rows + halo - 1, chunk=chunk,
+                    strip_barriers=ceil_div(ring, windows.size[0]) + 3, items=items, clusters=ceil_div(spec.batch, items) * tiles,
+                    channel_floats=channel_floats, raw_stages=stages, raw_stage_bytes=spec.input_shape[1] * chunk * row_bytes,
+                    multiply_registers=registers, convert_registers=convert,
+                )  # fmt: skip
 
 
 def choose(listed: list[Geometry], target: Target) -> Geometry | None:
-    """The fastest that fits: least cost, then more multiplying warpgroups, then smaller clusters."""
+    """The fastest that fits: least cost, then rows by the copy engine, more multiplying warpgroups, more bytes on their way, smaller clusters."""
     fitting = [g for g in listed if g.smem_bytes <= target.smem_bytes]
-    return min(fitting, key=lambda g: (g.cost, -g.layout.warpgroups, g.layout.cluster), default=None)
+    return min(fitting, key=lambda g: (g.cost, not g.layout.bulk, -g.layout.warpgroups, -g.raw_bytes, g.layout.cluster), default=None)
 
 
 def macs(spec: Spec) -> int:

@@ -1,0 +1,25 @@
+"""Convolution chains that between them meet every form of the one-pass kernel for Hopper."""
+
+
+def chain(cin=8, cout=64, size=64, kernel=3, groups=16, batch=16, before=(), after=(), pool=4, **conv):
+    """A spec as data: conv2d, `before`, group_norm, a scale, max_pool2d (unless `pool` is 0), `after`. `size` is the height and width."""
+    height, width = size if isinstance(size, tuple) else (size, size)
+    steps = [{"conv2d": {"name": "conv", "in_channels": cin, "out_channels": cout, "kernel_size": kernel, **conv}}, *before]
+    steps += [{"group_norm": {"name": "norm", "num_groups": groups}}, {"mul": {"name": "scale", "shape": [cout, 1, 1]}}]
+    steps += [{"max_pool2d": pool if isinstance(pool, dict) else {"kernel_size": pool}}] if pool else []
+    return {"name": "conv_case", "batch": batch, "input": {"height": height, "width": width}, "chain": [*steps, *after]}
+
+
+SHIFT = {"add": {"name": "shift", "shape": [64, 1, 1]}}
+FAMILY = {
+    "before": chain(before=("mish", SHIFT, {"hardtanh": {"min_val": -0.5, "max_val": 2.0}}), after=({"clamp": {"min": 0.0, "max": 1.0}},), batch=40),
+    "padded": chain(cin=16, size=56, pool=2, padding=1, after=("relu",), batch=30),
+    "channel_tiles": chain(cin=3, cout=128, size=72, kernel=5, groups=32, padding=2, batch=50),
+    "column_tiles": chain(cin=3, cout=32, size=(64, 224), groups=8, padding=1, batch=6),
+    "odd_width": chain(cin=5, cout=48, size=(37, 61), groups=6, pool=3, batch=9),
+    "pool8": chain(size=66, pool=8, batch=70),
+    "no_pool": chain(cout=32, size=16, groups=4, pool=0, batch=200, after=("sigmoid",)),
+    "pointwise": chain(size=32, kernel=1, groups=64, pool=2, batch=64),
+    "one_group": chain(cout=16, size=30, kernel=2, groups=1, pool=2, bias=False, batch=300),
+    "after": chain(size=34, after=("gelu", {"mul": {"name": "factor", "shape": [64, 1, 1]}})),
+}

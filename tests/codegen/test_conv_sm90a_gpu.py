@@ -1,0 +1,176 @@
+"""The one-pass convolution on a GPU, through emitted packages and the runtime, against float64: the family, precisions, adversarial data."""
+
+import copy
+import importlib
+import sys
+
+import pytest
+import yaml
+
+torch = pytest.importorskip("torch")
+
+from codegen.emit import write_if_different  # noqa: E402
+from codegen.manifest import Package  # noqa: E402
+from codegen.plan.conv_geometry import Layout  # noqa: E402
+from codegen.plan.conv_sm90a import plan_conv_sm_90a  # noqa: E402
+from codegen.render import render  # noqa: E402
+from codegen.spec import load_spec  # noqa: E402
+from codegen.targets import DEVICES, TARGETS  # noqa: E402
+from tests.codegen.conv_cases import FAMILY, chain  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"),
+]
+
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+CASES = {
+    **{name: (data, None) for name, data in FAMILY.items()},
+    "two_rounds": (chain(size=128, batch=140, after=({"clamp": {"min": 0.0, "max": 1.0}},)), None),
+    "loads": (chain(size=128, batch=70, after=("relu",)), Layout(2, 2, bulk=False)),
+    "cluster_4": (chain(size=64, batch=70, pool=2), Layout(4, 2)),
+}
+
+
+@pytest.fixture(scope="module", params=[(name, precision) for name in CASES for precision in PRECISIONS], ids="-".join)
+def built(request, tmp_path_factory):
+    """(precision, ModelNew and Model of the emitted package with the same random parameters on the GPU, with gamma 0 and negative ones among them)."""
+    name, precision = request.param
+    data, layout = CASES[name]
+    folder = tmp_path_factory.mktemp(f"{name}_{precision}")
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(data | {"name": f"conv_{name}"}, sort_keys=False))
+    spec = load_spec(path, precision)
+    plan = plan_conv_sm_90a(spec, TARGETS["sm_90a"], DEVICES["h100"], layout=layout, debug=name == "two_rounds")
+    write_if_different(folder / spec.package, render(Package(spec, (plan,))))
+    sys.path.insert(0, str(folder))
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("TARGETS", "sm_90a")
+    try:
+        sys.modules.pop(spec.package, None)
+        module = importlib.import_module(spec.package)
+        torch.manual_seed(0)
+        ours = module.ModelNew(*module.get_init_inputs()).cuda()
+        eager = module.Model(*module.get_init_inputs()).cuda()
+    finally:
+        monkeypatch.undo()
+        sys.path.remove(str(folder))
+        for loaded in [m for m in sys.modules if m.split(".")[0] == spec.package]:
+            del sys.modules[loaded]
+    generator = torch.Generator("cuda").manual_seed(1)
+    with torch.no_grad():
+        for key, parameter in ours.named_parameters():
+            if not key.startswith("conv."):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cuda"))
+        ours.norm.weight[0] = 0.0
+        eager.load_state_dict(ours.state_dict())
+    return spec, ours, eager
+
+
+@pytest.fixture(autouse=True)
+def full_precision_eager(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def draw(spec, ours, kind=torch.randn, seed=2):
+    return kind(spec.input_shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(next(ours.parameters()).dtype)
+
+
+def exact(eager, x):
+    return copy.deepcopy(eager).double()(x.double())
+
+
+def relative(y, reference):
+    return float((y.double() - reference).norm() / reference.norm())
+
+
+def rounded(t):
+    """To 10 bits of mantissa, to nearest."""
+    return ((t.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def allowed(spec, eager, x, reference):
+    """What the precision promises on this input."""
+    if spec.precision.name == "tf32":
+        coarse = copy.deepcopy(eager)
+        coarse.conv.weight.copy_(rounded(coarse.conv.weight))
+        return max(1.1 * relative(exact(coarse, rounded(x)), reference), 3e-7)
+    return max((1.1 if spec.precision.name == "fp32" else 1.05) * relative(eager(x), reference), 3e-7)
+
+
+@pytest.mark.parametrize("kind", ["rand", "randn", "offset", "dark", "constant", "zeros"])
+@torch.no_grad()
+def test_error_is_within_the_promise(built, kind):
+    spec, ours, eager = built
+    x = draw(spec, ours, torch.rand if kind == "rand" else torch.randn)
+    if kind == "offset":
+        x = x + 10
+    elif kind == "dark":
+        x[:, :, : spec.input_shape[2] // 2] = 0.0
+    elif kind in ("constant", "zeros"):
+        x = torch.full_like(x, 0.7 if kind == "constant" else 0.0)
+    reference = exact(eager, x)
+    assert relative(ours(x), reference) <= allowed(spec, eager, x, reference)
+
+
+@torch.no_grad()
+def test_runs_are_bitwise_equal(built):
+    spec, ours, _ = built
+    x = draw(spec, ours)
+    first = ours(x)
+    assert all(torch.equal(first.view(torch.uint8), ours(x).view(torch.uint8)) for _ in range(3))
+
+
+@torch.no_grad()
+def test_infinity_and_nan_come_out_where_they_do_in_pytorch(built):
+    spec, ours, eager = built
+    x = draw(spec, ours, seed=3)
+    x[0, 0, 3, 3] = float("nan")
+    x[1, -1, 5, 0] = float("inf")
+    x[2, 0, 5, 1], x[2, -1, 6, 2] = float("inf"), float("-inf")
+    x[3, 0, -1, -1] = float("-inf")
+    y, expected = ours(x), eager(x)
+    assert torch.equal(torch.isnan(y), torch.isnan(expected))
+    assert torch.equal(torch.isinf(y), torch.isinf(expected))
+    finite = torch.isfinite(expected)
+    tolerance = {"fp32": 1e-3, "tf32": 5e-2, "fp16": 2e-2, "bf16": 2e-1}[spec.precision.name]
+    torch.testing.assert_close(y[finite].float(), expected[finite].float(), rtol=tolerance, atol=tolerance)
+
+
+@torch.no_grad()
+def test_samples_that_fp16_cannot_hold_keep_their_accuracy(built):
+    spec, ours, eager = built
+    if spec.precision.itemsize == 2:
+        pytest.skip("operands of 16 bits are taken as they are")
+    x = draw(spec, ours)
+    x[0] *= 1e5
+    x[1] *= 1e-6
+    x[2, 0, 4, 4] = 3e4
+    x[3] *= 1e12
+    x[4] = 0.0
+    reference = exact(eager, x)
+    y = ours(x)
+    for sample in range(6):
+        one = slice(sample, sample + 1)
+        single = relative(eager(x)[one], reference[one])
+        limit = 2e-3 if spec.precision.name == "tf32" else 5e-7
+        assert relative(y[one], reference[one]) <= max(1.1 * single, limit)
+
+
+@torch.no_grad()
+def test_weights_of_any_size_keep_their_accuracy(built):
+    spec, ours, eager = built
+    if spec.precision.name == "fp16":
+        pytest.skip("fp16 cannot hold them")
+    x = draw(spec, ours)
+    kept = ours.conv.weight.clone()
+    try:
+        ours.conv.weight[:2] *= 1e-12
+        ours.conv.weight[2:4] *= 1e7
+        eager.conv.weight.copy_(ours.conv.weight)
+        reference = exact(eager, x)
+        error, limit = relative(ours(x), reference), allowed(spec, eager, x, reference)
+    finally:
+        ours.conv.weight.copy_(kept)
+        eager.conv.weight.copy_(kept)
+    assert error <= limit
