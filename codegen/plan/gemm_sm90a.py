@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from codegen.plan.gemm_sm90a_kernels import WEIGHT_SHIFT, WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, gemm_kernel, split_kernel
+from codegen.chain import applies
+from codegen.plan.gemm_sm90a_kernels import WEIGHT_SHIFT, WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, gemm_kernel, split_kernel, waits_in_registers
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, memory
 from codegen.plan.model import Buffer, Launch, Plan
 from codegen.plan.routes import PlanError, floor
@@ -162,7 +163,7 @@ def _notes(spec: Spec, form: Form, layout: Layout, rounds: float) -> tuple[str, 
         notes.append(f"groups of {spec.group_channels} channels lie in the lanes of a warp")
     elif layout.statistics == "strips":
         wide = layout.unit_tiles > 1 or layout.exchange
-        place = "registers" if spec.precision.itemsize == 2 and layout.unit_tiles == 2 else "y"
+        place = "registers" if waits_in_registers(layout, spec.precision.itemsize, applies(spec, spec.before_norm)) else "y"
         where = f"{layout.unit_tiles} tiles of a CTA" + (f", which wait in {place}" if layout.unit_tiles > 1 else "") if wide else "one tile"
         notes.append(f"groups of {spec.group_channels} channels lie in {where}" + (", and their other half in the cluster's other CTA" if layout.exchange else ""))
     if form.registers:

@@ -33,6 +33,12 @@ class Pointer:
         return f"{'' if self.written else 'const '}{self.c_type}* {self.name}"
 
 
+def waits_in_registers(layout: Layout, itemsize: int, before: tuple[Apply, ...]) -> bool:
+    """Whether a tile that waits for its group does so in registers: one of 16-bit values fits, unless a function or the exchange
+    between CTAs needs the registers too."""
+    return layout.unit_tiles == 2 and itemsize == 2 and not layout.exchange and not any(item.functions for item in before)
+
+
 @dataclass(frozen=True)
 class SplitKernel(Kernel):
     """Rows of fp32 scaled by powers of two and split into (or rounded to) halves."""
@@ -96,8 +102,8 @@ class GemmSm90aKernel(Kernel):
 
     @property
     def held_in_y(self) -> bool:
-        """Whether waiting tiles lie in y; one tile of 16-bit values fits into registers."""
-        return self.held and not (self.layout.unit_tiles == 2 and self.value_type != "float")
+        """Whether waiting tiles lie in y."""
+        return self.held and not waits_in_registers(self.layout, 4 if self.value_type == "float" else 2, self.before)
 
     @property
     def registers_a(self) -> bool:
