@@ -170,7 +170,8 @@ def fold_of(width: int) -> int:
 def channel_tile(spec: Spec) -> int | None:
     """Output channels of a CTA: whole groups, at most ROWS_A, the same number in every tile; None where a group is wider."""
     counts = (count for count in range(1, spec.channels + 1) if spec.channels % count == 0)
-    return next((spec.channels // n for n in counts if spec.channels // n <= ROWS_A and spec.channels // n % spec.group_channels == 0), None)
+    tiles = (spec.channels // count for count in counts)
+    return next((tile for tile in tiles if tile <= ROWS_A and tile % spec.group_channels == 0), None)
 
 
 def registers_needed(tile: int, tile_columns: int, fold: int, taps: int, parts: int, transforms: bool) -> int:
@@ -178,7 +179,9 @@ def registers_needed(tile: int, tile_columns: int, fold: int, taps: int, parts: 
     return tile // 2 + tile_columns // 4 * (1 if fold > 1 else 2) + 5 * taps * parts // 2 + 2 + OVERHEAD[transforms]
 
 
-def candidates(spec: Spec, device: DeviceClass, windows: Windows, parts: int, transforms: bool, channels: int, channel_floats: int) -> Iterator[Geometry]:
+def candidates(
+    spec: Spec, device: DeviceClass, windows: Windows, parts: int, transforms: bool, channels: int, channel_floats: int,
+) -> Iterator[Geometry]:  # fmt: skip
     """Every way to cut the chain whose registers suffice, whatever its shared memory."""
     values = spec.producer.values
     height, width = spec.norm.input_shape[2:]

@@ -64,6 +64,11 @@ class ConvKernel(Kernel):
         """What a multiplying warpgroup needs of a channel: all that turns its values into the norm's input, or the bias alone."""
         return self.prepare_operands if self.transforms else (self.bias,) if self.bias else ()
 
+    def parameters(self, c_type: str) -> str:
+        """The launcher's tensors, four to a line."""
+        names = [f"const {c_type}* {name}" for name in ("x", "weight", *(o.pointer for o in self.operands))] + [f"{c_type}* y"]
+        return ",\n    ".join(", ".join(names[i : i + 4]) for i in range(0, len(names), 4))
+
 
 def plan_conv_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool = False, layout: Layout | None = None) -> Plan:
     """The plan of a chain that starts with `conv2d` on Hopper; `debug` bounds every wait. `layout` forces one (for measurements).
@@ -136,6 +141,11 @@ def _geometry(spec: Spec, target: Target, device: DeviceClass, windows: Windows,
     return chosen
 
 
+def _value(item: Apply) -> str | None:
+    """The C name of the operator's parameter, for one channel."""
+    return operand_of(item).value if item.parameter else None
+
+
 def _fold(spec: Spec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tuple[Operand, ...], tuple[Apply, ...]]:
     """The norm's affine part and the affine operators right behind it as updates of factor and offset, and the operators left over."""
     lines, operands = [], list(norm_operands(spec))
@@ -147,10 +157,13 @@ def _fold(spec: Spec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tupl
         if not item.affine:
             break
         done += 1
-        value = operand_of(item).value if item.parameter else item.constants[0].name
+        value = _value(item) or item.constants[0].name
         if item.parameter:
             operands.append(operand_of(item))
-        lines += [f"offset += {value};  // {item.comment}"] if step.operator.name == "add" else [f"factor *= {value};  // {item.comment}", f"offset *= {value};"]
+        if step.operator.name == "add":
+            lines.append(f"offset += {value};  // {item.comment}")
+        else:
+            lines += [f"factor *= {value};  // {item.comment}", f"offset *= {value};"]
     return tuple(lines), tuple(operands), items[done:]
 
 
@@ -163,7 +176,7 @@ def _kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, r
     finish_operands = tuple(operand_of(item) for item in left if item.parameter)
     finish = ValueFunction(
         "finish_value", "From a value before the norm to the result; `mean` and `factor` carry the channel's sign, as `v` does.",
-        ("v = fmaf(v - mean, factor, offset);", *(f"v = {item.apply('v', operand_of(item).value if item.parameter else None)};  // {item.comment}" for item in left)),
+        ("v = fmaf(v - mean, factor, offset);", *(f"v = {item.apply('v', _value(item))};  // {item.comment}" for item in left)),
         finish_operands, ("mean", "factor", "offset"),
     )  # fmt: skip
     signs = ValueFunction("", "", (), rising.factors)
@@ -228,7 +241,7 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
         *([c("kTileRows", g.tile_rows, "conv rows of a tile, which lie one behind the other in shared memory")] if g.tile_rows > 1 else []),
         c("kTileColumns", g.tile_columns, "conv columns of a tile" if g.tile_rows == 1 else "columns of a tile: kPitch, of which kOutWidth are used"),
         *([c("kColumnTiles", g.column_tiles, "tiles beside each other")] if g.column_tiles > 1 else []),
-        c("kLastColumns", out_width - (g.column_tiles - 1) * g.tile_columns, "columns of the last tile that exist" if g.column_tiles > 1 else "kOutWidth: columns that exist"),
+        c("kLastColumns", out_width - (g.column_tiles - 1) * g.tile_columns, f"columns of the {'last ' if g.column_tiles > 1 else ''}tile that exist"),
         c("kAccumulators", g.tile_values, f"64 channels x {g.tile} pixels / 128 threads"),
         c("kStrips", g.strips, "strips of kWindowHeight conv rows, the last may be short"),
         c("kUnits", g.units, "strips of a part" if g.layout.cluster > 1 else "strips of a sample"),
@@ -243,9 +256,11 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
         c("kRing", g.ring, "rows of x in shared memory: what kMultiplyGroups strips read, and a chunk on its way"),
         c("kRepeats", g.repeats, "first rows of the ring, kept a second time behind it: a tile's rows are never torn apart"),
         c("kChunkRows", g.chunk, "rows that are converted at once"),
-        *([c("kRawStages", g.raw_stages, "chunks on their way from memory"), c("kRawValues", g.raw_stage_bytes // spec.precision.itemsize, "kInChannels x kChunkRows x kWidth"),
-           c("kConvertBarrier", g.layout.warpgroups + 2, "named barrier of the converting warpgroup")]
-          if g.raw_stages else [c("kPrefetchChunks", 3, "chunks between what is loaded and what is brought into the L2 cache")]),
+        *([
+            c("kRawStages", g.raw_stages, "chunks on their way from memory"),
+            c("kRawValues", g.raw_stage_bytes // spec.precision.itemsize, "kInChannels x kChunkRows x kWidth"),
+            c("kConvertBarrier", g.layout.warpgroups + 2, "named barrier of the converting warpgroup"),
+        ] if g.raw_stages else [c("kPrefetchChunks", 3, "chunks between what is loaded and what is brought into the L2 cache")]),
         c("kChunkPixels", ceil_div(g.chunk * width, 128), "pixels of a chunk for each converting thread"),
         c("kPlanePixels", "(kRing + kRepeats) * kPitch", "pixels of a plane"),
         c("kPlanes", g.planes, "kOctets" + (", high and low parts" if g.parts == 2 else "")),

@@ -34,8 +34,9 @@ def planned(spec, **options):
 
 
 @given(
-    st.tuples(st.integers(1, 5), st.integers(1, 5)), st.integers(1, 4), st.integers(1, 32).map(lambda n: 8 * n), st.integers(6, 24), st.sampled_from([1, 2]), st.booleans()
-)
+    st.tuples(st.integers(1, 5), st.integers(1, 5)), st.integers(1, 4), st.integers(1, 32).map(lambda n: 8 * n), st.integers(6, 24), st.sampled_from([1, 2]),
+    st.booleans(),
+)  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_every_product_appears_once_and_second_halves_lie_behind(kernel, octets, pitch, rows, parts, shifted):
     plane = rows * pitch
