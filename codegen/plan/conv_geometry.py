@@ -135,7 +135,8 @@ class Geometry:
     def shared_bytes(self) -> int:
         """The struct Shared of the source, at most."""
         groups, cluster = self.layout.warpgroups, self.layout.cluster
-        fixed = groups * (self.channels * COEFFICIENTS_BYTES + ROWS_A * ceil_to(self.channel_floats * 4, 16)) + 2 * self.channels * cluster * groups * MOMENTS_BYTES
+        fixed = groups * (self.channels * COEFFICIENTS_BYTES + ROWS_A * ceil_to(self.channel_floats * 4, 16))
+        fixed += 2 * self.channels * cluster * groups * MOMENTS_BYTES
         return ceil_to(fixed + 8 * (self.ring + self.strip_barriers + 2 + self.raw_stages) + 4 * self.items + 16, 16)
 
     @property

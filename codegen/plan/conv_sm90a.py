@@ -276,7 +276,7 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
         *([c("kRawAt", g.operand_bytes + g.constants_bytes + g.slots_bytes, "+ kUnits x kSlotValues x 4")] if g.raw_stages else []),
         c("kSharedAt", g.smem_bytes - g.shared_bytes, f"+ kRawStages x {g.raw_stage_bytes}" if g.raw_stages else "+ kUnits x kSlotValues x 4"),
         c("kSharedBytes", g.smem_bytes, "+ struct Shared"),
-        c("kConstant", "1.0f" if bf16 else "32768.0f", "value of the constant pixels" + ("" if bf16 else ": 65504 times it exceeds any sum of products"), "float"),
+        c("kConstant", "1.0f" if bf16 else "32768.0f", "of the constant pixels" + ("" if bf16 else ": 65504 times it exceeds any sum of products"), "float"),
         *([] if bf16 else [c("kWeightExponent", 4, "a channel's largest weight is scaled to 16 .. 32")]),
         *([
             c("kInputScale", "64.0f", "x is scaled by it before it becomes fp16", "float"),
