@@ -4,74 +4,77 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-gpu generate generate-all check-generated explain standalone compile-all verify bench report evidence evidence-peers sanitize clean
 
-PY = "$$(./.ci/python)"
-OUT ?= generated
-SPECS ?= $(SPEC)
 WORKERS ?= 2
-need-spec = @test -n "$(strip $(SPECS))" || { echo "make $@ needs a spec: make $@ SPEC=specs/default.yaml (shipped: $$(cd codegen && echo specs/*.yaml))" >&2; exit 2; }
+# $(call python,emit|run|test|bench) starts a recipe: the interpreter that has what the command needs, or its set-up's error.
+python = @py="$$(./.ci/python $(1))" && "$$py"
+specs = $(if $(SPEC),"$(SPEC)") $(SPECS)
+need-spec = @test -n '$(strip $(SPEC)$(SPECS))' || { echo "make $@ needs a spec: make $@ SPEC=specs/default.yaml (shipped: $$(cd codegen && echo specs/*.yaml))" >&2; exit 2; }
 emit-options = $(if $(PRECISION),--precision $(PRECISION)) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device $(DEVICE)) \
-	--out "$(OUT)" $(if $(filter-out 0,$(DEBUG)),--debug)
+	$(if $(OUT),--out "$(OUT)") $(if $(filter-out 0,$(DEBUG)),--debug) $(if $(filter-out 0,$(FORCE)),--force)
 
 help: ## this list
 	@echo "Specialised GPU kernels for fixed shapes, from a YAML spec."
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "Variables: SPEC or SPECS (a list), PRECISION=fp32|tf32|fp16|bf16, TARGETS=\"cpu sm_80 sm_90a\", DEVICE=h100|a100|..., OUT=generated, DEBUG=1, PYTHON=python3"
+	@echo "Variables: SPEC or SPECS (a list), PRECISION=fp32|tf32|fp16|bf16, TARGETS=\"cpu sm_80 sm_90a\", DEVICE=h100|a100|..., OUT=generated, DEBUG=1, FORCE=1, PYTHON=python3"
+
+demo-options = $(if $(PRECISION),--precision $(PRECISION)) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device-class $(DEVICE)) \
+	$(if $(OUT),--out "$(OUT)")
 
 demo: ## generate specs/default.yaml, build it, run it beside PyTorch
-	@$(PY) -m bench.demo $(if $(SPEC),"$(SPEC)")
+	$(call python,run) -m bench.demo $(if $(SPEC),"$(SPEC)") $(demo-options)
 
 test: ## all tests that need no GPU
-	@$(PY) -m pytest -m "not gpu" -n $(WORKERS)
+	$(call python,test) -m pytest -m "not gpu" -n $(WORKERS)
 
 test-gpu: ## the tests marked gpu, on a machine with a GPU
-	@$(PY) -m pytest -m gpu
+	$(call python,test) -m pytest -m gpu
 
-generate: ## emit the packages of SPEC or SPECS (PRECISION=, TARGETS=, DEVICE=, OUT=, DEBUG=1)
+generate: ## emit the packages of SPEC or SPECS (PRECISION=, TARGETS=, DEVICE=, OUT=, DEBUG=1, FORCE=1)
 	$(need-spec)
-	@$(PY) -m codegen.emit $(SPECS) $(emit-options)
+	$(call python,emit) -m codegen.emit $(specs) $(emit-options)
 
 generate-all: ## emit every package listed in generated/index.yaml
-	@$(PY) -m codegen.emit --all
+	$(call python,emit) -m codegen.emit --all
 
 check-generated: ## fail when a checked-in package differs from what its spec emits
-	@$(PY) -m codegen.emit --check
+	$(call python,emit) -m codegen.emit --check
 
 explain: ## print the plan of SPEC: kernels, tiles, memory, floor
 	$(need-spec)
-	@$(PY) -m codegen.emit $(SPECS) $(emit-options) --explain
+	$(call python,emit) -m codegen.emit $(specs) $(emit-options) --explain
 
 standalone: ## also write <package>/standalone.py: one file that imports nothing of ours
 	$(need-spec)
-	@$(PY) -m codegen.emit $(SPECS) $(emit-options) --standalone
+	$(call python,emit) -m codegen.emit $(specs) $(emit-options) --standalone
 
 compile-all: ## compile the full matrix of shapes, precisions and targets with nvcc (minutes)
-	@$(PY) -m tests.compile_matrix
+	$(call python,test) -m tests.compile_matrix
 
 bench-options = $(if $(PRECISION),--precision $(PRECISION)) $(if $(TARGETS),--target $(firstword $(TARGETS))) $(if $(ON),--device $(ON))
 
 verify: ## is SPEC's model right? against float64 and PyTorch, on ordinary and adversarial data (PRECISION=, TARGETS=, ON=cpu|cuda)
 	$(need-spec)
-	@$(PY) -m bench.verify $(SPECS) $(bench-options)
+	$(call python,run) -m bench.verify $(specs) $(bench-options)
 
 bench: ## time SPEC's model beside PyTorch and other peers (PEERS=evidence|autotuned|all or names, PRECISION=, TARGETS=, ON=)
 	$(need-spec)
-	@$(PY) -m bench.run $(SPECS) $(bench-options) $(if $(PEERS),--peers "$(PEERS)")
+	$(call python,run) -m bench.run $(specs) $(bench-options) $(if $(PEERS),--peers "$(PEERS)")
 
 evidence: ## verify and time every checked-in package on this card; writes bench/results/<gpu>/ (BUDGET= seconds; run again to go on)
-	@$(PY) -m bench.evidence $(SPECS) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))
+	$(call python,run) -m bench.evidence $(specs) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))
 
 evidence-peers: ## the same with the autotuned peers, minutes a package (PEERS_CACHE= folder for Inductor's cache)
-	@$(PY) -m bench.evidence --autotuned $(SPECS) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))
+	$(call python,run) -m bench.evidence --autotuned $(specs) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))
 
 report: ## from bench/results: build/report/index.html with pictures, and the README's table
-	@$(PY) -m bench.report
+	$(call python,bench) -m bench.report
 
 sanitize: ## compute-sanitizer's four tools over SPEC's kernels (all checked-in packages without SPEC) at small shapes
-	@$(PY) -m bench.sanitize $(SPECS) $(bench-options)
+	$(call python,run) -m bench.sanitize $(specs) $(bench-options)
 
 clean: ## remove what these commands made (.venv, build/, packages of your own under generated/)
 	@rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
-	@git clean -fdXq generated
+	@if git rev-parse --is-inside-work-tree >/dev/null 2>&1; then git clean -fdXq generated; fi

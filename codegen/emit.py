@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import sys
 import tempfile
@@ -24,18 +25,21 @@ from codegen.standalone import render_standalone
 from codegen.targets import DEVICES, TARGETS
 
 DEFAULT_TARGETS = ("cpu", "sm_80")
+MARK = "do not edit."  # in the header of everything that is emitted
 
 
-def make_package(spec: Spec, targets: tuple[str, ...] = (), device: str | None = None) -> Package:
-    """Plan `spec` for the given targets (else the spec's own, else all that can serve it).
+def make_package(spec: Spec, targets: tuple[str, ...] = (), device: str | None = None, debug: bool = False) -> Package:
+    """Plan `spec` for the given targets (else the spec's own, else those of DEFAULT_TARGETS that can serve it).
 
     Raises PlanError when a target that was asked for cannot serve the spec, or none can.
     """
     asked = targets or spec.targets
+    if device and not any(name in DEVICES[device].targets for name in asked or DEFAULT_TARGETS):
+        raise PlanError(f"device class {device} goes with {', '.join(DEVICES[device].targets)}, not with {', '.join(asked or DEFAULT_TARGETS)}")
     plans, skipped = [], []
     for name in asked or DEFAULT_TARGETS:
         try:
-            plans.append(plan(spec, name, device if device and name in DEVICES[device].targets else None))
+            plans.append(plan(spec, name, device if device and name in DEVICES[device].targets else None, debug))
         except PlanError as error:
             if asked:
                 raise
@@ -67,10 +71,23 @@ def write_if_different(folder: Path, files: dict[str, str]) -> list[Path]:
             raise
         changed.append(path)
     for path in folder.iterdir():
-        if path.name not in files and path.suffix in (".cu", ".cpp") and "do not edit. Again: make generate" in path.read_text(encoding="utf-8", errors="replace"):
+        if path.name not in files and is_emitted(path):
             path.unlink()
             changed.append(path)
     return changed
+
+
+def is_emitted(path: Path) -> bool:
+    """Is `path` a source or a standalone.py that this generator wrote?"""
+    return (path.suffix in (".cu", ".cpp") or path.name == "standalone.py") and MARK in path.read_text(encoding="utf-8", errors="replace")
+
+
+def owner(folder: Path) -> str | None:
+    """The spec that the package in `folder` was generated from; None where there is no package."""
+    try:
+        return str(json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["spec"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _umask() -> int:
@@ -82,9 +99,15 @@ def _umask() -> int:
 def check(out: Path) -> list[str]:
     """Compare the checked-in packages listed in generated/index.yaml with what their specs emit; returns what differs, as text."""
     differences = []
+    if not index.entries(out):
+        raise click.ClickException(f"{out}/index.yaml lists no packages to check")
     for spec_path, precision in index.entries(out):
         package = make_package(load_spec(spec_path, precision))
-        for name, text in render(package).items():
+        files = render(package)
+        folder = out / package.spec.package
+        stale = [p for p in sorted(folder.glob("*")) if p.name not in files and p.name != "standalone.py" and is_emitted(p)]
+        differences += [f"{path}: is no longer emitted" for path in stale]
+        for name, text in files.items():
             path = out / package.spec.package / name
             present = path.read_text(encoding="utf-8") if path.is_file() else ""
             if present != text:
@@ -98,14 +121,16 @@ def check(out: Path) -> list[str]:
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision; the package is then <name>_<precision>.")
 @click.option("--target", "targets", multiple=True, type=click.Choice(list(TARGETS)), help="Emit for this target only (may be repeated).")
 @click.option("--device", type=click.Choice(list(DEVICES)), help="Plan for this class of card instead of each target's default.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the packages.  [default: generated, with --debug build/debug]")
 @click.option("--explain", "explaining", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--standalone", is_flag=True, help="Also write standalone.py: one file that imports nothing of ours.")
-@click.option("--debug", is_flag=True, help="Emit checks (bounded waits, traps) into build/debug/ instead.")
+@click.option("--debug", is_flag=True, help="Bounded waits that trap and name their barrier (sm_90a; the others wait for nothing).")
+@click.option("--force", is_flag=True, help="Replace a package that was generated from another spec.")
 @click.option("--all", "everything", is_flag=True, help="Every package listed in <out>/index.yaml.")
 @click.option("--check", "checking", is_flag=True, help="Fail when a checked-in package differs from what its spec emits.")
-def main(specs, precision, targets, device, out, explaining, standalone, debug, everything, checking) -> None:
+def main(specs, precision, targets, device, out, explaining, standalone, debug, force, everything, checking) -> None:
     """Generate specialised kernels from SPECS (YAML files; `specs/default.yaml` finds the shipped one)."""
+    out = out or Path("build/debug" if debug else "generated")
     try:
         if checking:
             differences = check(out)
@@ -116,17 +141,20 @@ def main(specs, precision, targets, device, out, explaining, standalone, debug, 
         jobs = index.entries(out) if everything else [(spec, precision) for spec in specs]
         if not jobs:
             raise click.UsageError(f"name at least one spec; shipped: {', '.join(shipped())}")
-        if debug:
-            out = Path("build/debug")
-        packages = [make_package(load_spec(path, chosen), targets, device) for path, chosen in jobs]
+        packages = [make_package(load_spec(path, chosen), targets, device, debug) for path, chosen in jobs]
         for package in packages:
             if explaining:
                 click.echo("\n".join([explain(p) for p in package.plans] + [f"not for {name}: {reason}" for name, reason in package.skipped]))
                 continue
+            folder = out / package.spec.package
+            if not force and owner(folder) not in (None, package.spec.path):
+                raise click.ClickException(
+                    f"{folder} holds the package of {owner(folder)}, and {package.spec.path} has the same name; "
+                    "change its name, choose another OUT, or pass --force (make: FORCE=1)"
+                )
             files = render(package)
             if standalone:
                 files["standalone.py"] = render_standalone(package, files)
-            folder = out / package.spec.package
             changed = write_if_different(folder, files)
             names = ", ".join(sorted(f for f in files if f not in ("__init__.py", "spec.yaml", "manifest.json")))
             click.echo(f"{folder}: {names}" + (f" ({len(changed)} files changed)" if changed else " (unchanged)"))
@@ -135,6 +163,8 @@ def main(specs, precision, targets, device, out, explaining, standalone, debug, 
         sys.exit(2)
     except PlanError as error:
         raise click.ClickException(str(error)) from None
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or out}: {error.strerror or error}; nothing half-written was left") from None
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from codegen.plan.model import Buffer, Launch, Library, Plan
-from codegen.report import explanation
+from codegen.report import explanation, regenerate
 from codegen.spec import Spec
 
 FORMAT = 1
@@ -29,8 +29,7 @@ class Package:
 
     @property
     def regenerate(self) -> str:
-        precision = "" if self.spec.precision.name == "fp32" else f" PRECISION={self.spec.precision.name}"
-        return f"make generate SPEC={self.spec.path}{precision}"
+        return regenerate(self.spec, next((plan.device for plan in self.plans if plan.device.name != plan.target.default_device), None))
 
     def plan_for(self, target: str) -> Plan | None:
         return next((plan for plan in self.plans if plan.target.name == target), None)

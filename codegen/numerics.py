@@ -5,6 +5,7 @@ The promises are those of docs/numerics.md. `Precision` is about the result; `Ar
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 
@@ -76,6 +77,9 @@ MATH_CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+_LARGEST = {"float16": 65504.0, "bfloat16": 255 * 2.0**120}
+
+
 def to_float32(value: float) -> float:
     """`value` rounded to the nearest float32. Raises OverflowError beyond its range."""
     return struct.unpack("<f", struct.pack("<f", value))[0]
@@ -84,8 +88,10 @@ def to_float32(value: float) -> float:
 def round_to(precision: Precision, value: float) -> float:
     """`value` as a number of the precision's storage type (nearest, ties to even): the bound that PyTorch compares with.
 
-    Raises OverflowError when it lies beyond the type's range.
+    Raises OverflowError when it lies beyond the type's range, also where rounding would bring it back, as PyTorch does.
     """
+    if abs(value) > _LARGEST.get(precision.dtype, math.inf):
+        raise OverflowError(f"{value} is beyond the range of {precision.dtype}")
     if precision.dtype == "float16":
         return struct.unpack("<e", struct.pack("<e", value))[0]
     single = to_float32(value)

@@ -80,13 +80,23 @@ def render(package: Package) -> dict[str, str]:
 
 
 def _drop_unused_constants(text: str) -> str:
-    """`text` without the constexpr lines that no other code names: a plan lists all its numbers, a kernel shows those it uses."""
+    """`text` without the constexpr lines that no other code names: a plan lists all its numbers, a kernel shows those it uses.
+
+    Where a comment derives from a number that is gone, it names it in words: kGroupChannels becomes group_channels.
+    """
+    dropped: set[str] = set()
     while True:
         words = Counter(_WORD.findall(_COMMENT.sub("", text)))
-        unused = [line for line in text.splitlines() if (found := _CONSTANT.match(line)) and words[found[1]] == 1]
+        unused = {found[1] for line in text.splitlines() if (found := _CONSTANT.match(line)) and words[found[1]] == 1}
         if not unused:
-            return text
-        text = "".join(line for line in text.splitlines(keepends=True) if line.rstrip("\n") not in unused)
+            break
+        dropped |= unused
+        text = "".join(line for line in text.splitlines(keepends=True) if not ((found := _CONSTANT.match(line)) and found[1] in unused))
+    return _COMMENT.sub(lambda comment: _WORD.sub(lambda word: _in_words(word[0]) if word[0] in dropped else word[0], comment[0]), text)
+
+
+def _in_words(constant: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", constant[1:]).lower()
 
 
 def _tidy(text: str, blank_lines: int = 1) -> str:

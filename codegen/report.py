@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from codegen.chain import describe
 from codegen.plan.model import Kernel, Launch, Plan
+from codegen.spec import Spec
+from codegen.targets import DeviceClass
 
 
 def chain_text(plan: Plan) -> str:
@@ -13,10 +16,17 @@ def chain_text(plan: Plan) -> str:
     return " -> ".join(step.operator.name for step in plan.spec.chain)
 
 
+def regenerate(spec: Spec, device: DeviceClass | None) -> str:
+    """The command that makes a package again; `device` where it is not the target's default."""
+    path = shlex.quote(spec.path)
+    precision = "" if spec.precision.name == "fp32" else f" PRECISION={spec.precision.name}"
+    return f"make generate SPEC={path}{precision}" + (f" DEVICE={device.name}" if device else "")
+
+
 def header_lines(plan: Plan, kernel: Kernel) -> list[str]:
     """The comment at the top of a source: what it computes, by which plan, and how to make it again."""
     spec = plan.spec
-    precision = "" if spec.precision.name == "fp32" else f" PRECISION={spec.precision.name}"
+    device = plan.device if plan.device.name != plan.target.default_device else None
     lines = [
         f"{spec.package}: {kernel.summary}",
         "",
@@ -28,7 +38,7 @@ def header_lines(plan: Plan, kernel: Kernel) -> list[str]:
     ]
     if kernel.blocks:
         lines.append(f"  {kernel.blocks} blocks of {kernel.threads} threads, {kernel.smem_bytes} bytes of shared memory")
-    lines += ["", f"Generated from {spec.path}; do not edit. Again: make generate SPEC={spec.path}{precision}"]
+    lines += ["", f"Generated from {spec.path}; do not edit. Again: {regenerate(spec, device)}"]
     return lines
 
 
@@ -42,16 +52,16 @@ def explanation(plan: Plan) -> dict[str, Any]:
         "why": list(plan.why),
         "kernels": [
             {
-                "name": kernel.function(plan.target), "file": kernel.file(plan.target), "summary": kernel.summary, "blocks": kernel.blocks,
-                "threads": kernel.threads, "smem_bytes": kernel.smem_bytes, "max_registers": kernel.max_registers,
+                "name": kernel.function(plan.target), "file": kernel.file(plan.target), "summary": kernel.summary, "blocks": kernel.blocks or None,
+                "threads": kernel.threads or None, "smem_bytes": kernel.smem_bytes, "max_registers": kernel.max_registers if kernel.threads else None,
                 "waves": _waves(plan, kernel), "notes": list(kernel.notes),
             }
             for kernel in plan.kernels
         ],
         "workspace_bytes": plan.workspace_bytes,
         "floor": {
-            "flop": floor.flop, "bytes": floor.bytes, "compute_ms": round(floor.compute_ms, 5), "memory_ms": round(floor.memory_ms, 5),
-            "ms": round(floor.ms, 5),
+            "flop": floor.flop, "bytes": floor.bytes, "compute_ms": round(floor.compute_ms, 5) or None, "memory_ms": round(floor.memory_ms, 5) or None,
+            "ms": round(floor.ms, 5) or None,
         },
     }  # fmt: skip
 

@@ -148,15 +148,18 @@ def load_spec(path: str | Path, precision: str | None = None) -> Spec:
 def resolve(path: str) -> tuple[Path, str]:
     """Where a spec named on the command line lies (under the current folder, else under codegen/), and the name that sources show.
 
-    The shown name is the same wherever the command runs: `specs/<file>` for a shipped spec, else the path as given, without the folders of
-    an absolute one. Raises SpecError when there is no such file.
+    The shown name is the same wherever the command runs: `specs/<file>` for a shipped spec, else the path from the current folder; of an
+    absolute path elsewhere, `.../<file>`. Raises SpecError when there is no such file.
     """
     package = Path(__file__).resolve().parent
     for candidate in (Path(path), package / path):
         if candidate.is_file():
             if candidate.resolve().is_relative_to(package):
                 return candidate, candidate.resolve().relative_to(package).as_posix()
-            return candidate, candidate.name if candidate.is_absolute() else candidate.as_posix()
+            if not candidate.is_absolute():
+                return candidate, candidate.as_posix()
+            here = Path.cwd()
+            return candidate, candidate.relative_to(here).as_posix() if candidate.is_relative_to(here) else f".../{candidate.name}"
     raise SpecError(path, [Problem(1, 1, f"no such file here or under codegen/; shipped specs: {', '.join(shipped())}")])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from codegen import numerics, ops
 from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator
+from codegen.reserved import RESERVED
 from codegen.spec import MAX_ELEMENTS, Spec, SpecError, Step
 from codegen.targets import TARGETS
 from codegen.yaml_reader import Node, Problem, YamlError, read
@@ -20,20 +21,6 @@ _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _TOP = ("name", "batch", "precision", "input", "args", "chain", "targets", "math", "gemm", "prepack")
 _INPUT_VALUES = ("rand", "randn")
 _INVALID = object()
-
-# Words that an identifier must not be because the emitted C++, CUDA or nn.Module already gives them a meaning.
-_RESERVED = frozenset(
-    """
-    alignas alignof asm auto bool break case catch char class const constexpr continue default delete do double else enum explicit export extern
-    false float for friend goto if inline int long mutable namespace new noexcept nullptr operator private protected public register return short
-    signed sizeof static struct switch template this throw true try typedef typename union unsigned using virtual void volatile while
-    x y t0 workspace row_scales tile_statistics self device stream super model runtime codegen torch nn generated main std
-    forward train eval training to half cuda cpu apply buffers parameters modules children named_parameters named_buffers named_modules state_dict
-    load_state_dict register_parameter register_buffer requires_grad_ zero_grad share_memory extra_repr compile prepare type dump_patches
-    add_module get_parameter get_buffer get_submodule set_submodule get_extra_state set_extra_state ipu xpu mtia bfloat16 to_empty
-    """.split()
-)
-
 
 def read_spec(path: Path, shown: str, precision: str | None) -> Spec:
     """Read the file at `path`, named `shown` in messages. Raises SpecError with all problems."""
@@ -80,6 +67,9 @@ class _Reader:
         nodes = {key: value for key, (_, value) in entries.items()}
 
         name = self.identifier(nodes["name"], "name") if "name" in nodes else _INVALID
+        suffix = next((p.suffix for p in numerics.PRECISIONS.values() if p.suffix and name is not _INVALID and name.endswith(p.suffix)), None)
+        if suffix:
+            self.fault(nodes["name"], f"name: {name} ends in {suffix}, which marks a package's precision; choose another name")
         batch = self.size(nodes["batch"], "batch") if "batch" in nodes else _INVALID
         chosen = self.word(nodes["precision"], "precision", numerics.PRECISIONS) if "precision" in nodes else "fp32"
         if precision is not None:
@@ -138,7 +128,7 @@ class _Reader:
         text = node.value
         if not isinstance(text, str) or not _IDENTIFIER.fullmatch(text) or len(text) > 80:
             return self.fault(node, f"{what}: {node.describe()} is no identifier (ASCII letters, digits and _, a letter first, at most 80)")
-        if keyword.iskeyword(text) or text.lower() in _RESERVED or text.startswith("__"):
+        if keyword.iskeyword(text) or text in RESERVED or text.startswith("__"):
             return self.fault(node, f"{what}: {text} has a meaning of its own in the generated code; choose another name")
         return text
 

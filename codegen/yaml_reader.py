@@ -51,7 +51,9 @@ class Node:
 
     def describe(self) -> str:
         """The value as a message shows it."""
-        return "a mapping" if self.is_mapping else "a list" if self.is_list else repr(self.text) if self.text == "" else self.text
+        if self.is_mapping or self.is_list:
+            return "a mapping" if self.is_mapping else "a list"
+        return self.text if self.text.isprintable() and self.text else repr(self.text)
 
     def plain(self) -> object:
         """The value as plain Python data."""
@@ -93,8 +95,11 @@ def parse(text: str) -> Node:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
         raise YamlError([Problem(line, column, f"not valid YAML: {error.problem or error.context}")]) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise YamlError([Problem(line, error.position - text.rfind("\n", 0, error.position), f"not valid YAML: {error.reason}")]) from None
     except yaml.YAMLError as error:
-        raise YamlError([Problem(1, 1, f"not valid YAML: {error}")]) from None
+        raise YamlError([Problem(1, 1, f"not valid YAML: {' '.join(str(error).split())}")]) from None
     except RecursionError:
         raise YamlError([Problem(1, 1, "the file is nested too deeply")]) from None
     if root is None:

@@ -2,6 +2,7 @@
 
     cpu      torch's GEMM or convolution, then one C++ pass
     sm_80    our GEMM with the whole chain in its epilogue; our GEMM, then the norm kernel; torch's GEMM or convolution, then the norm kernel
+    sm_90a   one wgmma kernel for the whole chain, of a linear or of a convolution
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ class PlanError(Exception):
     """A valid spec that this target or device class has no kernel for; the message says why and what to do."""
 
 
-def plan(spec: Spec, target: str, device: str | None = None) -> Plan:
-    """The plan of `spec` for a target and a device class (None: the target's default). Raises PlanError."""
+def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False) -> Plan:
+    """The plan of `spec` for a target and a device class (None: the target's default). Raises PlanError.
+
+    `debug` bounds every wait of the kernels that wait for others; it changes nothing elsewhere.
+    """
     if target not in TARGETS:
         raise PlanError(f"target {target!r} is unknown; there are {', '.join(TARGETS)}")
     chosen = TARGETS[target]
@@ -28,7 +32,9 @@ def plan(spec: Spec, target: str, device: str | None = None) -> Plan:
     if name not in DEVICES or target not in DEVICES[name].targets:
         able = [d.name for d in DEVICES.values() if target in d.targets]
         raise PlanError(f"device class {name!r} does not go with target {target}; for it there are {', '.join(able)}")
-    return _ROUTES[target](spec, chosen, DEVICES[name])
+    if target == "sm_90a":
+        return _sm_90a(spec, chosen, DEVICES[name], debug)
+    return _cpu(spec, chosen, DEVICES[name]) if target == "cpu" else _sm_80(spec, chosen, DEVICES[name])
 
 
 def floor(spec: Spec, device: DeviceClass, products: int = 1, rate: float | None = None) -> Floor:
@@ -72,6 +78,16 @@ def _sm_80(spec: Spec, target: Target, device: DeviceClass) -> Plan:
         spec, target, device,
         (f"torch's GEMM, then the norm kernel: {library_ms:.3f} ms estimated, against {ours_ms:.3f} ms with mma.sync in our own",),
     )  # fmt: skip
+
+
+def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool) -> Plan:
+    if spec.producer.operator.name == "conv2d":
+        from codegen.plan.conv_sm90a import plan_conv_sm_90a
+
+        return plan_conv_sm_90a(spec, target, device, debug=debug)
+    from codegen.plan.gemm_sm90a import plan_sm_90a
+
+    return plan_sm_90a(spec, target, device, debug=debug)
 
 
 def library_linear_ms(spec: Spec, device: DeviceClass) -> float:
@@ -124,5 +140,3 @@ def _norm(spec: Spec, target: Target, device: DeviceClass, **source) -> "NormPla
 
     return plan_norm(spec, target, device, **source)
 
-
-_ROUTES = {"cpu": _cpu, "sm_80": _sm_80}

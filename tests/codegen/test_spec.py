@@ -4,11 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from codegen.reserved import RESERVED
 from codegen.spec import SpecError, load_spec, resolve, shipped
 from codegen.spec_writer import resolved_yaml
+from runtime import GeneratedModule
 
 GOOD = """\
 name: layer
@@ -160,6 +163,11 @@ def test_no_yaml_at_all(tmp_path, text):
     assert problems(tmp_path, text)
 
 
+def test_every_attribute_of_a_module_is_reserved():
+    taken = {name for name in {*dir(torch.nn.Module()), *dir(GeneratedModule)} if not name.startswith("_")}
+    assert taken <= RESERVED, sorted(taken - RESERVED)
+
+
 def test_a_file_that_is_not_there_names_the_shipped_ones():
     with pytest.raises(SpecError, match=r"specs/default\.yaml"):
         load_spec("specs/defualt.yaml")
@@ -176,6 +184,9 @@ def test_the_shown_path_does_not_depend_on_where_the_command_runs(monkeypatch, t
     assert resolve("specs/default.yaml")[1] == first[1] == "specs/default.yaml"
     (tmp_path / "own.yaml").write_text(GOOD)
     assert resolve(str(tmp_path / "own.yaml"))[1] == resolve("own.yaml")[1] == "own.yaml"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resolve(str(tmp_path / "own.yaml"))[1] == ".../own.yaml"
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,0 +1,26 @@
+"""Words that a spec must not use as names: the emitted C++, CUDA or Python already gives them a meaning."""
+
+CPP = frozenset(
+    """
+    alignas alignof asm auto bool break case catch char class const constexpr continue default delete do double else enum explicit export extern
+    false float for friend goto if inline int long mutable namespace new noexcept nullptr operator private protected public register return short
+    signed sizeof static struct switch template this throw true try typedef typename union unsigned using virtual void volatile while
+    """.split()
+)
+
+# Names of tensors and modules in the emitted files.
+OURS = frozenset("x y t0 workspace row_scales tile_statistics self device stream super model runtime codegen torch nn generated main std".split())
+
+# Attributes of torch.nn.Module and of the runtime's module, as of torch 2.13; a test compares with the torch that is present.
+MODULE = frozenset(
+    """
+    T_destination add_module apply bfloat16 buffers build call_super_init children compile cpu cuda double dump_patches eval extra_repr
+    float forward get_buffer get_extra_state get_parameter get_submodule half ipu load_state_dict modules mtia named_buffers named_children
+    named_modules named_parameters parameters prepare register_backward_hook register_buffer register_forward_hook register_forward_pre_hook
+    register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook
+    register_module register_parameter register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ set_extra_state
+    set_submodule share_memory state_dict to to_empty train training type xpu zero_grad
+    """.split()
+)
+
+RESERVED = CPP | OURS | MODULE
