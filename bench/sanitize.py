@@ -1,4 +1,8 @@
-"""`make sanitize`: compute-sanitizer's memcheck, racecheck, initcheck and synccheck over the generated kernels, at small shapes."""
+"""`make sanitize`: compute-sanitizer's memcheck, racecheck, initcheck and synccheck over the generated kernels, at small shapes.
+
+Only our kernels run on the device. A step that a plan gives to cuBLAS or cuDNN is computed on the CPU and copied there: racecheck crashes inside
+some of the vendor's kernels, and initcheck does not see what their copy engine writes, so that our next kernel would seem to read rubbish.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,14 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from bench.machine import choose_device, describe
 from bench.packages import load_package
@@ -26,8 +32,11 @@ from codegen.plan import Library, PlanError
 from codegen.render import render
 from codegen.spec import Spec, SpecError, load_spec
 from codegen.targets import TARGETS
+from runtime import Package, RuntimeFailure, launch
+from runtime.build import ensure_built, plan_build
+from runtime.devices import visible_capabilities
 
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first, so that the last to finish is short
 _HOME = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
 
 
@@ -40,8 +49,44 @@ def find_sanitizer() -> str:
     return found
 
 
+@dataclass(frozen=True)
+class Job:
+    """One tool over one target of one package, whose small copy has been emitted to `folder` with kernels in these namespaces."""
+
+    spec: Spec
+    target: str
+    tool: str
+    key: str
+    folder: Path
+    kernels: tuple[str, ...]
+
+    @property
+    def identity(self) -> tuple[str, str, str, str]:
+        return self.spec.name, self.spec.precision.name, self.target, self.tool
+
+
+def compute_library_steps_on_the_cpu() -> None:
+    """Replace the runtime's two factories of library steps, for this process: float32 on the CPU, then the storage type, then the device."""
+    host = torch.device("cpu")
+
+    def on_the_cpu(factory):
+        def made(step, precision: str, device: torch.device):
+            compute = factory(step, precision, host)
+
+            def call(*operands: torch.Tensor | None) -> torch.Tensor:
+                y = compute(*(None if operand is None else operand.cpu().float() for operand in operands))
+                return y.to(operands[0].dtype).contiguous().to(device)
+
+            return call
+
+        return made
+
+    launch._linear, launch._conv2d = on_the_cpu(launch._linear), on_the_cpu(launch._conv2d)
+
+
 def child(folder: Path, runs: int) -> None:
-    """What the tool watches: the model's own kernels, `runs` times on random parameters. Everything else is prepared on the CPU."""
+    """What the tool watches: the model's own kernels, `runs` times on random parameters. Everything else is done on the CPU."""
+    compute_library_steps_on_the_cpu()
     package = load_package(folder)
     torch.manual_seed(0)
     model = package.ModelNew(*package.get_init_inputs())
@@ -55,33 +100,39 @@ def child(folder: Path, runs: int) -> None:
     print(f"finite results: {int(torch.isfinite(y).sum())} of {y.numel()}")
 
 
-def examine(sanitizer: str, tool: str, folder: Path, target: str, kernels: list[str], timeout_s: float) -> dict:
-    """One tool over one package; only our kernels are instrumented, the library's are not ours to judge."""
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", *_only(kernels)]
-    command += ["--leak-check", "no", "--report-api-errors", "no"] if tool == "memcheck" else []
-    command += [sys.executable, "-m", "bench.sanitize", "--child", str(folder)]
-    env = {**os.environ, "TARGETS": target, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+def examine(sanitizer: str, job: Job, timeout_s: float, threads: int) -> dict:
+    """Run the tool in a child process of `threads` CPU threads and read its report."""
+    command = [sanitizer, "--tool", job.tool, "--error-exitcode", "9", "--print-limit", "20", *_only(job.kernels)]
+    command += ["--leak-check", "no", "--report-api-errors", "no"] if job.tool == "memcheck" else []
+    command += [sys.executable, "-m", "bench.sanitize", "--child", str(job.folder)]
+    env = {**os.environ, "TARGETS": job.target, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
     start = time.perf_counter()
     try:
         finished = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
         output, code = finished.stdout, finished.returncode
     except subprocess.TimeoutExpired as error:
         output, code = (error.stdout or b"").decode(errors="replace"), -1
+    return {"tool": job.tool, **parse(output, code), "seconds": round(time.perf_counter() - start, 1)}
+
+
+def parse(output: str, code: int) -> dict:
+    """Verdict, summary line and first errors from what the tool printed; `code` is its exit code, -1 where it was ended."""
     summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*|LEAK SUMMARY: .*)", output)
-    errors = [line.lstrip("= ") for line in output.splitlines() if re.match(r"=+ +(Error|Warning|Invalid|Uninitialized|Barrier|Race|Potential|Program hit)", line)]
+    wrong = r"=+ +(Error|Warning|Invalid|Uninitialized|Barrier|Race|Potential|Program hit)"
+    errors = [line.lstrip("= ") for line in output.splitlines() if re.match(wrong, line)]
     clean = code == 0 and "finite results" in output
     return {
-        "tool": tool, "clean": clean, "summary": summary[-1] if summary else ("ended after the time allowed" if code == -1 else f"exit code {code}"),
-        "errors": [] if clean else (errors or output.splitlines()[-8:])[:10], "seconds": round(time.perf_counter() - start, 1),
+        "clean": clean, "summary": summary[-1] if summary else ("ended after the time allowed" if code == -1 else f"exit code {code}"),
+        "errors": [] if clean else (errors or output.splitlines()[-8:])[:10],
     }  # fmt: skip
 
 
-def _only(kernels: list[str]) -> list[str]:
+def _only(kernels: tuple[str, ...]) -> list[str]:
     """Options that restrict the tool to kernels whose mangled names hold these namespaces."""
     return [word for name in kernels for word in ("--kernel-name", f"kernel_substring={name}")]
 
 
-def small_package(spec: Spec, target: str) -> tuple[Path, list[str]]:
+def small_package(spec: Spec, target: str) -> tuple[Path, tuple[str, ...]]:
     """Emit the shrunken package for one target into build/sanitize/<target>/; its folder and the namespaces of its kernels."""
     full = make_package(spec, (target,))
     small = shrink(spec, Path("build/sanitize/specs"), library=any(isinstance(step, Library) for step in full.plans[0].steps))
@@ -89,7 +140,21 @@ def small_package(spec: Spec, target: str) -> tuple[Path, list[str]]:
     folder = Path("build/sanitize") / target / small.package
     write_if_different(folder, render(package))
     (plan,) = package.plans
-    return folder, sorted({kernel.file(plan.target).removesuffix(".cu") for kernel in plan.kernels})
+    return folder, tuple(sorted({kernel.file(plan.target).removesuffix(".cu") for kernel in plan.kernels}))
+
+
+def prebuild(jobs: list[Job], capability: tuple[int, int], workers: int) -> None:
+    """Compile each folder once, several at a time; a failure shows when a tool's child meets it."""
+
+    def one(job: Job) -> None:
+        try:
+            package = Package(job.folder)
+            ensure_built(plan_build(package, package.target(job.target), capability))
+        except RuntimeFailure:
+            pass
+
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one, {job.folder: job for job in jobs}.values()))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -100,10 +165,11 @@ def small_package(spec: Spec, target: str) -> tuple[Path, list[str]]:
 @click.option("--device", type=click.Choice(["cuda"]), default="cuda", hidden=True)
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Folder for the record; default bench/results.")
 @click.option("--budget-s", default=0.0, help="Stop cleanly before this many seconds are over; 0 means no limit.")
+@click.option("--jobs", "workers", default=1, show_default=True, type=click.IntRange(1), help="Child processes at once.")
 @click.option("--timeout-s", default=180.0, show_default=True, help="For one tool on one package.")
 @click.option("--force", is_flag=True, help="Examine again what is recorded for today's sources.")
 @click.option("--child", "folder", type=click.Path(path_type=Path), hidden=True)
-def main(specs, precisions, targets, tools, device, results, budget_s, timeout_s, force, folder) -> None:
+def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, folder) -> None:
     """Run compute-sanitizer over the kernels of SPECS (all checked-in packages without any) at small shapes."""
     if folder:
         child(folder, 2)
@@ -113,36 +179,58 @@ def main(specs, precisions, targets, tools, device, results, budget_s, timeout_s
         sanitizer = find_sanitizer()
     except RuntimeError as error:
         raise click.ClickException(str(error)) from None
-    machine, console = describe(where), Console(width=None if sys.stdout.isatty() else 180)
-    capability = torch.cuda.get_device_capability(where)
-    jobs = [job for job in index.entries(Path("generated")) if (not specs or load_spec(job[0]).path in {load_spec(s).path for s in specs}) and (not precisions or job[1] in precisions)]
+    start = time.perf_counter()
+    machine, console = describe(where), Console(soft_wrap=True, highlight=False)
+    able = [t for t in targets or DEFAULT_TARGETS if t != "cpu" and _runs_on(t, torch.cuda.get_device_capability(where))]
+    wanted = {load_spec(spec).path for spec in specs}
+    packages = [e for e in index.entries(Path("generated")) if (not specs or load_spec(e[0]).path in wanted) and (not precisions or e[1] in precisions)]
     at = results / machine.slug / "sanitize.json"
     record = read(at) or {"format": FORMAT, **machine.facts, "runs": []}
     done = {(r["spec"], r["precision"], r["target"], r["tool"]): r for r in record["runs"]}
-    start, longest, table = time.perf_counter(), 0.0, Table("package", "target", "tool", "verdict", "summary")
-    able = [t for t in targets or DEFAULT_TARGETS if t != "cpu" and capability >= TARGETS[t].min_capability and (t != "sm_90a" or capability == (9, 0))]
-    for (path, precision), target, tool in ((job, target, tool) for job in jobs for target in able for tool in tools or TOOLS):
-        spec, key = load_spec(path, precision), present_keys(path, precision).get(target)
-        identity = (spec.name, precision, target, tool)
-        if key is None or (not force and done.get(identity, {}).get("key") == key and done[identity]["clean"]):
-            continue
-        if budget_s and budget_s - (time.perf_counter() - start) < longest * 1.2:
-            console.print("stopped for lack of time; run again to go on")
-            break
-        began = time.perf_counter()
-        try:
-            folder, kernels = small_package(spec, target)
-        except (SpecError, PlanError) as error:
-            raise click.ClickException(str(error)) from None
-        found = examine(sanitizer, tool, folder, target, kernels, timeout_s)
-        longest = max(longest, time.perf_counter() - began)
-        done[identity] = {"spec": spec.name, "precision": precision, "target": target, "key": key, **found}
-        record["runs"] = [done[k] for k in sorted(done)]
-        write_json(at, record)
-        verdict = "[green]clean[/]" if found["clean"] else "[bold red]errors[/]"
-        table.add_row(spec.package, target, tool, verdict, found["summary"] + ("" if found["clean"] else "\n" + "\n".join(found["errors"][:4])))
-    console.print(table)
+    try:
+        jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]
+    except (SpecError, PlanError) as error:
+        raise click.ClickException(str(error)) from None
+    prebuild(jobs, visible_capabilities()[where.index or 0], workers)
+    console.print(f"{len(jobs)} examinations to do, their kernels compiled in {time.perf_counter() - start:.0f} s")
+    longest, skipped = 0.0, 0
+
+    def one(job: Job) -> dict | None:
+        left = budget_s - (time.perf_counter() - start) if budget_s else timeout_s
+        return None if left < longest * 1.2 else examine(sanitizer, job, min(timeout_s, left), max(1, (os.cpu_count() or 2) // workers))
+
+    with ThreadPoolExecutor(workers) as pool:
+        running = {pool.submit(one, job): job for job in jobs}
+        for number, future in enumerate(as_completed(running), 1):
+            job, found = running[future], future.result()
+            if found is None:
+                skipped += 1
+                continue
+            longest = max(longest, found["seconds"])
+            done[job.identity] = {"spec": job.spec.name, "precision": job.spec.precision.name, "target": job.target, "key": job.key, **found}
+            record["runs"] = [done[k] for k in sorted(done)]
+            write_json(at, record)
+            verdict = "[green]clean[/]" if found["clean"] else "[bold red]errors[/]"
+            console.print(f"[{number}/{len(jobs)}] {job.spec.package} {job.target} {job.tool}: {verdict} ({found['seconds']:.0f} s) {escape(found['summary'])}")
+            for line in found["errors"][:4]:
+                console.print(f"    {line}", markup=False)
+    if skipped:
+        console.print(f"stopped for lack of time with {skipped} left; run again to go on")
+    console.print(f"{sum(r['clean'] for r in record['runs'])} of {len(record['runs'])} recorded examinations are clean; {time.perf_counter() - start:.0f} s")
     sys.exit(not all(r["clean"] for r in record["runs"]))
+
+
+def _runs_on(target: str, capability: tuple[int, int]) -> bool:
+    return capability >= TARGETS[target].min_capability and (target != "sm_90a" or capability == (9, 0))
+
+
+def _jobs(packages: list[tuple[str, str]], targets: list[str], tools: tuple[str, ...]) -> list[Job]:
+    """Every tool over every package and target that the package serves; emits the small packages. Raises SpecError or PlanError."""
+    emitted = []
+    for path, precision in packages:
+        spec, keys = load_spec(path, precision), present_keys(path, precision)
+        emitted += [(spec, target, keys[target], *small_package(spec, target)) for target in targets if target in keys]
+    return [Job(spec, target, tool, key, folder, kernels) for tool in tools for spec, target, key, folder, kernels in emitted]
 
 
 if __name__ == "__main__":

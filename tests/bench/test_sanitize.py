@@ -1,0 +1,52 @@
+"""The sanitizer's child runs only our kernels on the device, and its report is read rightly."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench import sanitize
+from runtime import launch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def patched(monkeypatch):
+    for name in ("_linear", "_conv2d"):
+        monkeypatch.setattr(launch, name, getattr(launch, name))  # so that the originals come back
+    sanitize.compute_library_steps_on_the_cpu()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_library_steps_are_computed_in_float32_on_the_cpu(patched, dtype):
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((2, 8, 5, 5), (4, 4, 3, 3), (4,)))
+    step = SimpleNamespace(options={"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "groups": 2})
+    y = launch._conv2d(step, "fp32", CPU)(x, weight, bias)
+    assert torch.equal(y, F.conv2d(x.float(), weight.float(), bias.float(), padding=1, groups=2).to(dtype)) and y.is_contiguous()
+    a, b = x.flatten(1), torch.randn(6, 200).to(dtype)
+    assert torch.equal(launch._linear(None, "fp32", CPU)(a, b, None), F.linear(a.float(), b.float()).to(dtype))
+
+
+def test_no_library_call_is_made_for_another_device(patched):
+    """The factory asks for the CPU's arithmetic whatever device the program is for: no CUDA flag, no cuBLAS."""
+    call = launch._linear(None, "fp32", torch.device("meta"))
+    y = call(torch.randn(2, 3), torch.randn(4, 3), torch.randn(4))
+    assert y.device.type == "meta" and y.shape == (2, 4)
+
+
+def test_the_tools_report_is_read():
+    clean = sanitize.parse("finite results: 5 of 5\n========= ERROR SUMMARY: 0 errors\n", 0)
+    assert clean == {"clean": True, "summary": "ERROR SUMMARY: 0 errors", "errors": []}
+    race = sanitize.parse("========= Error: Race reported between A\nfinite results: 5 of 5\n========= RACECHECK SUMMARY: 1 hazard displayed\n", 9)
+    assert not race["clean"] and race["errors"] == ["Error: Race reported between A"]
+    assert not sanitize.parse("========= ERROR SUMMARY: 0 errors\n", 0)["clean"]  # the model never ran
+    assert sanitize.parse("", -1)["summary"] == "ended after the time allowed"
+
+
+def test_jobs_cover_every_tool_and_share_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    jobs = sanitize._jobs([("specs/gemm_groupnorm_hardtanh_small.yaml", "fp32")], ["sm_80"], sanitize.TOOLS)
+    assert [job.tool for job in jobs] == list(sanitize.TOOLS) and len({job.folder for job in jobs}) == 1
+    assert jobs[0].identity == ("gemm_groupnorm_hardtanh_small", "fp32", "sm_80", sanitize.TOOLS[0]) and jobs[0].kernels
