@@ -50,6 +50,9 @@ def build(package, targets, capability):
     for name in names:
         target = opened.target(name)
         able = [None] if target.arch is None else [entry for entry in wanted if entry is None or target.runs_on(entry)]
+        for entry in wanted:
+            if entry not in able and target.arch is not None:
+                click.echo(f"{opened.manifest.name} {name}: not for capability {entry[0]}.{entry[1]}, which it does not run on", err=True)
         for entry in able:
             path = ensure_built(plan_build(opened, target, entry))
             click.echo(f"{opened.manifest.name} {name}: {path}")

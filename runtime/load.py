@@ -72,7 +72,7 @@ def choose_targets(
         if not named:
             raise UnsupportedDeviceError(
                 f"TARGETS is {requested!r}, but {package.manifest.name} was generated for {', '.join(emitted)}; "
-                f"name one of these, or run {package.manifest.regenerate} TARGETS={names[0]}."
+                "name one of these, or generate the package for another target (make generate TARGETS=...)."
             )
         return [pair for target in sorted(named, key=_rank, reverse=True) for pair in _pairs_of(target, capabilities)]
     if not capabilities or set(emitted) == {"cpu"}:

@@ -1,7 +1,9 @@
 """The one way this package starts another program."""
 
 import os
+import signal
 import subprocess
+import threading
 from dataclasses import dataclass
 from typing import Callable, Mapping, Sequence
 
@@ -19,11 +21,13 @@ def run_program(
     cwd: str | os.PathLike | None = None,
     env: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] | None = None,
+    limit_s: float | None = None,
 ) -> Finished:
     """Runs ``argv`` to its end, without a shell, with messages in English and nothing on its standard input.
 
     ``env`` adds to the environment; ``on_line`` is called with each line as it is printed. Raises OSError where the
-    program cannot be started. A status below zero is the signal that ended it.
+    program cannot be started. A status below zero is the signal that ended it. After ``limit_s`` seconds the program is
+    killed and TimeoutError raised.
     """
     environment = {**os.environ, "LC_ALL": "C", **(env or {})}
     lines = []
@@ -37,7 +41,12 @@ def run_program(
         text=True,
         encoding="utf-8",
         errors="replace",
+        start_new_session=limit_s is not None,  # so that what the program has started can be killed with it
     ) as process:
+        overdue = threading.Event()
+        watch = threading.Timer(limit_s or 0, lambda: (overdue.set(), os.killpg(process.pid, signal.SIGKILL)))
+        if limit_s is not None:
+            watch.start()
         try:
             for line in process.stdout:
                 lines.append(line)
@@ -46,4 +55,8 @@ def run_program(
         except BaseException:
             process.terminate()  # ninja passes this on to the compilers it started
             raise
+        finally:
+            watch.cancel()
+    if overdue.is_set():
+        raise TimeoutError(f"{argv[0]} did not end within {limit_s:g} seconds")
     return Finished(process.returncode, "".join(lines))

@@ -23,6 +23,7 @@ from .process import run_program
 MIN_NVCC = (12, 4)
 MIN_GXX = (9, 0)
 MIN_NINJA = (1, 8)
+PROBE_SECONDS = 30  # a compiler that does not tell its version by then is broken
 
 # The wheels that make up a CUDA compiler, and a file that is there when the wheel is.
 NVCC_WHEELS = {
@@ -333,7 +334,9 @@ def _link_directories(nvcc: str) -> tuple[str, ...]:
 
 def _version_output(name: str, path: str, option: str = "--version") -> str:
     try:
-        finished = run_program([path, option])
+        finished = run_program([path, option], limit_s=PROBE_SECONDS)
+    except TimeoutError as error:
+        raise ToolchainError(f"{error}, although it was only asked for its version ({option}); reinstall {name}.") from error
     except OSError as error:
         raise ToolchainError(f"{path} cannot be run ({error.strerror}); reinstall {name}.") from error
     if finished.status != 0:

@@ -150,6 +150,13 @@ def test_a_launcher_before_the_compiler_is_left_out(monkeypatch):
     assert toolchain.find_gxx().path == shutil.which("g++")
 
 
+def test_a_tool_that_hangs_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(toolchain, "PROBE_SECONDS", 0.5)
+    monkeypatch.setenv("CXX", str(script(tmp_path / "g++", "sleep 100 & sleep 100\n")))
+    with pytest.raises(ToolchainError, match="did not end within 0.5 seconds"):
+        toolchain.find_gxx()
+
+
 def test_a_broken_tool_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(script(tmp_path / "broken", "echo no libisl; exit 1")))
     with pytest.raises(ToolchainError, match="broken --version failed with status 1.*no libisl"):
