@@ -147,6 +147,63 @@ def test_an_unscaled_fp16_split_is_caught(small):
     assert {"split high", "huge", "tiny"} <= set(judged(small, wrong, ("split high", "huge", "tiny")))
 
 
+def test_statistics_shifted_by_an_outlier_are_caught(small):
+    """Values stored as differences from the group's first one have lost their last bits where that one is far off, and only there."""
+
+    def wrong(model, x, correct):
+        y = model.gemm(x)
+        groups = y.view(y.shape[0], model.group_norm.num_groups, -1)
+        shifted = (groups - groups[..., :1]).view_as(y)
+        groups = shifted.view_as(groups)
+        return normalise(model, shifted, groups.mean(-1), groups.var(-1, correction=0))
+
+    assert set(judged(small, wrong, ("normal", "outlier first"))) == {"outlier first"}
+
+
+def test_an_fp16_split_scaled_by_the_rows_maximum_is_caught(small):
+    """Right on ordinary data and at any scale; what the maximum hides is lost."""
+
+    def halves(v):
+        scale = torch.exp2(torch.floor(torch.log2(v.abs().amax(1, keepdim=True).clamp_min(1e-37))))
+        scaled = v / scale
+        high = scaled.half().float()
+        return high, ((scaled - high) * 2048).half().float() / 2048, scale
+
+    def wrong(model, x, correct):
+        (x1, x2, sx), (w1, w2, sw) = halves(x), halves(model.gemm.weight)
+        y = (x1 @ w1.t() + (x1 @ w2.t() + x2 @ w1.t())) * sx * sw.t()
+        return finish(model, y + model.gemm.bias)
+
+    assert set(judged(small, wrong, ("normal", "split high", "huge", "lossy split"))) == {"lossy split"}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", ["outlier first", "outlier anywhere"])
+@pytest.mark.parametrize("path", ["gemm_groupnorm_hardtanh_small", "gemm_biasadd_hardtanh_mish_groupnorm_small", "conv2d_groupnorm_scale_maxpool_clamp_small"])
+def test_outliers_stand_where_the_families_say(path, name, precision, small):
+    """One value of each group a thousand spreads or more from the others; the very first one in "outlier first"."""
+    from bench.families import Draw
+    from codegen.spec import load_spec
+
+    spec = load_spec(f"specs/{path}.yaml", precision)
+    draw = Draw(spec, CPU, 3)
+    x, parameters = draw.finish(*FAMILIES[name].make(draw))
+    weight, bias = (parameters[spec.producer.key(p)].double() for p in spec.producer.parameters)
+    y = F.linear(x.double(), weight, bias) if x.dim() == 2 else F.conv2d(x.double(), weight, bias)
+    for step in spec.before_norm:
+        y = y + parameters[step.key(step.parameters[0])].double() if step.operator.name == "add" else {"hardtanh": F.hardtanh, "mish": F.mish}[step.operator.name](y)
+    groups = y.reshape(spec.batch, spec.num_groups, -1)
+    ordinary = slice(groups.shape[-1] // 2, None)  # behind a first channel that may be off as a whole
+    off = (groups - groups[..., ordinary].median(-1, keepdim=True).values).abs()
+    far = off > 1000 * off[..., ordinary].median(-1, keepdim=True).values
+    if name == "outlier first":
+        assert bool(far[..., 0].all())
+        alone = far.sum(-1) == (1 if x.dim() == 2 else torch.tensor([1, spec.spatial]).repeat(spec.num_groups // 2))
+        assert bool(alone.all())
+    else:
+        assert bool((far.sum(-1) == 1).all()) and far.double().argmax(-1).unique().numel() > 4
+
+
 def test_a_wrong_shape_or_type_is_caught(small):
     assert "expected" in judged(small, lambda model, x, correct: correct(x)[:-1], ("normal",))["normal"][0]
     assert "expected" in judged(small, lambda model, x, correct: correct(x).double(), ("normal",))["normal"][0]
