@@ -4,9 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.families import FAMILIES
+from bench.families import FAMILIES, Draw
+from bench.metrics import Errors
+from bench.promise import Yardsticks, allowed_error, allowed_outside
 from bench.subject import Subject, round_tf32
 from bench.verify import verify
+from codegen.numerics import PRECISIONS
+from codegen.spec import load_spec
 
 CPU = torch.device("cpu")
 
@@ -182,9 +186,6 @@ def test_an_fp16_split_scaled_by_the_rows_maximum_is_caught(small):
 @pytest.mark.parametrize("path", ["gemm_groupnorm_hardtanh_small", "gemm_biasadd_hardtanh_mish_groupnorm_small", "conv2d_groupnorm_scale_maxpool_clamp_small"])
 def test_outliers_stand_where_the_families_say(path, name, precision, small):
     """One value of each group a thousand spreads or more from the others; the very first one in "outlier first"."""
-    from bench.families import Draw
-    from codegen.spec import load_spec
-
     spec = load_spec(f"specs/{path}.yaml", precision)
     draw = Draw(spec, CPU, 3)
     x, parameters = draw.finish(*FAMILIES[name].make(draw))
@@ -204,16 +205,42 @@ def test_outliers_stand_where_the_families_say(path, name, precision, small):
         assert bool((far.sum(-1) == 1).all()) and far.double().argmax(-1).unique().numel() > 4
 
 
+def yardsticks(**more):
+    nothing = Errors(0.0, 0.0, 0, 100, 0.0, 0.0, None)
+    return Yardsticks(**{"eager": nothing, "eager_fp32": nothing, "tf32": None, "rounded": 0.0, "rms": 1.0, **more})
+
+
+def with_errors(relative=0.0, outside=0):
+    return Errors(relative, relative, outside, 100, 0.0, 0.0, None)
+
+
+@pytest.mark.parametrize(("precision", "eager", "allowed"), [("fp32", 1e-8, 3e-7), ("fp32", 1e-6, 1.1e-6), ("bf16", 2e-3, 2.1e-3), ("fp16", 0.0, 0.0)])
+def test_the_promised_error(precision, eager, allowed):
+    spec, by = load_spec("specs/default.yaml", precision), with_errors(eager)
+    assert allowed_error(spec, yardsticks(eager=by, eager_fp32=by)) == pytest.approx(allowed)
+
+
+def test_tf32_is_held_to_its_model_and_never_asked_to_beat_fp32():
+    spec = load_spec("specs/default.yaml", "tf32")
+    loose = with_errors(1e-2, 10**6)  # PyTorch's own TF32 is no yardstick
+    by = yardsticks(eager=loose, eager_fp32=with_errors(1e-6, 4), tf32=with_errors(2e-4, 100))
+    assert allowed_error(spec, by) == pytest.approx(2.2e-4) and allowed_outside(spec, by, False) == 130
+    assert allowed_error(spec, yardsticks(eager_fp32=with_errors(1e-6), tf32=with_errors())) == pytest.approx(1.1e-6)
+
+
+def test_elements_outside_are_counted_against_eagers():
+    fp32, bf16 = load_spec("specs/default.yaml"), load_spec("specs/default.yaml", "bf16")
+    by = yardsticks(eager=with_errors(outside=100))
+    assert allowed_outside(fp32, by, True) == 0 and allowed_outside(fp32, by, False) == allowed_outside(bf16, by, True) == 130
+    assert allowed_outside(bf16, yardsticks(), False) == 0
+
+
 def test_a_wrong_shape_or_type_is_caught(small):
     assert "expected" in judged(small, lambda model, x, correct: correct(x)[:-1], ("normal",))["normal"][0]
     assert "expected" in judged(small, lambda model, x, correct: correct(x).double(), ("normal",))["normal"][0]
 
 
 def test_every_family_is_made_for_every_shipped_spec_and_precision():
-    from bench.families import Draw
-    from codegen.numerics import PRECISIONS
-    from codegen.spec import load_spec
-
     for path in ("specs/gemm_biasadd_hardtanh_mish_groupnorm_small.yaml", "specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml"):
         for precision in PRECISIONS:
             spec = load_spec(path, precision)
