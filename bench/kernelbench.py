@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -34,6 +35,7 @@ SMALL = {
 }
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCRIPT = Path("scripts/run_and_check.py")
+NOISE = 0.3  # a standard deviation above this share of the mean is noise, not a time
 ARCHITECTURES = {(8, 0): "Ampere", (8, 6): "Ampere", (8, 9): "Ada", (9, 0): "Hopper"}
 
 # The script imports these for its cloud mode and for asking language models; neither is used here.
@@ -142,8 +144,26 @@ def prebuild(sources: list[Path], env: dict[str, str], builds: Path) -> None:
         "import os, sys; text = open(sys.argv[1]).read(); os.environ['TORCH_EXTENSIONS_DIR'] = os.path.join(sys.argv[2], 'test_build', str(hash(text)));"
         "os.makedirs(os.environ['TORCH_EXTENSIONS_DIR'], exist_ok=True); scope = {}; exec(text, scope); scope['_library']()"
     )
-    with ThreadPoolExecutor(max(1, min(6, (os.cpu_count() or 2) // 2))) as pool:
+    with ThreadPoolExecutor(_workers()) as pool:
         list(pool.map(lambda path: subprocess.run([sys.executable, "-c", program, str(path), str(builds)], env=env, capture_output=True), sources))
+
+
+def _workers() -> int:
+    return max(1, min(6, (os.cpu_count() or 2) // 2))
+
+
+def call(command: list[str], checkout: Path, env: dict[str, str], timeout_s: float) -> str:
+    """What the harness's script printed, whatever became of it."""
+    try:
+        return subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s).stdout
+    except subprocess.TimeoutExpired as error:
+        return f"{(error.stdout or b'').decode(errors='replace')}\nended after {timeout_s:.0f} s"
+
+
+def warm_up(commands: list[list[str]], checkout: Path, env: dict[str, str], timeout_s: float) -> None:
+    """Run them all, several at once, and forget the outcome: Inductor's cache and the extensions' build folders are full afterwards."""
+    with ThreadPoolExecutor(_workers()) as pool:
+        list(pool.map(lambda command: call(command, checkout, env, timeout_s), commands))
 
 
 def command_line(run: Run, reference: Path, standalone: Path, architecture: str, builds: Path) -> list[str]:
@@ -169,6 +189,22 @@ def parse(output: str) -> dict:
     }  # fmt: skip
 
 
+def spreads(output: str) -> dict[str, float]:
+    """Standard deviation over mean of the harness's own trials, of `ours` and of the `reference`, where it printed them."""
+    found = {}
+    for name, label in (("ours", r"(?<!ref_)runtime_stats"), ("reference", "ref_runtime_stats")):
+        printed = re.search(label + r"=(\{[^{}]*\})", output)
+        stats = ast.literal_eval(printed.group(1)) if printed else {}
+        if stats.get("mean", 0) > 0 and "std" in stats:
+            found[name] = round(stats["std"] / stats["mean"], 3)
+    return found
+
+
+def noisy(output: str) -> bool:
+    """Did one of the two scatter so much that its mean says little?"""
+    return any(spread > NOISE for spread in spreads(output).values())
+
+
 def verbatim(output: str, *folders: Path) -> list[str]:
     """The lines of the harness's report, without this machine's folders."""
     text = output
@@ -189,8 +225,9 @@ def verbatim(output: str, *folders: Path) -> list[str]:
 @click.option("--budget-s", default=0.0, help="Stop cleanly before this many seconds are over; 0 means no limit.")
 @click.option("--timeout-s", default=240.0, show_default=True, help="For one run of the harness.")
 @click.option("--force", is_flag=True, help="Run again what is recorded for today's sources.")
+@click.option("--warm", is_flag=True, help="First run every case once, several at once, and discard the results: the caches are full when the measuring begins.")
 @click.option("--prepare-only", is_flag=True, help="Write the standalone files, references and stubs, print the command lines and run nothing.")
-def main(checkout, problems, shapes, precisions, results, work, budget_s, timeout_s, force, prepare_only) -> None:
+def main(checkout, problems, shapes, precisions, results, work, budget_s, timeout_s, force, warm, prepare_only) -> None:
     """Run KernelBench's run_and_check.py on standalone.py of the three systems and record what it says."""
     runs = [
         Run(number, which, precision)
@@ -209,34 +246,37 @@ def main(checkout, problems, shapes, precisions, results, work, budget_s, timeou
     machine = describe(torch.device("cuda", 0))
     architecture = ARCHITECTURES.get(torch.cuda.get_device_capability(0), "Hopper")
     at = results / machine.slug / "kernelbench.json"
-    record = read(at) or {"format": FORMAT, "runs": []}
+    record = read(at) or read(RESULTS / machine.slug / "kernelbench.json") or {"format": FORMAT, "runs": []}
     if (record.get("gpu"), record.get("torch")) != (machine.gpu, machine.torch):
         record = {"format": FORMAT, **machine.facts, "runs": []}
     start, longest = time.perf_counter(), 0.0
     done = {(r["problem"], r["shapes"], r["precision"]): r for r in record["runs"]}
     runs = [run for run in runs if force or done.get((run.problem, run.shapes, run.precision), {}).get("key") != written[run][2]]
     prebuild([written[run][0] for run in runs], env, builds)
-    for run in runs:
+    commands = {run: command_line(run, reference_path(run, checkout, work), written[run][0], architecture, builds) for run in runs}
+    if warm:
+        warm_up(list(commands.values()), checkout, env, min(timeout_s, budget_s or timeout_s))
+        click.echo(f"{len(commands)} cases run once, results discarded ({time.perf_counter() - start:.0f} s)")
+    for run, command in commands.items():
         if budget_s and budget_s - (time.perf_counter() - start) < longest * 1.1:
             click.echo("stopped for lack of time; run again to go on")
             break
-        standalone, target, key = written[run]
-        command, began = command_line(run, reference_path(run, checkout, work), standalone, architecture, builds), time.perf_counter()
-        try:
-            finished = subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
-            output = finished.stdout
-        except subprocess.TimeoutExpired as error:
-            output = f"{(error.stdout or b'').decode(errors='replace')}\nended after {timeout_s:.0f} s"
+        began, (_, target, key) = time.perf_counter(), written[run]
+        output, earlier = call(command, checkout, env, timeout_s), None
+        if noisy(output):
+            output, earlier = call(command, checkout, env, timeout_s), output
         longest = max(longest, time.perf_counter() - began)
-        found = parse(output)
+        found, folders = parse(output), (checkout, work, Path.cwd())
         done[(run.problem, run.shapes, run.precision)] = {
             "problem": run.problem, "shapes": run.shapes, "precision": run.precision, "package": run.spec.package, "target": target, "key": key, **found,
-            "output": verbatim(output, checkout, work, Path.cwd()),
+            "spread": spreads(output), "noisy": earlier is not None, "output": verbatim(output, *folders),
+            **({"first_output": verbatim(earlier, *folders)} if earlier is not None else {}),
         }  # fmt: skip
         order = {"current": 0, "first version": 1}
         record["runs"] = sorted(done.values(), key=lambda r: (order[r["shapes"]], list(PROBLEMS).index(r["problem"]), PRECISIONS.index(r["precision"])))
         write_json(at, record)
-        click.echo(f"{run.name}: {found['verdict']}, {found['speedup_eager']}x eager, {found['speedup_compile']}x torch.compile ({time.perf_counter() - began:.0f} s)")
+        click.echo(f"{run.name}: {found['verdict']}, {found['speedup_eager']}x eager, {found['speedup_compile']}x torch.compile"
+                   f"{', noisy, so run twice' if earlier is not None else ''} ({time.perf_counter() - began:.0f} s)")
     sys.exit(not all(r["correct"] for r in record["runs"]))
 
 

@@ -185,7 +185,7 @@ def main(specs, precisions, targets, tools, device, results, budget_s, workers, 
     wanted = {load_spec(spec).path for spec in specs}
     packages = [e for e in index.entries(Path("generated")) if (not specs or load_spec(e[0]).path in wanted) and (not precisions or e[1] in precisions)]
     at = results / machine.slug / "sanitize.json"
-    record = read(at) or {"format": FORMAT, **machine.facts, "runs": []}
+    record = read(at) or read(RESULTS / machine.slug / "sanitize.json") or {"format": FORMAT, **machine.facts, "runs": []}
     done = {(r["spec"], r["precision"], r["target"], r["tool"]): r for r in record["runs"]}
     try:
         jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]

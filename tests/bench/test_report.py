@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from bench.kernelbench import PROBLEMS, SMALL, Run, parse, reference_source
-from bench.records import conclude, write_json
+from bench.kernelbench import PROBLEMS, SMALL, Run, noisy, parse, reference_source, spreads
+from bench.records import conclude, read, write_json
 from bench.report import build
 from bench.shrink import shrink
 from codegen.spec import load_spec
@@ -53,6 +53,50 @@ def test_the_harness_output_is_read():
     assert parse("AssertionError: Static check failed. Errors: ['e']. Warnings: []")["verdict"] == "static check failed"
     assert parse("compiled=True correctness=False")["verdict"] == "wrong"
     assert parse("Segmentation fault")["verdict"] == "did not run"
+
+
+def test_a_noisy_run_is_told_from_a_steady_one():
+    line = "correctness=True runtime=1.0 runtime_stats={{'mean': 1.0, 'std': {}, 'hardware': 'H'}} ref_runtime=2.0 ref_runtime_stats={{'mean': 2.0, 'std': {}}}"
+    assert spreads(line.format(0.31, 0.02)) == {"ours": 0.31, "reference": 0.01}
+    assert noisy(line.format(0.31, 0.02)) and noisy(line.format(0.01, 0.7)) and not noisy(line.format(0.3, 0.6))
+    assert spreads("runtime=-1.0 runtime_stats={} ref_runtime=0.4") == {} and not noisy("Segmentation fault")
+
+
+HARNESS = """
+import pathlib, sys
+count = pathlib.Path(__file__).with_name("count")
+number = int(count.read_text()) + 1 if count.exists() else 1
+count.write_text(str(number))
+print("[INFO] Evaluating", number)
+print("compiled=True correctness=True runtime=1.0 runtime_stats={'mean': 1.0, 'std': %s} ref_runtime_stats={'mean': 2.0, 'std': 0.01}" % (0.5 if number == 2 else 0.01))
+"""
+
+
+def test_the_harness_is_warmed_and_run_again_where_it_is_noisy(tmp_path, monkeypatch):
+    """A stand-in for the script counts its calls: one to warm up, a noisy one, one more that counts; an earlier record is kept."""
+    import torch
+    from click.testing import CliRunner
+
+    from bench import kernelbench
+    from bench.machine import Machine
+
+    (tmp_path / "kb" / "scripts").mkdir(parents=True)
+    (tmp_path / "kb" / "scripts" / "run_and_check.py").write_text(HARNESS)
+    machine = Machine("NVIDIA H200", "h200", "2.11.0", None, None)
+    monkeypatch.setattr(kernelbench, "describe", lambda device: machine)
+    monkeypatch.setattr(kernelbench, "prebuild", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    at = tmp_path / "results" / machine.slug / "kernelbench.json"
+    other = {"problem": 94, "shapes": "current", "precision": "fp32", "key": "k", "correct": True}
+    write_json(at, {"format": 1, "gpu": machine.gpu, "torch": machine.torch, "runs": [other]})
+    chosen = ["--problem", "30", "--shapes", "first version", "--precision", "fp32", "--warm"]
+    folders = ["--checkout", str(tmp_path / "kb"), "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    result = CliRunner().invoke(kernelbench.main, [*folders, *chosen])
+    assert result.exit_code == 0, result.output
+    kept, made = read(at)["runs"]
+    assert kept == other and made["noisy"] and made["spread"] == {"ours": 0.01, "reference": 0.005}
+    assert made["output"][0].endswith("3") and made["first_output"][0].endswith("2")
 
 
 @pytest.mark.parametrize("number", list(PROBLEMS))
