@@ -26,7 +26,7 @@ class GemmPlan:
     """The launches up to the norm and what they leave behind.
 
     `finished`: "y" holds the chain's result; otherwise it holds the values before the norm, in the spec's storage type, and where
-    `statistics` is set each row's and tile's (mean, M2) lie in its buffer. `why` holds the reasons, one sentence each.
+    `statistics` is set each row's and tile's moments lie in its buffer. `why` holds the reasons, one sentence each.
     """
 
     steps: tuple[Launch, ...]
@@ -64,7 +64,7 @@ def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arith
         steps.insert(0, Launch(row_scale_kernel(spec)))
         buffers.append(Buffer(SCALES, (spec.batch + spec.channels,), "float32"))
     if statistics is not None:
-        buffers.append(Buffer(STATISTICS, (spec.batch, statistics.tiles, 2), "float32"))
+        buffers.append(Buffer(STATISTICS, (spec.batch, statistics.tiles, 4), "float32"))
     return GemmPlan(tuple(steps), tuple(buffers), choice.finished, statistics, why)
 
 

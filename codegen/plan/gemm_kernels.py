@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from dataclasses import dataclass, replace
 
-from codegen.chain import Apply, Constant, applies, c_identifier, parameter_keys, unique_constants
+from codegen.chain import Apply, Constant, applies, parameter_keys, unique_constants
 from codegen.numerics import Arithmetic, float_literal
 from codegen.plan.gemm_tiles import WARP, Choice, Tile
 from codegen.plan.model import Kernel
+from codegen.plan.norm_chain import Operand, named_operand, norm_operands, operand_of
 from codegen.spec import Spec
 
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
@@ -64,7 +64,7 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class GemmKernel(Kernel):
-    """One GEMM with its epilogue. `copy_bytes` is the widest copy that every row of x and W allows; the `ragged_*` flags say whether a
+    """One GEMM with its epilogue. `affine`: gamma and beta, or nothing; `copy_bytes` is the widest copy that every row of x and W allows; the `ragged_*` flags say whether a
     tile can reach beyond the operands' rows or K."""
 
     pointers: tuple[Pointer, ...] = ()
@@ -79,10 +79,9 @@ class GemmKernel(Kernel):
     raster_remainder: bool = False
     finished: bool = False
     statistics: bool = False
-    bias: str | None = None
+    bias: Operand | None = None
     weight: str = ""
-    gamma: str | None = None
-    beta: str | None = None
+    affine: tuple[Operand, ...] = ()
     before: tuple[Apply, ...] = ()
     after: tuple[Apply, ...] = ()
     epilogue: Epilogue | None = None
@@ -111,19 +110,43 @@ class GemmKernel(Kernel):
     @property
     def uses_to_float(self) -> bool:
         """Whether the epilogue reads single values of the storage type."""
-        one_element = any(item.parameter and not item.per_channel for item in self.before + self.after)
         by_value = self.epilogue.vector == 1 and self.loads_channels
-        return one_element or by_value or (self.statistics and self.storage != "float")
+        return self.storage != "float" and bool(self.scalars or by_value or self.statistics)
 
     @property
     def loads_channels(self) -> bool:
         """Whether the epilogue reads per-channel parameters."""
-        return bool(self.bias or self.gamma or any(item.per_channel for item in self.before + self.after))
+        return bool(self.vectors_before or self.vectors_after)
 
-    def wrap(self, pointers: tuple[Pointer, ...], indent: int) -> str:
-        """Parameter declarations on lines of at most 140 characters, `indent` blanks in."""
-        text = ", ".join(p.declaration(restrict=True).replace(" ", "\0") for p in pointers)
-        return textwrap.fill(text, 140, initial_indent=" " * indent, subsequent_indent=" " * indent, break_long_words=False).replace("\0", " ")
+    @property
+    def scalars(self) -> tuple[Operand, ...]:
+        """The one-element parameters."""
+        return tuple(operand_of(item) for item in self.before + self.after if item.parameter and not item.per_channel)
+
+    @property
+    def vectors_before(self) -> tuple[Operand, ...]:
+        """The per-channel parameters up to the norm."""
+        return ((self.bias,) if self.bias else ()) + tuple(operand_of(item) for item in self.before if item.per_channel)
+
+    @property
+    def vectors_after(self) -> tuple[Operand, ...]:
+        """The norm's per-channel parameters and those behind it."""
+        return self.affine + tuple(operand_of(item) for item in self.after if item.per_channel)
+
+    @property
+    def before_lines(self) -> tuple[str, ...]:
+        """C statements on `v`, element `e` of a vector, up to the norm."""
+        return tuple(map(_statement, self.before))
+
+    @property
+    def after_lines(self) -> tuple[str, ...]:
+        """C statements on the normalised `v`."""
+        affine = ("v = fmaf(v, {}[e], {}[e]);".format(*(operand.value for operand in self.affine)),) if self.affine else ()
+        return affine + tuple(map(_statement, self.after))
+
+    def restricted(self, pointers: tuple[Pointer, ...]) -> list[str]:
+        """Parameter declarations of a CUDA function."""
+        return [p.declaration(restrict=True) for p in pointers]
 
     def guard_copy(self, rows: int) -> bool:
         """Whether the block's threads outnumber the 16-byte pieces of `rows` rows of a panel."""
@@ -140,6 +163,10 @@ class RowScaleKernel(Kernel):
     ragged: bool = False
     weight: str = ""
 
+    def restricted(self, pointers: tuple[Pointer, ...]) -> list[str]:
+        """Parameter declarations of the CUDA kernel."""
+        return [p.declaration(restrict=True) for p in pointers]
+
     @property
     def declarations(self) -> list[str]:
         return [p.declaration() for p in self.pointers]
@@ -150,19 +177,20 @@ class RowScaleKernel(Kernel):
 
 
 def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
-    """The GEMM of `spec` with the chosen tile; `statistics`: leave (mean, M2) of every row and tile behind."""
+    """The GEMM of `spec` with the chosen tile; `statistics`: leave the moments of every row and tile behind."""
     tile, precision = choice.tile, spec.precision
     k = spec.input_shape[1]
     before = applies(spec, spec.before_norm)
     after = applies(spec, spec.after_norm) if choice.finished else ()
     keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters}
-    norm = {p.suffix: spec.norm.key(p) for p in spec.norm.parameters} if choice.finished else {}
-    named = [keys["weight"], keys.get("bias"), *parameter_keys(before), norm.get("weight"), norm.get("bias"), *parameter_keys(after)]
+    affine = norm_operands(spec) if choice.finished else ()
+    named = [keys["weight"], keys.get("bias"), *parameter_keys(before), *(operand.key for operand in affine), *parameter_keys(after)]
     parameters = tuple(dict.fromkeys(key for key in named if key))
     scaled = arithmetic.name == "fp16x3"
     arguments = ("x", *parameters, *((SCALES,) if scaled else ()), *((STATISTICS,) if statistics else ()), "y")
-    types = {SCALES: "float", STATISTICS: "float2"}
-    pointers = tuple(Pointer(types.get(a, precision.c_type), c_identifier(a), a in ("y", STATISTICS)) for a in arguments)
+    types = {SCALES: "float", STATISTICS: "float4"}
+    known = {operand.key: operand.pointer for operand in (*map(named_operand, parameters), *affine)}
+    pointers = tuple(Pointer(types.get(a, precision.c_type), known.get(a, a), a in ("y", STATISTICS)) for a in arguments)
     stages_per_chunk, stage_count = _stage_counts(arithmetic, tile, k, precision.itemsize)
     padded_k = stage_count * tile.stage_k(precision.itemsize)
     tiles_m, tiles_n = math.ceil(spec.batch / tile.m), math.ceil(spec.channels / choice.columns)
@@ -175,8 +203,8 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
         copy_bytes=math.gcd(16, k * precision.itemsize), ragged_m=spec.batch % tile.m != 0,
         ragged_n=(tiles_n - 1) * choice.columns + tile.n > spec.channels, ragged_k=padded_k != k,
         ragged_outputs=tiles_n * choice.columns != spec.channels, raster_remainder=tiles_m % raster != 0,
-        finished=choice.finished, statistics=statistics, bias=_pointer(keys.get("bias")), weight=c_identifier(keys["weight"]),
-        gamma=_pointer(norm.get("weight")), beta=_pointer(norm.get("bias")), before=before, after=after, epilogue=epilogue, notes=notes,
+        finished=choice.finished, statistics=statistics, bias=named_operand(keys["bias"]) if "bias" in keys else None,
+        weight=named_operand(keys["weight"]).pointer, affine=affine, before=before, after=after, epilogue=epilogue, notes=notes,
     )  # fmt: skip
     constants = _shape_constants(spec, choice) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)
     constants += _epilogue_constants(spec, kernel) + unique_constants(before + after)
@@ -192,7 +220,8 @@ def row_scale_kernel(spec: Spec) -> RowScaleKernel:
     threads = next((t for t in (64, 128, 256, 512) if math.ceil(vectors / t) * vector <= 32), 1024)
     per_thread = math.ceil(vectors / threads)
     weight = spec.producer.key(spec.producer.parameters[0])
-    pointers = (Pointer("float", "x"), Pointer("float", c_identifier(weight)), Pointer("float", SCALES, True))
+    pointer = named_operand(weight).pointer
+    pointers = (Pointer("float", "x"), Pointer("float", pointer), Pointer("float", SCALES, True))
     constants = (
         Constant("kBatch", str(spec.batch), "rows of x"),
         Constant("kInFeatures", str(k), "values in a row of x or W"),
@@ -201,6 +230,7 @@ def row_scale_kernel(spec: Spec) -> RowScaleKernel:
         Constant("kVector", str(vector), "values in one load: the most that in_features allows, 16 bytes at most"),
         Constant("kVectors", str(vectors), "in_features / vector"),
         Constant("kSmallLimit", str(max(4, k // 1024)), "in_features / 1024, at least 4: more values too small to split and the row is given up"),
+        Constant("kNearLimit", str(max(256, k // 16)), "in_features / 16, at least 256: values near the largest without which no value may be too small"),
     )
     held = per_thread * vector <= 32
     if held:
@@ -209,12 +239,15 @@ def row_scale_kernel(spec: Spec) -> RowScaleKernel:
         name="row_scale", template="gemm/row_scale.cu.j2", arguments=("x", weight, SCALES), constants=constants,
         summary="a power of two for each row of x and W that brings its largest value to [2^14, 2^15); NaN where fp16 parts cannot hold the row",
         max_registers=min(255, 65536 // threads), threads=threads, blocks=rows, pointers=pointers, vector=vector, held=held,
-        ragged=vectors % threads != 0, weight=c_identifier(weight),
+        ragged=vectors % threads != 0, weight=pointer,
     )  # fmt: skip
 
 
-def _pointer(key: str | None) -> str | None:
-    return c_identifier(key) if key else None
+def _statement(item: Apply) -> str:
+    """The operator as a C statement on `v`, element `e` of a vector."""
+    operand = operand_of(item) if item.parameter else None
+    value = f"{operand.value}[e]" if operand and operand.per_channel else operand and operand.value
+    return f"v = {item.apply('v', value)};  // {item.comment}"
 
 
 def _template(arithmetic: Arithmetic, tile: Tile) -> str:

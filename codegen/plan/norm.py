@@ -12,10 +12,11 @@ from codegen.targets import DeviceClass, Target
 
 @dataclass(frozen=True)
 class TileStatistics:
-    """Statistics that a GEMM left behind: one float2 (mean, M2) per row and tile of `tile_n` columns, row-major [batch, tiles] in `buffer`.
+    """Statistics that a GEMM left behind: one float4 (count, mean, mean_rest, M2) per row and tile of `tile_n` columns, row-major
+    [batch, tiles] in `buffer`.
 
-    M2 is the sum of squared differences from the tile's mean, both of the values as stored (rounded to the storage type). `tile_n` divides
-    the group width, so `tiles` * `tile_n` = channels.
+    The tile's mean is mean + mean_rest, two floats; M2 is the sum of squared differences from it; all of the values as stored (rounded to
+    the storage type). `tile_n` divides the group width, so `tiles` * `tile_n` = channels.
     """
 
     tile_n: int
@@ -58,7 +59,7 @@ def plan_norm(
         if group_width % statistics.tile_n or statistics.tiles * statistics.tile_n != spec.channels * spec.spatial:
             raise ValueError(f"statistics of {statistics.tiles} tiles of {statistics.tile_n} do not divide groups of {group_width}")
         pieces = group_width // statistics.tile_n
-        kernel = norm_flat.apply_kernel(spec, source, apply_before, producer_bias, statistics.buffer, pieces, statistics.tile_n)
+        kernel = norm_flat.apply_kernel(spec, source, apply_before, producer_bias, statistics.buffer, pieces)
         return NormPlan((Launch(kernel),), (), (f"the GEMM's statistics of {pieces} tile{'s' if pieces > 1 else ''} of a group are merged, not computed anew",))
     how = norm_flat.residency(spec, norm_flat.access_width(spec))
     if how is not None:

@@ -82,7 +82,7 @@ class NormKernel(Kernel):
         listed = [first, *(f"const {c_type}* __restrict__ {operand.pointer}" for operand in self.operands)]
         if not self.in_place and self.statistics != "writes":
             listed.append(f"{c_type}* __restrict__ {self.output}")
-        return listed + {"reads": ["const float2* __restrict__ statistics"], "writes": ["float2* __restrict__ statistics"]}.get(self.statistics, [])
+        return listed + {"reads": ["const float4* __restrict__ statistics"], "writes": ["float4* __restrict__ statistics"]}.get(self.statistics, [])
 
     def host_parameters(self, c_type: str) -> list[str]:
         """The same pointers as the launcher takes them."""
@@ -109,9 +109,16 @@ def norm_operands(spec: Spec) -> tuple[Operand, ...]:
     return tuple(Operand(key, f"p_{name}", f"c_{name}") for key, name in zip(keys, ("gamma", "beta"), strict=False))
 
 
+def named_operand(key: str, per_channel: bool = True) -> Operand:
+    """The operand of a state_dict key. A prefix keeps every name apart from the kernels' own, a suffix from the norm's gamma and beta."""
+    word = c_identifier(key)
+    word += "_" if word.rstrip("_") in ("gamma", "beta") else ""
+    return Operand(key, f"p_{word}", f"c_{word}", per_channel)
+
+
 def operand_of(item: Apply) -> Operand:
     """The parameter that an applied operator takes."""
-    return Operand(item.parameter, f"p_{item.pointer}", f"c_{item.pointer}", item.per_channel)
+    return named_operand(item.parameter, item.per_channel)
 
 
 def _statements(items: Sequence[Apply]) -> tuple[str, ...]:
@@ -125,21 +132,21 @@ def _operands(items: Sequence[Apply]) -> tuple[Operand, ...]:
 def prepare_function(spec: Spec, apply_before: bool, producer_bias: str | None) -> ValueFunction | None:
     """From the producer's value to the norm's input; None where they are the same."""
     items = applies(spec, spec.before_norm) if apply_before else ()
-    bias = Operand(producer_bias, f"p_{c_identifier(producer_bias)}", f"c_{c_identifier(producer_bias)}") if producer_bias else None
+    bias = named_operand(producer_bias) if producer_bias else None
     lines = ((f"v = v + {bias.value};  // {spec.producer.operator.name}'s bias",) if bias else ()) + _statements(items)
     operands = ((bias,) if bias else ()) + _operands(items)
-    return ValueFunction("prepare_value", "From the producer's value to the norm's input. Differences of results use __fsub_rn, which is never fused with a product: equals give 0.", lines, operands) if lines else None
+    return ValueFunction("prepare_value", "From the producer's value to the norm's input.", lines, operands) if lines else None
 
 
 def normalise_lines(spec: Spec) -> tuple[str, ...]:
     affine = ("v = fmaf(v, c_gamma, c_beta);",) if norm_operands(spec) else ()
-    return ("v = (v - mean) * rstd;", *affine)
+    return ("v = (__fsub_rn(v, mean) - mean_rest) * rstd;", *affine)
 
 
 def finish_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction:
-    """The norm, of a value and a mean that are both relative to the group's shift, and the element-wise `steps` after it."""
+    """The norm, whose mean is `mean` + `mean_rest`, and the element-wise `steps` after it."""
     items = applies(spec, steps)
-    return ValueFunction(name, comment, normalise_lines(spec) + _statements(items), norm_operands(spec) + _operands(items), ("mean", "rstd"))
+    return ValueFunction(name, comment, normalise_lines(spec) + _statements(items), norm_operands(spec) + _operands(items), ("mean", "mean_rest", "rstd"))
 
 
 def follow_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction | None:

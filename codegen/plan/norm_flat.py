@@ -66,7 +66,6 @@ class FlatKernel(NormKernel):
     ragged: bool
     partial_block: bool = False
     cooperative: bool = False
-    equal_pieces: bool = True
 
     @property
     def uses_channels(self) -> bool:
@@ -119,7 +118,7 @@ def access_width(spec: Spec) -> int:
 
 def _shared(spec: Spec, source: str, apply_before: bool, producer_bias: str | None, width: int) -> dict:
     prepare = prepare_function(spec, apply_before, producer_bias)
-    finish = finish_function(spec, spec.after_norm, "finish_value", "The norm and what follows it; v and mean are relative to the group's shift.")
+    finish = finish_function(spec, spec.after_norm, "finish_value", "The norm and what follows it. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.")
     operands = unique_operands(prepare, finish)
     names = tensor_names(source)
     return dict(
@@ -175,7 +174,7 @@ def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool,
         ),
         summary=f"GroupNorm and what follows; {holder} hold{'s' if not warp or how.lanes == 1 else ''} a group of {spec.group_size} values",
         threads=threads, blocks=blocks, min_blocks=min_blocks, max_registers=register_limit(threads, min_blocks), vectors=how.vectors,
-        ragged=how.ragged, partial_block=warp and blocks * per_block != groups, smem_bytes=0 if warp else 2 * threads // 32 * 4, **shared,
+        ragged=how.ragged, partial_block=warp and blocks * per_block != groups, smem_bytes=0 if warp else 3 * threads // 32 * 4, **shared,
     )  # fmt: skip
 
 
@@ -202,7 +201,7 @@ def stream_kernel(spec: Spec, source: str, apply_before: bool, producer_bias: st
         name="group_norm", template="norm/group_norm_stream.cu.j2", entry="group_norm",
         constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, width), *layout, *norm_constants(spec, shared["applied"])),
         summary=f"GroupNorm and what follows; a block reads a group of {spec.group_size} values twice", threads=threads, blocks=shared["groups"],
-        min_blocks=1, max_registers=register_limit(threads, 1), vectors=vectors, ragged=group_vectors % chunk != 0, smem_bytes=threads // 32 * 12,
+        min_blocks=1, max_registers=register_limit(threads, 1), vectors=vectors, ragged=group_vectors % chunk != 0, smem_bytes=threads // 32 * 16,
         **shared,
     )  # fmt: skip
 
@@ -218,7 +217,7 @@ def split_pieces(spec: Spec, device: DeviceClass, width: int) -> tuple[int, int]
 
 
 def statistics_kernel(spec: Spec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None, buffer: str) -> FlatKernel:
-    """Statistics alone: `kPieces` blocks share a group and leave a pair each in `buffer`."""
+    """Statistics alone: `kPieces` blocks share a group and leave the moments of a piece each in `buffer`."""
     width = access_width(spec)
     pieces, piece_vectors = split_pieces(spec, device, width)
     shared = _shared(spec, source, apply_before, producer_bias, width)
@@ -242,15 +241,15 @@ def statistics_kernel(spec: Spec, device: DeviceClass, source: str, apply_before
         name="group_norm_statistics", template="norm/group_norm_statistics.cu.j2", entry="group_norm_statistics",
         constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, width), *layout, *norm_constants(spec, shared["applied"])[1:]),
         summary=f"statistics of GroupNorm; {pieces} blocks share a group of {spec.group_size} values", threads=threads, blocks=blocks, min_blocks=4,
-        max_registers=register_limit(threads, 4), vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, smem_bytes=threads // 32 * 12,
+        max_registers=register_limit(threads, 4), vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, smem_bytes=threads // 32 * 16,
         **shared,
     )  # fmt: skip
 
 
 def apply_kernel(
-    spec: Spec, source: str, apply_before: bool, producer_bias: str | None, buffer: str, pieces: int, piece_size: int,
+    spec: Spec, source: str, apply_before: bool, producer_bias: str | None, buffer: str, pieces: int,
 ) -> FlatKernel:  # fmt: skip
-    """The norm and what follows, with statistics of `pieces` pieces of `piece_size` values a group (the last may be shorter) in `buffer`."""
+    """The norm and what follows, with the moments of `pieces` pieces of a group in `buffer`."""
     width = access_width(spec)
     shared = _shared(spec, source, apply_before, producer_bias, width)
     group_vectors, groups = spec.group_size // width, shared["groups"]
@@ -270,7 +269,6 @@ def apply_kernel(
     shared |= dict(arguments=(*shared["arguments"], buffer), statistics="reads")
     layout = [
         Constant("kPieces", str(pieces), "pieces of a group whose statistics are there"),
-        Constant("kPieceSize", str(piece_size), "values of a piece"),
         Constant("kVectors", str(vectors), "accesses of a thread"),
         Constant("kLanes", str(lanes), "threads of a tile"),
         Constant("kTileVectors", str(lanes * vectors), "kLanes x kVectors"),
@@ -287,15 +285,15 @@ def apply_kernel(
         constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, width, ragged), *layout, *norm_constants(spec, shared["applied"])),
         summary=f"GroupNorm and what follows, with statistics of {pieces} piece{'s' if pieces > 1 else ''} of a group merged", threads=APPLY_BLOCK,
         blocks=blocks, min_blocks=min_blocks, max_registers=register_limit(APPLY_BLOCK, min_blocks), vectors=vectors, ragged=ragged,
-        partial_block=partial, cooperative=cooperative, equal_pieces=pieces * piece_size == spec.group_size, **shared,
+        partial_block=partial, cooperative=cooperative, **shared,
     )  # fmt: skip
 
 
 def plan_split(spec: Spec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None) -> tuple[tuple[Launch, ...], Buffer]:
     """Statistics by many blocks a group, then a kernel that applies them; the buffer between the two."""
     width = access_width(spec)
-    pieces, piece_vectors = split_pieces(spec, device, width)
-    buffer = Buffer("norm_statistics", bytes=8 * spec.batch * spec.num_groups * pieces)
+    pieces, _ = split_pieces(spec, device, width)
+    buffer = Buffer("norm_statistics", bytes=16 * spec.batch * spec.num_groups * pieces)
     first = statistics_kernel(spec, device, source, apply_before, producer_bias, buffer.name)
-    second = apply_kernel(spec, source, apply_before, producer_bias, buffer.name, pieces, piece_vectors * width)
+    second = apply_kernel(spec, source, apply_before, producer_bias, buffer.name, pieces)
     return (Launch(first), Launch(second)), buffer

@@ -42,7 +42,7 @@ FEW_REGISTERS, MANY_REGISTERS = 64, 80  # of a thread, the latter where the oper
 BAND_BYTES = 1000  # a warp should ask the memory for at least this much at once; twice that was slower
 UNROLLED_WINDOW = 16  # values of a window that are read at once
 LANE_SHARE = 0.75  # of a warp's lanes should find a window in a band
-REDUCTION_BYTES = 32 * 12  # moments of a block's warps
+REDUCTION_BYTES = 32 * 16  # moments of a block's warps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,9 @@ class PoolKernel(NormKernel):
 
     @property
     def uses_channels(self) -> bool:
-        return True
+        """Does the kernel need the group's first channel?"""
+        vectors = self.prepare if self.direction == "" else self.finish
+        return any(operand.per_channel for operand in self.channel_values) or bool(vectors and vectors.operands)
 
     @property
     def prepared_parameters(self) -> list[str]:
@@ -205,7 +207,7 @@ def plan_pool(spec: Spec, target: Target, source: str, apply_before: bool, produ
 def _one_read(spec: Spec, window: Window, rising: Direction, extremes: int, source: str, apply_before: bool, producer_bias: str | None) -> PoolKernel:
     prepare = prepare_function(spec, apply_before, producer_bias)
     finish = finish_function(
-        spec, spec.after_norm, "finish_value", "The norm and what follows it, for the value that the pool keeps; v and mean are relative to the shift."
+        spec, spec.after_norm, "finish_value", "The norm and what follows it, for the value that the pool keeps."
     )
     rows = band_rows(window, spec.precision.itemsize)
     plane, band_values = spec.spatial, rows * window.stride[0] * window.size[1]
@@ -253,7 +255,7 @@ def _one_read(spec: Spec, window: Window, rising: Direction, extremes: int, sour
         name="group_norm_pool", template="norm/group_norm_pool.cu.j2", entry="group_norm_pool", arguments=launch_arguments(source, operands),
         constants=(*constants, *norm_constants(spec, items)),
         summary=f"GroupNorm, max pool and what follows in one read; a block takes a group of {spec.group_size} values",
-        smem_bytes=extremes + threads // 32 * 12,
+        smem_bytes=extremes + threads // 32 * 16,
         max_registers=register_limit(threads, min_blocks), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
         applied=items, prepare=prepare, finish=finish, width=width, io_widths=tuple(sorted({width, access, *_parameter_width(pooled_width, window)})),
         store_widths=(pooled_width,), channel_mode=channel_mode(math.prod(window.output), pooled_width), groups=groups, min_blocks=min_blocks,
@@ -273,7 +275,7 @@ def _parameter_width(pooled_width: int, window: Window) -> tuple[int, ...]:
 def _two_reads(spec: Spec, window: Window, source: str, apply_before: bool, producer_bias: str | None) -> PoolKernel:
     before_pool, _, after_pool = _split_at_pool(spec)
     prepare = prepare_function(spec, apply_before, producer_bias)
-    finish = finish_function(spec, before_pool, "normalise_value", "The norm and what follows it up to the pool; v and mean are relative to the group's shift.")
+    finish = finish_function(spec, before_pool, "normalise_value", "The norm and what follows it up to the pool. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.")
     follow = follow_function(spec, after_pool, "follow_value", "What follows the pool.")
     width = vector_width(spec, spec.group_size)
     uniform = vector_width(spec, spec.group_size, spec.spatial)
@@ -301,7 +303,7 @@ def _two_reads(spec: Spec, window: Window, source: str, apply_before: bool, prod
     return PoolKernel(
         name="group_norm_pool", template="norm/group_norm_pool_stream.cu.j2", entry="group_norm_pool", arguments=launch_arguments(source, operands),
         constants=(*constants, *norm_constants(spec, items)),
-        summary=f"GroupNorm, max pool and what follows in two reads; a block takes a group of {spec.group_size} values", smem_bytes=threads // 32 * 12,
+        summary=f"GroupNorm, max pool and what follows in two reads; a block takes a group of {spec.group_size} values", smem_bytes=threads // 32 * 16,
         max_registers=register_limit(threads, min_blocks), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
         applied=items, prepare=prepare, finish=finish, follow=follow, width=width, io_widths=(width,), channel_mode=channel_mode(spec.spatial, width),
         groups=groups, min_blocks=min_blocks, vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, padding=window.padding,

@@ -24,9 +24,9 @@ namespace {
 
 constexpr int kBatch = 128;  // batch
 constexpr int kNumGroups = 16;  // group_norm's num_groups
-constexpr int kGroupChannels = 4;  // kChannels / kNumGroups
+constexpr int kGroupChannels = 4;  // channels / kNumGroups
 constexpr int kWidth = 126;  // columns behind the convolution
-constexpr int kSpatial = 15876;  // kHeight * kWidth
+constexpr int kSpatial = 15876;  // height * kWidth
 constexpr int kGroupSize = 63504;  // kGroupChannels * kSpatial
 constexpr int kPiece = 4096;  // values whose statistics are formed at a time: 16 KB, in the first-level cache
 constexpr double kEps = 1e-05;  // group_norm's eps

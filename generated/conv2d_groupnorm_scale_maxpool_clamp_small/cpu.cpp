@@ -23,9 +23,9 @@ namespace {
 
 constexpr int kBatch = 128;  // batch
 constexpr int kNumGroups = 8;  // group_norm's num_groups
-constexpr int kGroupChannels = 2;  // kChannels / kNumGroups
+constexpr int kGroupChannels = 2;  // channels / kNumGroups
 constexpr int kWidth = 30;  // columns behind the convolution
-constexpr int kSpatial = 900;  // kHeight * kWidth
+constexpr int kSpatial = 900;  // height * kWidth
 constexpr int kGroupSize = 1800;  // kGroupChannels * kSpatial
 constexpr double kEps = 1e-05;  // group_norm's eps
 constexpr int kPoolKernelHeight = 2;  // max_pool2d's kernel_size

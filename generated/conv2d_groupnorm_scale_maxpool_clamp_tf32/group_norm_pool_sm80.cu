@@ -8,7 +8,7 @@
 //   x (128, 8, 128, 128) -> y (128, 64, 31, 31), tf32
 //
 // Plan for sm_80 on a100:
-//   2048 blocks of 256 threads, 15472 bytes of shared memory
+//   2048 blocks of 256 threads, 15504 bytes of shared memory
 //
 // Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml PRECISION=tf32
 
@@ -47,8 +47,6 @@ constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 constexpr float kClampMin = 0.0f;  // clamp's min
 constexpr float kClampMax = 1.0f;  // clamp's max
 
-__device__ __forceinline__ float to_float(float v) { return v; }
-
 __device__ __forceinline__ void load(const float* from, float (&v)[2]) {
   const float2 t = *reinterpret_cast<const float2*>(from);
   v[0] = t.x;
@@ -72,15 +70,22 @@ __device__ __forceinline__ float clamp(float v, float lo, float hi) {
   return v < lo ? lo : (v > hi ? hi : v);
 }
 
-// From the producer's value to the norm's input. Differences of results use __fsub_rn, which is never fused with a product: equals give 0.
+// From the producer's value to the norm's input.
 __device__ __forceinline__ float prepare_value(float v, float c_conv_bias) {
   v = v + c_conv_bias;  // conv2d's bias
   return v;
 }
 
-// The norm and what follows it, for the value that the pool keeps; v and mean are relative to the shift.
-__device__ __forceinline__ float finish_value(float v, float mean, float rstd, float c_gamma, float c_beta, float c_scale) {
-  v = (v - mean) * rstd;
+// The norm and what follows it, for the value that the pool keeps.
+__device__ __forceinline__ float finish_value(
+    float v,
+    float mean,
+    float mean_rest,
+    float rstd,
+    float c_gamma,
+    float c_beta,
+    float c_scale) {
+  v = (__fsub_rn(v, mean) - mean_rest) * rstd;
   v = fmaf(v, c_gamma, c_beta);
   v = v * c_scale;  // mul(shape=(64, 1, 1), init=ones)
   v = clamp(v, kClampMin, kClampMax);  // clamp(min=0.0, max=1.0)
@@ -93,6 +98,7 @@ __device__ __forceinline__ void finish(
     int first_channel,
     int index,
     float mean,
+    float mean_rest,
     float rstd,
     const float* p_gamma,
     const float* p_beta,
@@ -100,24 +106,28 @@ __device__ __forceinline__ void finish(
 #pragma unroll
   for (int e = 0; e < kPooledWidth; ++e) {
     const int channel = first_channel + (index + e) / kPooledPlane;
-    v[e] = finish_value(v[e], mean, rstd, to_float(p_gamma[channel]), to_float(p_beta[channel]), to_float(p_scale[channel]));
+    v[e] = finish_value(v[e], mean, mean_rest, rstd, p_gamma[channel], p_beta[channel], p_scale[channel]);
   }
 }
 
-// Count, mean and sum of squared differences from the mean of a set of values.
+// Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, the sum of squared differences from it.
 struct Moments {
   float count;
   float mean;
+  float mean_rest;
   float m2;
 };
 
-// Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error of two units in the last place scales a difference
-// of means alone.
+// Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error of two units in the last place scales differences of
+// means alone: where `a` is empty, the share is 1 exactly.
 __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
-  const float share = __fdividef(b.count, fmaxf(count, 1.0f));
-  const float delta = b.mean - a.mean;
-  return {count, fmaf(delta, share, a.mean), a.m2 + b.m2 + delta * delta * a.count * share};
+  const float share = a.count == 0.0f ? 1.0f : __fdividef(b.count, count);
+  const float delta = __fsub_rn(b.mean, a.mean);
+  const float delta_rest = b.mean_rest - a.mean_rest;
+  const float mean = fmaf(delta, share, a.mean);
+  const float between = (delta + delta_rest) * (a.count * share) * (delta + delta_rest);
+  return {count, mean, a.mean_rest + fmaf(delta_rest, share, fmaf(delta, share, __fsub_rn(a.mean, mean))), a.m2 + b.m2 + between};
 }
 
 // Lane 0 receives the moments of the warp's values.
@@ -125,7 +135,7 @@ __device__ __forceinline__ Moments warp_merge(Moments own) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
     const Moments other = {__shfl_down_sync(0xffffffffu, own.count, offset), __shfl_down_sync(0xffffffffu, own.mean, offset),
-                           __shfl_down_sync(0xffffffffu, own.m2, offset)};
+                           __shfl_down_sync(0xffffffffu, own.mean_rest, offset), __shfl_down_sync(0xffffffffu, own.m2, offset)};
     own = merge(own, other);
   }
   return own;
@@ -138,7 +148,7 @@ __device__ __forceinline__ Moments block_merge(Moments own) {
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = own;
   __syncthreads();
   if (threadIdx.x < 32) {
-    own = warp_merge(threadIdx.x < kWarps ? partial[threadIdx.x] : Moments{0.0f, 0.0f, 0.0f});
+    own = warp_merge(threadIdx.x < kWarps ? partial[threadIdx.x] : Moments{0.0f, 0.0f, 0.0f, 0.0f});
     __syncwarp();
     if (threadIdx.x == 0) partial[0] = own;
   }
@@ -154,14 +164,17 @@ __device__ __forceinline__ void load_chunk(float (&v)[kVectors][kWidth], const f
   }
 }
 
-// Adds what load_chunk brought to a lane's moments: two passes over the registers, on differences from `shift`.
-__device__ __forceinline__ void add_chunk(
-    Moments& own,
-    float (&v)[kVectors][kWidth],
-    int first,
-    int vectors,
-    float shift,
-    float c_conv_bias) {
+// Adds what load_chunk brought to a lane's moments: two passes over the registers, differences from the first value, then from the mean, whose
+// own mean corrects it.
+__device__ __forceinline__ void add_chunk(Moments& own, float (&v)[kVectors][kWidth], int first, int vectors, float c_conv_bias) {
+  if (first >= vectors) return;
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+    if (first + r * 32 >= vectors) continue;
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) v[r][e] = prepare_value(v[r][e], c_conv_bias);
+  }
+  const float shift = v[0][0];
   float count = 0.0f;
   float sum = 0.0f;
 #pragma unroll
@@ -169,25 +182,32 @@ __device__ __forceinline__ void add_chunk(
     if (first + r * 32 >= vectors) continue;
     float part = 0.0f;
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) part += v[r][e] = __fsub_rn(prepare_value(v[r][e], c_conv_bias), shift);
+    for (int e = 0; e < kWidth; ++e) part += __fsub_rn(v[r][e], shift);
     sum += part;
     count += kWidth;
   }
-  const float mean = __fdividef(sum, fmaxf(count, 1.0f));
+  const float inverse = __fdividef(1.0f, count);
+  const float mean = fmaf(sum, inverse, shift);
+  float left = 0.0f;
   float m2 = 0.0f;
 #pragma unroll
   for (int r = 0; r < kVectors; ++r) {
     if (first + r * 32 >= vectors) continue;
     float part = 0.0f;
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) part = fmaf(v[r][e] - mean, v[r][e] - mean, part);
+    for (int e = 0; e < kWidth; ++e) {
+      const float difference = __fsub_rn(v[r][e], mean);
+      left += difference;
+      part = fmaf(difference, difference, part);
+    }
     m2 += part;
   }
-  own = merge(own, {count, mean, m2});
+  const float mean_rest = left * inverse;
+  own = merge(own, {count, mean, mean_rest, fmaf(-mean_rest, left, m2)});
 }
 
-// The extreme of a window before the norm, relative to `shift`: the largest value where `direction` is 1, the smallest where it is -1.
-__device__ __forceinline__ float window_extreme(const float* plane, int row, int column, float shift, float direction, float c_conv_bias) {
+// The extreme of a window before the norm: the largest value where `direction` is 1, the smallest where it is -1.
+__device__ __forceinline__ float window_extreme(const float* plane, int row, int column, float direction, float c_conv_bias) {
   const int top = row * kStrideHeight;
   const int left = column * kStrideWidth;
   float best = -INFINITY;
@@ -203,12 +223,12 @@ __device__ __forceinline__ float window_extreme(const float* plane, int row, int
       for (int e = 0; e < kWindowAccess; ++e) best = fmaxf(best, direction * v[e]);
     }
   }
-  return __fsub_rn(prepare_value(direction * best, c_conv_bias), shift);
+  return prepare_value(direction * best, c_conv_bias);
 }
 
 // A block reads a group once. A warp takes a band of rows at a time: it adds the band to the statistics and keeps one value of each pooling
-// window, because every operator between the norm and the pool rises or falls with its input, which of the two being known from the
-// signs of the channel's factors. A NaN in the group makes its statistics NaN, and with them every result.
+// window, because every operator between the norm and the pool rises or falls with its input; the signs of the channel's factors
+// tell whether the largest or the smallest. A NaN in the group makes its statistics NaN, and with them every result.
 __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm_pool(
     const float* __restrict__ input,
     const float* __restrict__ p_conv_bias,
@@ -222,15 +242,14 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm_pool(
   const int lane = threadIdx.x % 32;
 
   // One read: statistics and window extremes.
-  const float shift = prepare_value(to_float(input[static_cast<int64_t>(blockIdx.x) * kGroupSize]), to_float(p_conv_bias[first_channel]));
-  Moments own = {0.0f, 0.0f, 0.0f};
+  Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int task = threadIdx.x / 32; task < kGroupChannels * kBands; task += kWarps) {
     const int channel = task / kBands;
     const int band = task % kBands;
     const float* plane = group_values + channel * kPlane;
-    const float c_conv_bias = to_float(p_conv_bias[first_channel + channel]);
-    const float c_gamma = to_float(p_gamma[first_channel + channel]);
-    const float c_scale = to_float(p_scale[first_channel + channel]);
+    const float c_conv_bias = p_conv_bias[first_channel + channel];
+    const float c_gamma = p_gamma[first_channel + channel];
+    const float c_scale = p_scale[first_channel + channel];
     const float direction = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
     const float* rows = plane + band * kBandVectors * kWidth;
     const int vectors = min(kBandVectors, kPlaneVectors - band * kBandVectors);
@@ -242,12 +261,13 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm_pool(
       const int row = band * kBandRows + window / kPooledRow;
       const int column = window % kPooledRow;
       if (row >= kPooledHeight) break;
-      extremes[channel * kPooledPlane + row * kPooledRow + column] = window_extreme(plane, row, column, shift, direction, c_conv_bias);
+      extremes[channel * kPooledPlane + row * kPooledRow + column] = window_extreme(plane, row, column, direction, c_conv_bias);
     }
-    add_chunk(own, v, lane, vectors, shift, c_conv_bias);
+    add_chunk(own, v, lane, vectors, c_conv_bias);
   }
   const Moments total = block_merge(own);
   const float mean = total.mean;
+  const float mean_rest = total.mean_rest;
   const float rstd = rsqrtf(total.m2 * (1.0f / kGroupSize) + kEps);
 
   // Normalise what the pool keeps, apply the rest, store.
@@ -256,7 +276,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm_pool(
     float v[kPooledWidth];
 #pragma unroll
     for (int e = 0; e < kPooledWidth; ++e) v[e] = extremes[index + e];
-    finish(v, first_channel, index, mean, rstd, p_gamma, p_beta, p_scale);
+    finish(v, first_channel, index, mean, mean_rest, rstd, p_gamma, p_beta, p_scale);
     store(pooled + index, v);
   }
 }

@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kBatch = 1024;  // batch
 constexpr int kNumGroups = 256;  // group_norm's num_groups
-constexpr int kGroupChannels = 32;  // kChannels / kNumGroups
+constexpr int kGroupChannels = 32;  // channels / kNumGroups
 constexpr int kGroupSize = 32;  // kGroupChannels
 constexpr double kEps = 1e-05;  // group_norm's eps
 constexpr float kHardtanhMinVal = -1.0f;  // hardtanh's min_val

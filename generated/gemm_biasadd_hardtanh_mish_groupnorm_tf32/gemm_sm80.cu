@@ -323,81 +323,89 @@ __device__ __forceinline__ float mish(float v) {
   return v * divide(n, n + 2.0f);
 }
 
-// The sum over a team's lanes, in the same order on each of them.
-__device__ __forceinline__ float team_sum(float v) {
+// Sum over kTeam lanes, of one number or of two; all of them receive the same bits.
+__device__ __forceinline__ float lane_sum(float v) {
 #pragma unroll
-  for (int step = kTeam / 2; step > 0; step /= 2) v += __shfl_xor_sync(0xffffffffu, v, step);
+  for (int offset = kTeam / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
   return v;
 }
 
+__device__ __forceinline__ float2 lane_sum(float2 v) { return make_float2(lane_sum(v.x), lane_sum(v.y)); }
+
 // Finishes kRoundRows staged rows of the tile. A team of lanes takes kSpan neighbouring columns of a row into registers
-// (a group of the norm), shifts them by their first value, forms mean and M2 in two sweeps, normalises and stores.
-__device__ __forceinline__ void finish_rows(const float* staged, int first_row, int first_column,
-                                            const float* __restrict__ gemm_bias, const float* __restrict__ bias,
-                                            const float* __restrict__ groupnorm_weight, const float* __restrict__ groupnorm_bias,
-                                            float* __restrict__ y) {
+// (a group of the norm), forms their mean and m2 in two passes, normalises and stores.
+__device__ __forceinline__ void finish_rows(
+    const float* staged,
+    int first_row,
+    int first_column,
+    const float* __restrict__ p_gemm_bias,
+    const float* __restrict__ p_bias,
+    const float* __restrict__ p_gamma,
+    const float* __restrict__ p_beta,
+    float* __restrict__ y) {
   const int team = threadIdx.x / kTeam;
   const int lane = threadIdx.x % kTeam;
 #pragma unroll 2
   for (int i = 0; i < kItemsPerTeam; ++i) {
     const int item = team + i * kTeams;
     const int row = item / kSpans;
-    const int span_column = item % kSpans * kSpan;
     float values[kVectorsPerLane][kVector];
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
-      const int column = span_column + (lane + j * kTeam) * kVector;
+      const int column = item % kSpans * kSpan + (lane + j * kTeam) * kVector;
       const int channel = first_column + column;
-      float gemm_bias_values[kVector];
-      load(gemm_bias + channel, gemm_bias_values);
-      float bias_values[kVector];
-      load(bias + channel, bias_values);
-      const float* source = staged + row * kPitch + column;
+      float c_gemm_bias[kVector];
+      load(p_gemm_bias + channel, c_gemm_bias);
+      float c_bias[kVector];
+      load(p_bias + channel, c_bias);
+const float* source = staged + row * kPitch + column;
 #pragma unroll
       for (int e = 0; e < kVector; e += 4) load_staged(source + e, &values[j][e]);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
-        float v = values[j][e] + gemm_bias_values[e];
-        v = v + bias_values[e];
-        v = hardtanh(v, kHardtanhMinVal, kHardtanhMaxVal);
-        v = mish(v);
+        float v = values[j][e] + c_gemm_bias[e];
+        v = v + c_bias[e];  // add(shape=(8192,), init=randn)
+        v = hardtanh(v, kHardtanhMinVal, kHardtanhMaxVal);  // hardtanh(min_val=-1.0, max_val=1.0)
+        v = mish(v);  // mish()
         values[j][e] = v;
       }
     }
 
+    // Differences from one value first, so that a constant group's mean is exact; then from that mean: their own mean corrects it.
     const float shift = __shfl_sync(0xffffffffu, values[0][0], 0, kTeam);
-    float sum = 0.0f;  // of rounded differences: fused into the operator before, they would not be 0 in a constant group
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kVectorsPerLane; ++j) {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) sum += __fsub_rn(values[j][e], shift);
+    }
+    const float mean = fmaf(lane_sum(sum), kInverseSpan, shift);
+    float2 sums = make_float2(0.0f, 0.0f);  // of differences, of their squares
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
-        values[j][e] = __fsub_rn(values[j][e], shift);
-        sum += values[j][e];
+        const float difference = __fsub_rn(values[j][e], mean);
+        sums.x += difference;
+        sums.y = fmaf(difference, difference, sums.y);
       }
     }
-    const float mean = team_sum(sum) * kInverseSpan;  // of the shifted values: 0 for a constant group
-    float squares = 0.0f;
+    sums = lane_sum(sums);
+    const float mean_rest = sums.x * kInverseSpan;
+    const float m2 = fmaf(-mean_rest, sums.x, sums.y);
+    const float rstd = rsqrtf(m2 * kInverseSpan + kEps);
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        const float difference = values[j][e] - mean;
-        squares += difference * difference;
-      }
-    }
-    const float m2 = team_sum(squares);
-    const float rstd = 1.0f / sqrtf(m2 * kInverseSpan + kEps);
-#pragma unroll
-    for (int j = 0; j < kVectorsPerLane; ++j) {
-      const int column = span_column + (lane + j * kTeam) * kVector;
+      const int column = item % kSpans * kSpan + (lane + j * kTeam) * kVector;
       const int channel = first_column + column;
-      float groupnorm_weight_values[kVector];
-      load(groupnorm_weight + channel, groupnorm_weight_values);
-      float groupnorm_bias_values[kVector];
-      load(groupnorm_bias + channel, groupnorm_bias_values);
+      float c_gamma[kVector];
+      load(p_gamma + channel, c_gamma);
+      float c_beta[kVector];
+      load(p_beta + channel, c_beta);
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
-        float v = (values[j][e] - mean) * rstd * groupnorm_weight_values[e] + groupnorm_bias_values[e];
+        float v = (__fsub_rn(values[j][e], mean) - mean_rest) * rstd;
+        v = fmaf(v, c_gamma[e], c_beta[e]);
         values[j][e] = v;
       }
       store(y + static_cast<int64_t>(first_row + row) * kOutFeatures + channel, values[j]);
@@ -405,16 +413,20 @@ __device__ __forceinline__ void finish_rows(const float* staged, int first_row, 
   }
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-gemm(const float* __restrict__ x, const float* __restrict__ gemm_weight, const float* __restrict__ gemm_bias,
-     const float* __restrict__ bias, const float* __restrict__ groupnorm_weight, const float* __restrict__ groupnorm_bias,
-     float* __restrict__ y) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemm(
+    const float* __restrict__ x,
+    const float* __restrict__ p_gemm_weight,
+    const float* __restrict__ p_gemm_bias,
+    const float* __restrict__ p_bias,
+    const float* __restrict__ p_gamma,
+    const float* __restrict__ p_beta,
+    float* __restrict__ y) {
   extern __shared__ __align__(128) unsigned char shared[];
   const TilePlace tile = place_of(blockIdx.x);
   const WarpPlace warp = warp_place();
 
   float sums[kBlocksM][kBlocksN][4] = {};
-  multiply_tile(sums, shared_address(shared), source_of(x, gemm_weight, tile.first_row, tile.first_column), warp);
+  multiply_tile(sums, shared_address(shared), source_of(x, p_gemm_weight, tile.first_row, tile.first_column), warp);
 
   float* staged = reinterpret_cast<float*>(shared);
   for (int round = 0; round < kRounds; ++round) {
@@ -422,7 +434,7 @@ gemm(const float* __restrict__ x, const float* __restrict__ gemm_weight, const f
     const int row = warp.row - round * kRoundRows;
     if (row >= 0 && row < kRoundRows) stage_sums(staged, sums, row, warp.column);
     __syncthreads();
-    finish_rows(staged, tile.first_row + round * kRoundRows, tile.first_column, gemm_bias, bias, groupnorm_weight, groupnorm_bias, y);
+    finish_rows(staged, tile.first_row + round * kRoundRows, tile.first_column, p_gemm_bias, p_bias, p_gamma, p_beta, y);
   }
 }
 
@@ -448,11 +460,11 @@ struct DeviceScope {
 
 extern "C" int gemm_sm80_launch(
     const float* x,
-    const float* gemm_weight,
-    const float* gemm_bias,
-    const float* bias,
-    const float* groupnorm_weight,
-    const float* groupnorm_bias,
+    const float* p_gemm_weight,
+    const float* p_gemm_bias,
+    const float* p_bias,
+    const float* p_gamma,
+    const float* p_beta,
     float* y,
     int device,
     cudaStream_t stream) {
@@ -464,5 +476,5 @@ extern "C" int gemm_sm80_launch(
   config.blockDim = kThreads;
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, gemm, x, gemm_weight, gemm_bias, bias, groupnorm_weight, groupnorm_bias, y);
+  return cudaLaunchKernelEx(&config, gemm, x, p_gemm_weight, p_gemm_bias, p_bias, p_gamma, p_beta, y);
 }

@@ -14,9 +14,8 @@
 // Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml
 
 #include <cuda_runtime.h>
-#include <cstdint>
-
 #include <cuda_fp16.h>
+#include <cstdint>
 #include <mutex>
 
 namespace gemm_sm80 {
@@ -426,38 +425,40 @@ __device__ __forceinline__ void store(float* to, const float (&v)[4]) {
 
 // Finishes kRoundRows staged rows of the tile. A team of lanes takes kSpan neighbouring columns of a row into registers
 // and stores what the norm kernel reads.
-__device__ __forceinline__ void finish_rows(const float* staged, int first_row, int first_column,
-                                            const float* __restrict__ gemm_bias, float* __restrict__ y) {
+__device__ __forceinline__ void finish_rows(
+    const float* staged,
+    int first_row,
+    int first_column,
+    const float* __restrict__ p_gemm_bias,
+    float* __restrict__ y) {
   const int team = threadIdx.x / kTeam;
   const int lane = threadIdx.x % kTeam;
 #pragma unroll 2
   for (int i = 0; i < kItemsPerTeam; ++i) {
-    const int item = team + i * kTeams;
-    const int row = item;
-    constexpr int span_column = 0;
+    const int row = team + i * kTeams;
     float values[kVectorsPerLane][kVector];
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
-      const int column = span_column + (lane + j * kTeam) * kVector;
+      const int column = (lane + j * kTeam) * kVector;
       const int channel = first_column + column;
-      float gemm_bias_values[kVector];
-      load(gemm_bias + channel, gemm_bias_values);
-      const float* source = staged + row * kPitch + column;
+      float c_gemm_bias[kVector];
+      load(p_gemm_bias + channel, c_gemm_bias);
+const float* source = staged + row * kPitch + column;
 #pragma unroll
       for (int e = 0; e < kVector; e += 4) load_staged(source + e, &values[j][e]);
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        float v = values[j][e] + gemm_bias_values[e];
-        values[j][e] = v;
-      }
+      for (int e = 0; e < kVector; ++e) values[j][e] += c_gemm_bias[e];
       store(y + static_cast<int64_t>(first_row + row) * kOutFeatures + channel, values[j]);
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-gemm(const float* __restrict__ x, const float* __restrict__ gemm_weight, const float* __restrict__ gemm_bias,
-     const float* __restrict__ row_scales, float* __restrict__ y) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemm(
+    const float* __restrict__ x,
+    const float* __restrict__ p_gemm_weight,
+    const float* __restrict__ p_gemm_bias,
+    const float* __restrict__ row_scales,
+    float* __restrict__ y) {
   extern __shared__ __align__(128) unsigned char shared[];
   const TilePlace tile = place_of(blockIdx.x);
   const WarpPlace warp = warp_place();
@@ -466,10 +467,10 @@ gemm(const float* __restrict__ x, const float* __restrict__ gemm_weight, const f
   const int first_column = tile.first_column + warp.column;
 
   float sums[kBlocksM][kBlocksN][4] = {};
-  const Source source = source_of(x, gemm_weight, tile.first_row, tile.first_column);
+  const Source source = source_of(x, p_gemm_weight, tile.first_row, tile.first_column);
   multiply_tile(sums, stages, source, warp, load_scales(row_scales, tile.first_row, tile.first_column));
   undo_scales(sums, row_scales, first_row, first_column);
-  if (__syncthreads_or(holds_non_finite(sums))) recompute(sums, x, gemm_weight, first_row, first_column, warp.layer);
+  if (__syncthreads_or(holds_non_finite(sums))) recompute(sums, x, p_gemm_weight, first_row, first_column, warp.layer);
 
   float* staged = reinterpret_cast<float*>(shared);
   for (int round = 0; round < kRounds; ++round) {
@@ -477,7 +478,7 @@ gemm(const float* __restrict__ x, const float* __restrict__ gemm_weight, const f
     const int row = warp.row - round * kRoundRows;
     if (row >= 0 && row < kRoundRows) stage_sums(staged, sums, row, warp.column);
     __syncthreads();
-    finish_rows(staged, tile.first_row + round * kRoundRows, tile.first_column, gemm_bias, y);
+    finish_rows(staged, tile.first_row + round * kRoundRows, tile.first_column, p_gemm_bias, y);
   }
 }
 
@@ -515,8 +516,8 @@ cudaError_t allow_shared_memory(int device) {
 
 extern "C" int gemm_sm80_launch(
     const float* x,
-    const float* gemm_weight,
-    const float* gemm_bias,
+    const float* p_gemm_weight,
+    const float* p_gemm_bias,
     const float* row_scales,
     float* y,
     int device,
@@ -531,5 +532,5 @@ extern "C" int gemm_sm80_launch(
   config.blockDim = kThreads;
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, gemm, x, gemm_weight, gemm_bias, row_scales, y);
+  return cudaLaunchKernelEx(&config, gemm, x, p_gemm_weight, p_gemm_bias, row_scales, y);
 }

@@ -23,6 +23,7 @@ constexpr int kThreads = 256;  // each block
 constexpr int kVector = 4;  // values in one load: the most that in_features allows, 16 bytes at most
 constexpr int kVectors = 2048;  // in_features / vector
 constexpr int kSmallLimit = 8;  // in_features / 1024, at least 4: more values too small to split and the row is given up
+constexpr int kNearLimit = 512;  // in_features / 16, at least 256: values near the largest without which no value may be too small
 constexpr int kVectorsPerThread = (kVectors + kThreads - 1) / kThreads;  // 8
 
 __device__ __forceinline__ void load(const float* from, float (&v)[4]) {
@@ -33,7 +34,7 @@ __device__ __forceinline__ void load(const float* from, float (&v)[4]) {
   v[3] = t.w;
 }
 
-// The largest value, and the sum, of one number from each thread.
+// The largest of one number from each thread.
 __device__ __forceinline__ uint32_t block_max(uint32_t v) {
   __shared__ uint32_t partial[kThreads / 32];
   v = __reduce_max_sync(0xffffffffu, v);
@@ -43,13 +44,21 @@ __device__ __forceinline__ uint32_t block_max(uint32_t v) {
   return __reduce_max_sync(0xffffffffu, lane < kThreads / 32 ? partial[lane] : 0u);
 }
 
-__device__ __forceinline__ uint32_t block_sum(uint32_t v) {
-  __shared__ uint32_t partial[kThreads / 32];
-  v = __reduce_add_sync(0xffffffffu, v);
+// How many values of a row are near its largest, and how many are too small to be split exactly.
+struct Counts {
+  uint32_t near;
+  uint32_t small;
+};
+
+// The sum of one pair from each thread.
+__device__ __forceinline__ Counts block_sum(Counts v) {
+  __shared__ Counts partial[kThreads / 32];
+  v = {__reduce_add_sync(0xffffffffu, v.near), __reduce_add_sync(0xffffffffu, v.small)};
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
   __syncthreads();
   const int lane = threadIdx.x % 32;
-  return __reduce_add_sync(0xffffffffu, lane < kThreads / 32 ? partial[lane] : 0u);
+  v = lane < kThreads / 32 ? partial[lane] : Counts{0u, 0u};
+  return {__reduce_add_sync(0xffffffffu, v.near), __reduce_add_sync(0xffffffffu, v.small)};
 }
 
 // The power of two that brings the magnitude with these bits to [2^14, 2^15), at most 2^126; 1 for zero. 2^14 has exponent field 141.
@@ -57,15 +66,27 @@ __device__ __forceinline__ float scale_for(uint32_t largest) {
   return largest == 0 ? 1.0f : __uint_as_float(min(141 + 127 - (largest >> 23), 127u + 126u) << 23);
 }
 
-// Below a quarter after scaling, fp16's smallest step cuts into the 22 bits that two parts should keep.
-__device__ __forceinline__ uint32_t is_small(float v, float scale) { return v != 0.0f && fabsf(v) * scale < 0.25f; }
+// After scaling, the largest value is below 2^15, and near values are 2^4 or more. Below a quarter, fp16's smallest step cuts into the 22 bits
+// that two parts should keep: such a value loses up to 2^-25, whatever its size. Zeros lose nothing.
+__device__ __forceinline__ void count(Counts& counts, float v, float scale) {
+  const float magnitude = fabsf(v) * scale;
+  counts.near += magnitude >= 16.0f;
+  counts.small += v != 0.0f && magnitude < 0.25f;
+}
 
-// One block reads one row of x or W, keeps it in registers and writes its scale: NaN where the row holds an infinity, a NaN or too many small values.
-__global__ void __launch_bounds__(kThreads)
-row_scale(const float* __restrict__ x, const float* __restrict__ gemm_weight, float* __restrict__ row_scales) {
+// Small values are harmless in a row with many near ones: a loss is 2^-29 of a near value, 1/32 of what fp32 itself may round off in that
+// value's product, so it shows only where the small values meet larger factors than all the near values together. A row with small values and
+// few near ones is given up: factors that are zero opposite the few would leave nothing but the losses.
+__device__ __forceinline__ bool splits(const Counts& counts) { return counts.small == 0 || (counts.small <= kSmallLimit && counts.near >= kNearLimit); }
+
+// One block reads one row of x or W, keeps it in registers and writes its scale: NaN where the row holds an infinity or a NaN, or where parts of fp16 would lose it.
+__global__ void __launch_bounds__(kThreads) row_scale(
+    const float* __restrict__ x,
+    const float* __restrict__ p_gemm_weight,
+    float* __restrict__ row_scales) {
   const int row = blockIdx.x;
   const float* values = row < kBatch ? x + static_cast<int64_t>(row) * kInFeatures
-                                     : gemm_weight + static_cast<int64_t>(row - kBatch) * kInFeatures;
+                                     : p_gemm_weight + static_cast<int64_t>(row - kBatch) * kInFeatures;
   float held[kVectorsPerThread][kVector];
 #pragma unroll
   for (int i = 0; i < kVectorsPerThread; ++i) {
@@ -82,15 +103,15 @@ row_scale(const float* __restrict__ x, const float* __restrict__ gemm_weight, fl
   largest = block_max(largest);
   const float scale = scale_for(largest);
 
-  uint32_t small = 0;
+  Counts counts = {0u, 0u};
 #pragma unroll
   for (int i = 0; i < kVectorsPerThread; ++i) {
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) small += is_small(held[i][e], scale);
+    for (int e = 0; e < kVector; ++e) count(counts, held[i][e], scale);
   }
-  small = block_sum(small);
+  counts = block_sum(counts);
   if (threadIdx.x == 0) {
-    const bool usable = largest < 0x7f800000u && small <= kSmallLimit;
+    const bool usable = largest < 0x7f800000u && splits(counts);
     row_scales[row] = usable ? scale : __uint_as_float(0x7fffffffu);
   }
 }
@@ -115,7 +136,7 @@ struct DeviceScope {
 }  // namespace
 }  // namespace row_scale_sm80
 
-extern "C" int row_scale_sm80_launch(const float* x, const float* gemm_weight, float* row_scales, int device, cudaStream_t stream) {
+extern "C" int row_scale_sm80_launch(const float* x, const float* p_gemm_weight, float* row_scales, int device, cudaStream_t stream) {
   using namespace row_scale_sm80;
   const DeviceScope scope(device);
   if (scope.error != cudaSuccess) return scope.error;
@@ -123,5 +144,5 @@ extern "C" int row_scale_sm80_launch(const float* x, const float* gemm_weight, f
   config.gridDim = kBlocks;
   config.blockDim = kThreads;
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, row_scale, x, gemm_weight, row_scales);
+  return cudaLaunchKernelEx(&config, row_scale, x, p_gemm_weight, row_scales);
 }

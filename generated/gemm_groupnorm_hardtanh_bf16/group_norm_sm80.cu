@@ -60,9 +60,9 @@ __device__ __forceinline__ float hardtanh(float v, float lo, float hi) {
   return v < lo ? lo : (v > hi ? hi : v);
 }
 
-// The norm and what follows it; v and mean are relative to the group's shift.
-__device__ __forceinline__ float finish_value(float v, float mean, float rstd, float c_gamma, float c_beta) {
-  v = (v - mean) * rstd;
+// The norm and what follows it. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.
+__device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float rstd, float c_gamma, float c_beta) {
+  v = (__fsub_rn(v, mean) - mean_rest) * rstd;
   v = fmaf(v, c_gamma, c_beta);
   v = hardtanh(v, kHardtanhMinVal, kHardtanhMaxVal);  // hardtanh(min_val=-2.0, max_val=2.0)
   return v;
@@ -74,6 +74,7 @@ __device__ __forceinline__ void finish(
     int first_channel,
     int index,
     float mean,
+    float mean_rest,
     float rstd,
     const __nv_bfloat16* p_gamma,
     const __nv_bfloat16* p_beta) {
@@ -83,16 +84,18 @@ __device__ __forceinline__ void finish(
   load(p_beta + first_channel + index, c_beta);
 #pragma unroll
   for (int e = 0; e < kWidth; ++e) {
-    v[e] = finish_value(v[e], mean, rstd, c_gamma[e], c_beta[e]);
+    v[e] = finish_value(v[e], mean, mean_rest, rstd, c_gamma[e], c_beta[e]);
   }
 }
 
-// Sum over kLanes lanes; all of them receive the same bits.
+// Sum over kLanes lanes, of one number or of two; all of them receive the same bits.
 __device__ __forceinline__ float lane_sum(float v) {
 #pragma unroll
   for (int offset = kLanes / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
   return v;
 }
+
+__device__ __forceinline__ float2 lane_sum(float2 v) { return make_float2(lane_sum(v.x), lane_sum(v.y)); }
 
 // kLanes lanes normalise a group; its values live in their registers between the one read and the one write.
 __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
@@ -112,27 +115,35 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     load(input + base + (r * kLanes + lane) * kWidth, v[r]);
   }
 
-  // Statistics: two passes over the registers, on differences from the group's first value.
+  // Statistics in two passes over the registers. The first sums differences from one value of the group, so that a constant group's mean is
+  // exact. The second sums differences from that mean: their own mean is what the first one's rounding left, however large the shift was.
   const float shift = __shfl_sync(0xffffffffu, v[0][0], 0, kLanes);
   float sum = 0.0f;
 #pragma unroll
   for (int r = 0; r < kVectors; ++r) {
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) sum += v[r][e] = __fsub_rn(v[r][e], shift);
+    for (int e = 0; e < kWidth; ++e) sum += __fsub_rn(v[r][e], shift);
   }
-  const float mean = lane_sum(sum) * (1.0f / kGroupSize);
-  float m2 = 0.0f;
+  const float mean = fmaf(lane_sum(sum), 1.0f / kGroupSize, shift);
+  float2 sums = make_float2(0.0f, 0.0f);  // of differences, of their squares
 #pragma unroll
   for (int r = 0; r < kVectors; ++r) {
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) m2 = fmaf(v[r][e] - mean, v[r][e] - mean, m2);
+    for (int e = 0; e < kWidth; ++e) {
+      const float difference = __fsub_rn(v[r][e], mean);
+      sums.x += difference;
+      sums.y = fmaf(difference, difference, sums.y);
+    }
   }
-  const float rstd = rsqrtf(lane_sum(m2) * (1.0f / kGroupSize) + kEps);
+  sums = lane_sum(sums);
+  const float mean_rest = sums.x * (1.0f / kGroupSize);
+  const float m2 = fmaf(-mean_rest, sums.x, sums.y);
+  const float rstd = rsqrtf(m2 * (1.0f / kGroupSize) + kEps);
 
   // Normalise and store.
 #pragma unroll
   for (int r = 0; r < kVectors; ++r) {
-    finish(v[r], first_channel, (r * kLanes + lane) * kWidth, mean, rstd, p_gamma, p_beta);
+    finish(v[r], first_channel, (r * kLanes + lane) * kWidth, mean, mean_rest, rstd, p_gamma, p_beta);
     store(output + base + (r * kLanes + lane) * kWidth, v[r]);
   }
 }

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kBatch = 128;  // batch
 constexpr int kNumGroups = 8;  // group_norm's num_groups
-constexpr int kGroupChannels = 64;  // kChannels / kNumGroups
+constexpr int kGroupChannels = 64;  // channels / kNumGroups
 constexpr int kGroupSize = 64;  // kGroupChannels
 constexpr double kEps = 1e-05;  // group_norm's eps
 constexpr float kHardtanhMinVal = -2.0f;  // hardtanh's min_val

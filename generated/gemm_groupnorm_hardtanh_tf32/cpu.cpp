@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kBatch = 1024;  // batch
 constexpr int kNumGroups = 16;  // group_norm's num_groups
-constexpr int kGroupChannels = 512;  // kChannels / kNumGroups
+constexpr int kGroupChannels = 512;  // channels / kNumGroups
 constexpr int kGroupSize = 512;  // kGroupChannels
 constexpr double kEps = 1e-05;  // group_norm's eps
 constexpr float kHardtanhMinVal = -2.0f;  // hardtanh's min_val

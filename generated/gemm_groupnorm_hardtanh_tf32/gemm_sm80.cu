@@ -296,43 +296,45 @@ __device__ __forceinline__ void store(float* to, const float (&v)[4]) {
 
 // Finishes kRoundRows staged rows of the tile. A team of lanes takes kSpan neighbouring columns of a row into registers
 // and stores what the norm kernel reads.
-__device__ __forceinline__ void finish_rows(const float* staged, int first_row, int first_column,
-                                            const float* __restrict__ gemm_bias, float* __restrict__ y) {
+__device__ __forceinline__ void finish_rows(
+    const float* staged,
+    int first_row,
+    int first_column,
+    const float* __restrict__ p_gemm_bias,
+    float* __restrict__ y) {
   const int team = threadIdx.x / kTeam;
   const int lane = threadIdx.x % kTeam;
 #pragma unroll 2
   for (int i = 0; i < kItemsPerTeam; ++i) {
-    const int item = team + i * kTeams;
-    const int row = item;
-    constexpr int span_column = 0;
+    const int row = team + i * kTeams;
     float values[kVectorsPerLane][kVector];
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
-      const int column = span_column + (lane + j * kTeam) * kVector;
+      const int column = (lane + j * kTeam) * kVector;
       const int channel = first_column + column;
-      float gemm_bias_values[kVector];
-      load(gemm_bias + channel, gemm_bias_values);
-      const float* source = staged + row * kPitch + column;
+      float c_gemm_bias[kVector];
+      load(p_gemm_bias + channel, c_gemm_bias);
+const float* source = staged + row * kPitch + column;
 #pragma unroll
       for (int e = 0; e < kVector; e += 4) load_staged(source + e, &values[j][e]);
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        float v = values[j][e] + gemm_bias_values[e];
-        values[j][e] = v;
-      }
+      for (int e = 0; e < kVector; ++e) values[j][e] += c_gemm_bias[e];
       store(y + static_cast<int64_t>(first_row + row) * kOutFeatures + channel, values[j]);
     }
   }
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-gemm(const float* __restrict__ x, const float* __restrict__ gemm_weight, const float* __restrict__ gemm_bias, float* __restrict__ y) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemm(
+    const float* __restrict__ x,
+    const float* __restrict__ p_gemm_weight,
+    const float* __restrict__ p_gemm_bias,
+    float* __restrict__ y) {
   extern __shared__ __align__(128) unsigned char shared[];
   const TilePlace tile = place_of(blockIdx.x);
   const WarpPlace warp = warp_place();
 
   float sums[kBlocksM][kBlocksN][4] = {};
-  multiply_tile(sums, shared_address(shared), source_of(x, gemm_weight, tile.first_row, tile.first_column), warp);
+  multiply_tile(sums, shared_address(shared), source_of(x, p_gemm_weight, tile.first_row, tile.first_column), warp);
 
   float* staged = reinterpret_cast<float*>(shared);
   for (int round = 0; round < kRounds; ++round) {
@@ -340,7 +342,7 @@ gemm(const float* __restrict__ x, const float* __restrict__ gemm_weight, const f
     const int row = warp.row - round * kRoundRows;
     if (row >= 0 && row < kRoundRows) stage_sums(staged, sums, row, warp.column);
     __syncthreads();
-    finish_rows(staged, tile.first_row + round * kRoundRows, tile.first_column, gemm_bias, y);
+    finish_rows(staged, tile.first_row + round * kRoundRows, tile.first_column, p_gemm_bias, y);
   }
 }
 
@@ -366,8 +368,8 @@ struct DeviceScope {
 
 extern "C" int gemm_sm80_launch(
     const float* x,
-    const float* gemm_weight,
-    const float* gemm_bias,
+    const float* p_gemm_weight,
+    const float* p_gemm_bias,
     float* y,
     int device,
     cudaStream_t stream) {
@@ -379,5 +381,5 @@ extern "C" int gemm_sm80_launch(
   config.blockDim = kThreads;
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, gemm, x, gemm_weight, gemm_bias, y);
+  return cudaLaunchKernelEx(&config, gemm, x, p_gemm_weight, p_gemm_bias, y);
 }

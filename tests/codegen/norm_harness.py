@@ -22,6 +22,7 @@ from codegen.render import render_kernel
 from codegen.spec import Spec, load_spec
 from codegen.targets import DEVICES, TARGETS
 
+OUTLIER = {"float32": 1e6, "float16": 6e4, "bfloat16": 1e6}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -108,6 +109,7 @@ POOL_CASES = (
     Case("pool_block", 3, 16, 1, (40, 48), after=("max_pool2d: {kernel_size: 2, stride: 2}",)),
     Case("pool_global", 3, 8, 2, (9, 9), after=("max_pool2d: {kernel_size: 9}",)),
     Case("pool_no_affine", 3, 8, 2, (9, 11), affine=False, after=("mul: {value: -1.5}", "max_pool2d: {kernel_size: 2}")),
+    Case("pool_no_affine_twice", 3, 8, 2, (9, 11), affine=False, after=("mish", "mul: {value: -1.5}", "max_pool2d: {kernel_size: 2}")),
 )  # fmt: skip
 ALL_CASES = LINEAR_CASES + CONV_CASES + POOL_CASES
 
@@ -144,11 +146,14 @@ def parameters(spec: Spec, generator: torch.Generator) -> dict[str, torch.Tensor
 
 
 def draw(spec: Spec, kind: str, generator: torch.Generator) -> torch.Tensor:
-    """The producer's result: "normal", "offset" (a mean far above the spread), "constant" (each group alike) or "special" (NaN, inf)."""
+    """The producer's result: "normal", "offset" (a mean far above the spread), "outlier_first" and "outlier" (one value of each group a million
+    times the others), "constant" (each group alike) or "special" (NaN, inf)."""
     shape = spec.producer.output_shape
     value = torch.randn(shape, generator=generator, device="cuda")
     if kind == "offset":
         value = value * 0.01 + 100.0
+    elif kind.startswith("outlier"):
+        value.view(shape[0], spec.num_groups, -1)[:, :, 0 if kind == "outlier_first" else spec.group_size // 3] = OUTLIER[spec.precision.dtype]
     elif kind == "constant":
         value = value.view(shape[0], spec.num_groups, -1)[:, :, :1].expand(-1, -1, spec.group_size).reshape(shape).contiguous()
     elif kind == "special":
@@ -174,10 +179,12 @@ def reference(spec: Spec, result: torch.Tensor, values: dict[str, torch.Tensor],
 
 
 def tile_statistics(result: torch.Tensor, tile: int) -> torch.Tensor:
-    """(mean, M2) of each row's tiles, as a GEMM leaves them."""
+    """(count, mean, mean_rest, M2) of each row's tiles, as a GEMM leaves them."""
     tiles = result.double().view(result.shape[0], -1, tile)
     mean = tiles.mean(-1, keepdim=True)
-    return torch.stack((mean.squeeze(-1), ((tiles - mean) ** 2).sum(-1)), -1).float().contiguous()
+    high = mean.float().double()
+    m2 = ((tiles - mean) ** 2).sum(-1, keepdim=True)
+    return torch.cat((torch.full_like(mean, tile), high, mean - high, m2), -1).float().contiguous()
 
 
 def launch(plan: Plan, library: ctypes.CDLL, tensors: dict[str, torch.Tensor], stream: int) -> None:

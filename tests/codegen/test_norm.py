@@ -30,7 +30,7 @@ def test_text_is_deterministic_and_names_every_constant(case, precision, tmp_pat
         named = {constant.name for constant in kernel.constants}
         assert used - named <= {"kDevices", "kSharedBytes"}, "a constant is used but not defined"
         body = re.sub(r"//.*", "", text)
-        assert not [name for name in named if len(re.findall(rf"\b{name}\b", body)) < 2], "a constant is defined but not used"
+        assert not [name for name in named if len(re.findall(rf"\b{name}\b", body)) == 1], "a constant is defined but not used"
         assert "double" not in body and " pass" not in body
         assert kernel.threads <= 1024 and kernel.threads % 32 == 0
         assert kernel.threads * kernel.min_blocks * kernel.max_registers <= 65536
@@ -71,7 +71,7 @@ def test_long_groups_are_streamed_or_split(tmp_path):
     assert [kernel.name for kernel in few.kernels] == ["group_norm_statistics", "group_norm"]
     (buffer,) = few.buffers
     known = constants(few.kernels[0])
-    assert buffer.bytes == 8 * few.kernels[0].blocks
+    assert buffer.bytes == 16 * few.kernels[0].blocks
     assert known["kPieces"] * known["kPieceVectors"] >= known["kGroupVectors"] > (known["kPieces"] - 1) * known["kPieceVectors"]
     assert few.kernels[0].arguments[-1] == few.kernels[1].arguments[-1] == buffer.name
 
@@ -102,7 +102,7 @@ def test_the_direction_up_to_the_pool_is_known(after, expected, tmp_path):
 def test_one_read_where_the_pool_commutes_and_two_where_not(tmp_path):
     templates = {case.name: case.plan(tmp_path).kernels[0].template for case in POOL_CASES}
     two = {name for name, template in templates.items() if "stream" in template}
-    assert two == {"pool_mish", "pool_large"}
+    assert two == {"pool_mish", "pool_large", "pool_no_affine_twice"}
 
 
 @pytest.mark.parametrize("case", POOL_CASES, ids=lambda case: case.name)
