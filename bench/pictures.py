@@ -8,6 +8,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
+from matplotlib.transforms import Bbox  # noqa: E402
 
 from bench.records import Record  # noqa: E402
 
@@ -57,24 +59,82 @@ def speedups(records: list[Record], folder: Path) -> str:
     return _save(figure, folder, "speedups")
 
 
+# Where a label may stand: offset from its point in typographic points, and which side of the text lies there.
+_PLACES = [
+    ((0, 6), "center", "bottom"), ((0, -6), "center", "top"), ((6, 0), "left", "center"), ((-6, 0), "right", "center"), ((5, 7), "left", "bottom"),
+    ((-5, 7), "right", "bottom"), ((5, -7), "left", "top"), ((-5, -7), "right", "top"), ((0, 15), "center", "bottom"), ((0, -15), "center", "top"),
+]  # fmt: skip
+_SAME = 0.04  # points closer than this share of the axes in both directions share a label
+
+
+def merged(points: list[tuple[str, float, float]], near: float = _SAME) -> list[tuple[str, float, float]]:
+    """Labels of points in axes coordinates (0..1); those of near neighbours are joined, at the first one's place, the same text once."""
+    groups: list[tuple[list[str], float, float]] = []
+    for text, x, y in points:
+        for texts, other_x, other_y in groups:
+            if abs(x - other_x) < near and abs(y - other_y) < near:
+                texts += [text] if text not in texts else []
+                break
+        else:
+            groups.append(([text], x, y))
+    return [(", ".join(texts), x, y) for texts, x, y in groups]
+
+
+def _label(axis, points: list[tuple[str, float, float]], marks: list[tuple[float, float]]) -> list:
+    """Write the labels of `points` where they cover neither each other nor `marks`, as far as _PLACES allows."""
+    figure = axis.figure
+    figure.canvas.draw()  # the layout and the scales are known from here on
+    renderer, inside = figure.canvas.get_renderer(), axis.get_window_extent()
+    to_axes = lambda x, y: axis.transAxes.inverted().transform(axis.transData.transform((x, y)))  # noqa: E731
+    pixel = [axis.transData.transform(mark) for mark in marks]
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in pixel]
+    placed = []
+    for text, x, y in merged([(text, *to_axes(x, y)) for text, x, y in points]):
+        best = None
+        for offset, ha, va in _PLACES:
+            note = axis.annotate(text, (x, y), xycoords="axes fraction", xytext=offset, textcoords="offset points", ha=ha, va=va, fontsize=6, alpha=0.8)
+            note.set_in_layout(False)
+            box = note.get_window_extent(renderer).padded(2)
+            cost = sum(box.overlaps(other) for other in taken) + 2 * (box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1)
+            if best is None or cost < best[0]:
+                if best is not None:
+                    best[1].remove()
+                best = (cost, note, box)
+            else:
+                note.remove()
+            if not cost:
+                break
+        taken.append(best[2])
+        placed.append(best[1])
+    return placed
+
+
 def error_against_time(records: list[Record], folder: Path, name: str) -> str:
     """One system: every contender's relative error over its time, ours filled; lower left is better."""
     figure, axis = plt.subplots(figsize=(5.4, 3.8))
+    labels, marks = [], []
     for record in records:
         colour = COLOURS[record["precision"]]
         rows = [(n, p) for n, p in record["peers"].items() if p["rel_error"]]
         axis.scatter([p["ms"] for _, p in rows], [p["rel_error"] for _, p in rows], s=30, facecolors="none", edgecolors=colour)
         axis.scatter(record["ours"]["ms"], record["ours"]["rel_error"], s=70, color=colour, marker="D", label=f"ours, {record['precision']}", zorder=3)
-        for n, p in rows:
-            if n in (record["best_peer"], "eager"):
-                axis.annotate(n.removesuffix(" + compiled tail"), (p["ms"], p["rel_error"]), fontsize=6, alpha=0.8, xytext=(0, 5), textcoords="offset points", ha="center")
+        marks += [(p["ms"], p["rel_error"]) for _, p in rows] + [(record["ours"]["ms"], record["ours"]["rel_error"])]
+        labels += [(n.removesuffix(" + compiled tail"), p["ms"], p["rel_error"]) for n, p in rows if n in (record["best_peer"], record["best_torch"], "eager")]
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.set_xlabel("milliseconds (median, L2 flushed)")
     axis.set_ylabel("relative error against float64")
     axis.set_title(short(records[0]["spec"]), fontsize=9)
+    for ticks in (axis.xaxis, axis.yaxis):
+        low, high = ticks.get_data_interval()
+        if ticks is axis.xaxis or high < 10 * low:  # less than a decade: 1, 2 and 5 are named, or more where that would be none
+            subs = (1, 2, 5) if high > 3 * low else (1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)
+            ticks.set_major_locator(LogLocator(subs=subs))
+            ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            ticks.set_minor_formatter(NullFormatter())
     axis.margins(x=0.18, y=0.12)
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4)
+    _label(axis, labels, marks)
     return _save(figure, folder, f"error-{name}")
 
 

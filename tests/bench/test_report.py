@@ -5,6 +5,7 @@ import re
 import pytest
 
 from bench.kernelbench import PROBLEMS, SMALL, Run, noisy, parse, reference_source, spreads
+from bench.pictures import _label, merged
 from bench.records import conclude, read, write_json
 from bench.report import build
 from bench.shrink import shrink
@@ -39,6 +40,21 @@ def test_the_page_stands_alone(results, tmp_path):
 
 def test_the_page_is_the_same_each_time(results, tmp_path):
     assert build(results, tmp_path / "a").read_bytes() == build(results, tmp_path / "b").read_bytes()
+
+
+def test_labels_of_neighbours_are_joined_and_cover_nothing():
+    import matplotlib.pyplot as plt
+
+    assert merged([("a", 0.5, 0.5), ("b", 0.51, 0.49), ("a", 0.52, 0.5), ("c", 0.9, 0.5)]) == [("a, b", 0.5, 0.5), ("c", 0.9, 0.5)]
+    figure, axis = plt.subplots()
+    points = [("eager", 1.0, 1.0), ("eager in a CUDA graph", 1.005, 1.0), ("compile", 1.1, 1.0), ("another one", 1.1, 1.12)]
+    axis.scatter([x for _, x, _ in points], [y for _, _, y in points])
+    axis.set(xlim=(0, 2), ylim=(0, 2))
+    notes = _label(axis, points, [(x, y) for _, x, y in points])
+    boxes = [note.get_window_extent() for note in notes]
+    plt.close(figure)
+    assert [note.get_text() for note in notes] == ["eager, eager in a CUDA graph", "compile", "another one"]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_the_harness_output_is_read():
