@@ -54,7 +54,7 @@ def explanation(plan: Plan) -> dict[str, Any]:
             {
                 "name": kernel.function(plan.target), "file": kernel.file(plan.target), "summary": kernel.summary, "blocks": kernel.blocks or None,
                 "threads": kernel.threads or None, "smem_bytes": kernel.smem_bytes, "max_registers": kernel.max_registers if kernel.threads else None,
-                "waves": _waves(plan, kernel), "notes": list(kernel.notes),
+                "waves": _waves(plan, kernel), "notes": _own_notes(plan, kernel),
             }
             for kernel in plan.kernels
         ],
@@ -64,6 +64,11 @@ def explanation(plan: Plan) -> dict[str, Any]:
             "ms": round(floor.ms, 5) or None,
         },
     }  # fmt: skip
+
+
+def _own_notes(plan: Plan, kernel: Kernel) -> list[str]:
+    """The kernel's notes that the plan's reasons do not hold already."""
+    return [note for note in kernel.notes if note not in plan.why]
 
 
 def _waves(plan: Plan, kernel: Kernel) -> float | None:
@@ -99,7 +104,7 @@ def explain(plan: Plan) -> str:
                 f"     {kernel.blocks} blocks of {kernel.threads} threads ({waves[kernel.function(plan.target)]} waves on {plan.device.sms} SMs), "
                 f"{kernel.smem_bytes / 1024:.1f} KB of shared memory, at most {kernel.max_registers} registers"
             )
-        lines += [f"     {note}" for note in kernel.notes]
+        lines += [f"     {note}" for note in _own_notes(plan, kernel)]
     lines += ["", "why", *(f"  {reason}" for reason in plan.why), "", "memory"]
     for buffer in plan.buffers:
         lines.append(f"  {buffer.name}: " + (f"{buffer.bytes} bytes" if buffer.bytes else f"{buffer.shape} {buffer.dtype}"))

@@ -91,6 +91,11 @@ class GemmKernel(Kernel):
         return self.ragged_m or self.ragged_n or self.ragged_k
 
     @property
+    def layered(self) -> bool:
+        """Whether the block's warps form several layers, each with its own part of K."""
+        return self.tile.warps_k > 1
+
+    @property
     def scaled(self) -> bool:
         return self.arithmetic.name == "fp16x3"
 
@@ -306,6 +311,7 @@ def _tile_constants(
 ) -> tuple[Constant, ...]:  # fmt: skip
     tile, itemsize = kernel.tile, spec.precision.itemsize
     ffma = kernel.arithmetic.name == "ffma"
+    deep = " * warps_k" if kernel.layered else ""
     kept = "" if choice.columns == tile.n else f", of which the first {choice.columns} are kept: whole groups"
     constants = [
         Constant("kTileM", str(tile.m), "rows of x in a block's tile"),
@@ -317,7 +323,7 @@ def _tile_constants(
         Constant("kWarpsM", str(tile.warps_m), "warps along the tile's rows"),
         Constant("kWarpsN", str(tile.warps_n), "warps along the tile's columns"),
         Constant("kWarpsK", str(tile.warps_k), "layers of warps, each with its own part of K"),
-        Constant("kThreads", str(tile.threads), "32 * warps_m * warps_n * warps_k"),
+        Constant("kThreads", str(tile.threads), "32 * warps_m * warps_n" + deep),
         Constant("kBlocksPerSm", str(tile.blocks_per_sm), f"leaves {tile.max_registers} registers a thread"),
         Constant("kWarpM", str(tile.warp_m), "tile_m / warps_m: rows of a warp's part"),
         Constant("kWarpN", str(tile.warp_n), "tile_n / warps_n: columns of a warp's part"),
@@ -325,11 +331,11 @@ def _tile_constants(
         Constant("kColumnsPerThread", str(tile.warp_n // 4), "warp_n / 4 lanes") if ffma else Constant("kBlocksN", str(tile.warp_n // 8), "warp_n / 8: multiplies along the columns"),
         Constant("kRowBytes", str(tile.row_bytes), "one row of a panel in shared memory" + (", 16-bit parts" if tile.presplit else "")),
         Constant("kPanelK", str(tile.panel_k(itemsize)), f"row_bytes / {2 if tile.presplit else itemsize}: values of K in a panel"),
-        Constant("kStageK", str(tile.stage_k(itemsize)), "panel_k * warps_k: values of K in a stage, one panel for each layer of warps"),
+        Constant("kStageK", str(tile.stage_k(itemsize)), f"panel_k{deep}: values of K in a stage, " + ("one panel for each layer of warps" if deep else "one panel")),
         *(() if tile.presplit else (Constant("kStages", str(tile.stages), "stages in flight"),)),
         Constant("kStageCount", str(stage_count), "in_features / stage_k, rounded up" + (" to whole partial sums" if kernel.arithmetic.parts == 2 else "")),
         Constant("kCopyRows", str(tile.copy_rows), "rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes"),
-        Constant("kStageBytes", str(tile.stage_bytes), "(tile_m + tile_n) * row_bytes * warps_k" + (" * 2 parts" if tile.presplit else "")),
+        Constant("kStageBytes", str(tile.stage_bytes), f"(tile_m + tile_n) * row_bytes{deep}" + (" * 2 parts" if tile.presplit else "")),
         Constant("kSharedBytes", str(kernel.smem_bytes), f"{tile.stages} stages, reused by the epilogue" if kernel.smem_bytes == tile.smem_bytes else "what the epilogue stages at once, more than the stages need"),
         Constant("kBlocks", "kTilesM * kTilesN", str(kernel.blocks)),
     ]  # fmt: skip
@@ -341,7 +347,7 @@ def _tile_constants(
 def _epilogue_constants(spec: Spec, kernel: GemmKernel) -> tuple[Constant, ...]:
     e, tile = kernel.epilogue, kernel.tile
     what = "kGroupWidth" if kernel.finished else "kTileN"
-    up = " + kTeams - 1" if e.ragged_items else ""
+    items = "kRoundRows * kSpans" if e.spans > 1 else "kRoundRows"
     constants = [
         Constant("kSpan", what, "neighbouring columns that a team of lanes takes together"),
         Constant("kSpans", "kTileColumns / kSpan", str(e.spans)),
@@ -350,7 +356,7 @@ def _epilogue_constants(spec: Spec, kernel: GemmKernel) -> tuple[Constant, ...]:
         Constant("kTeams", "kThreads / kTeam", str(e.teams)),
         Constant("kVectorsPerLane", "(kSpan / kVector + kTeam - 1) / kTeam", str(e.vectors_per_lane)),
         Constant("kRoundRows", str(e.round_rows), "rows staged at once: what fits into the stages' memory"),
-        Constant("kItemsPerTeam", f"(kRoundRows * kSpans{up}) / kTeams" if up else "kRoundRows * kSpans / kTeams", str(e.items_per_team)),
+        Constant("kItemsPerTeam", f"({items} + kTeams - 1) / kTeams" if e.ragged_items else f"{items} / kTeams", str(e.items_per_team)),
         Constant("kPitch", str(e.pitch), f"tile_n + {e.pitch - tile.n}: a staged row in floats, so that a warp's stores meet no bank twice"),
     ]
     if e.round_rows != tile.m:

@@ -110,7 +110,8 @@ __device__ __forceinline__ void finish(
   }
 }
 
-// Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, the sum of squared differences from it.
+// Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
+// from it.
 struct Moments {
   float count;
   float mean;
@@ -164,8 +165,8 @@ __device__ __forceinline__ void load_chunk(float (&v)[kVectors][kWidth], const f
   }
 }
 
-// Adds what load_chunk brought to a lane's moments: two passes over the registers, differences from the first value, then from the mean, whose
-// own mean corrects it.
+// Adds what load_chunk brought to a lane's moments: two passes over the registers, differences from the first value, then from the mean,
+// whose own mean corrects it.
 __device__ __forceinline__ void add_chunk(Moments& own, float (&v)[kVectors][kWidth], int first, int vectors, float c_conv_bias) {
   if (first >= vectors) return;
 #pragma unroll

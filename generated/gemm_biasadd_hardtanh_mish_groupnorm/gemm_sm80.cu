@@ -34,21 +34,18 @@ constexpr int kTileColumns = 128;  // columns of y that a block writes
 constexpr int kTilesM = (kBatch + kTileM - 1) / kTileM;  // batch / tile_m, rounded up: 8
 constexpr int kTilesN = (kOutFeatures + kTileColumns - 1) / kTileColumns;  // out_features / tile_columns, rounded up: 64
 constexpr int kRaster = 8;  // tiles of x that pass by one tile of W before the next
-constexpr int kWarpsM = 2;  // warps along the tile's rows
 constexpr int kWarpsN = 4;  // warps along the tile's columns
-constexpr int kWarpsK = 1;  // layers of warps, each with its own part of K
-constexpr int kThreads = 256;  // 32 * warps_m * warps_n * warps_k
+constexpr int kThreads = 256;  // 32 * warps_m * warps_n
 constexpr int kBlocksPerSm = 1;  // leaves 255 registers a thread
 constexpr int kWarpM = 64;  // tile_m / warps_m: rows of a warp's part
 constexpr int kWarpN = 32;  // tile_n / warps_n: columns of a warp's part
 constexpr int kBlocksM = 4;  // warp_m / 16: multiplies along the rows
 constexpr int kBlocksN = 4;  // warp_n / 8: multiplies along the columns
 constexpr int kRowBytes = 64;  // one row of a panel in shared memory, 16-bit parts
-constexpr int kPanelK = 32;  // row_bytes / 2: values of K in a panel
-constexpr int kStageK = 32;  // panel_k * warps_k: values of K in a stage, one panel for each layer of warps
+constexpr int kStageK = 32;  // panel_k: values of K in a stage, one panel
 constexpr int kStageCount = 256;  // in_features / stage_k, rounded up to whole partial sums
 constexpr int kCopyRows = 64;  // rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes
-constexpr int kStageBytes = 32768;  // (tile_m + tile_n) * row_bytes * warps_k * 2 parts
+constexpr int kStageBytes = 32768;  // (tile_m + tile_n) * row_bytes * 2 parts
 constexpr int kSharedBytes = 65536;  // 2 stages, reused by the epilogue
 constexpr int kBlocks = kTilesM * kTilesN;  // 512
 constexpr int kStagesPerSum = 2;  // K = 64 in one partial sum of a warp
@@ -94,17 +91,17 @@ __device__ __forceinline__ void split(float a, float b, float scale, uint32_t& h
   low = pack_parts(fmaf(a, scale, -leading.x), fmaf(b, scale, -leading.y));
 }
 
-// Shared memory holds two stages; a stage is kWarpsK panels of x's leading parts, as many of what they leave, and the same for W.
+// Shared memory holds two stages; a stage is a panel of x's leading parts, as much of what they leave, and the same for W.
 // Byte offset of 16-byte piece `piece` of `row` in a panel, permuted so that 8 neighbouring rows meet every bank once.
 __device__ __forceinline__ uint32_t panel_offset(int row, int piece) {
   return row * kRowBytes + ((piece ^ ((row >> 1) & 3)) << 4);
 }
 
 constexpr int kPieceK = 8;  // values in 16 bytes of parts
-constexpr int kPiecesX = kWarpsK * kTileM / kCopyRows;  // pieces of x that a thread carries in a stage
-constexpr int kPieces = kPiecesX + kWarpsK * kTileN / kCopyRows;  // and of W, which come behind
-constexpr uint32_t kPanelsX = kWarpsK * kTileM * kRowBytes;  // bytes of one part of x in a stage
-constexpr uint32_t kPanelsW = kWarpsK * kTileN * kRowBytes;  // the same for W
+constexpr int kPiecesX = kTileM / kCopyRows;  // pieces of x that a thread carries in a stage
+constexpr int kPieces = kPiecesX + kTileN / kCopyRows;  // and of W, which come behind
+constexpr uint32_t kPanelsX = kTileM * kRowBytes;  // bytes of one part of x in a stage
+constexpr uint32_t kPanelsW = kTileN * kRowBytes;  // the same for W
 
 // Where this thread reads x and W and writes shared memory: piece `threadIdx.x % 4` of every kCopyRows-th row.
 struct Source {
@@ -138,13 +135,11 @@ __device__ __forceinline__ void read_values(float (&piece)[kPieceK], const float
 // Reads piece `i` of this thread, 0 <= i < kPieces, of the source's stage.
 __device__ __forceinline__ void read_piece(float (&piece)[kPieceK], const Source& source, int i) {
   if (i < kPiecesX) {
-    const int panel = i / (kTileM / kCopyRows);
-    const int row = i % (kTileM / kCopyRows) * kCopyRows;
-    read_values(piece, source.x + static_cast<int64_t>(row) * kInFeatures + panel * kPanelK);
+    const int row = i * kCopyRows;
+    read_values(piece, source.x + static_cast<int64_t>(row) * kInFeatures);
   } else {
-    const int panel = (i - kPiecesX) / (kTileN / kCopyRows);
-    const int row = (i - kPiecesX) % (kTileN / kCopyRows) * kCopyRows;
-    read_values(piece, source.w + static_cast<int64_t>(row) * kInFeatures + panel * kPanelK);
+    const int row = (i - kPiecesX) * kCopyRows;
+    read_values(piece, source.w + static_cast<int64_t>(row) * kInFeatures);
   }
 }
 
@@ -177,7 +172,7 @@ __device__ __forceinline__ Scales load_scales(const float* row_scales, int first
 
 // Splits piece `i` of this thread and writes the leading parts, and what they leave, to the stage at `shared`.
 __device__ __forceinline__ void write_piece(uint32_t shared, const float (&piece)[kPieceK], const Scales& scales, int i) {
-  const float scale = i < kPiecesX ? scales.x[i % (kTileM / kCopyRows)] : scales.w[(i - kPiecesX) % (kTileN / kCopyRows)];
+  const float scale = i < kPiecesX ? scales.x[i] : scales.w[i - kPiecesX];
   const uint32_t high_part = shared + (i < kPiecesX ? i * kCopyRows * kRowBytes : 2 * kPanelsX + (i - kPiecesX) * kCopyRows * kRowBytes);
   const uint32_t low_part = high_part + (i < kPiecesX ? kPanelsX : kPanelsW);
   uint32_t high[4];
@@ -197,20 +192,18 @@ struct TilePlace {
 __device__ __forceinline__ TilePlace place_of(int block) {
   const int group = block / (kRaster * kTilesN);
   const int within = block % (kRaster * kTilesN);
-  constexpr int height = kRaster;
-  return {(group * kRaster + within % height) * kTileM, within / height * kTileColumns};
+  return {(group * kRaster + within % kRaster) * kTileM, within / kRaster * kTileColumns};
 }
 
 // The part of a tile that a warp multiplies.
 struct WarpPlace {
-  int layer;
   int row;
   int column;
 };
 
 __device__ __forceinline__ WarpPlace warp_place() {
   const int warp = threadIdx.x / 32;
-  return {warp / (kWarpsM * kWarpsN), warp / kWarpsN % kWarpsM * kWarpM, warp % kWarpsN * kWarpN};
+  return {warp / kWarpsN * kWarpM, warp % kWarpsN * kWarpN};
 }
 
 // The shared-memory row and 16-byte piece that this lane names to load_matrices: for 16 rows of x (a fragment of the left operand) the
@@ -270,8 +263,8 @@ __device__ __forceinline__ void multiply_stage(float (&sums)[kBlocksM][kBlocksN]
 // each partial sum into `sums`.
 __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][4], uint32_t shared, Source source,
                                               const WarpPlace& warp, const Scales& scales) {
-  const uint32_t x_panel = shared + warp.layer * kTileM * kRowBytes;
-  const uint32_t w_panel = shared + 2 * kPanelsX + warp.layer * kTileN * kRowBytes;
+  const uint32_t x_panel = shared;
+  const uint32_t w_panel = shared + 2 * kPanelsX;
   const uint32_t own = shared + source.offset;
   float pieces[kPieces][kPieceK];
 #pragma unroll
@@ -345,7 +338,7 @@ __device__ __forceinline__ bool holds_non_finite(const float (&sums)[kBlocksM][k
 
 // The sums once more, by fp32 multiply-adds straight from global memory: slow, and right for whatever fp32 operands there are.
 __device__ __forceinline__ void recompute(float (&sums)[kBlocksM][kBlocksN][4], const float* __restrict__ x, const float* __restrict__ w,
-                                          int first_row, int first_column, int layer) {
+                                          int first_row, int first_column) {
   constexpr int kPartialK = 128;
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -360,7 +353,7 @@ __device__ __forceinline__ void recompute(float (&sums)[kBlocksM][kBlocksN][4], 
   for (int first = 0; first < kInFeatures; first += kPartialK) {
     float partial[kBlocksM][kBlocksN][4] = {};
 #pragma unroll 1
-    for (int k = first + layer; k < min(first + kPartialK, kInFeatures); k += kWarpsK) {
+    for (int k = first; k < min(first + kPartialK, kInFeatures); ++k) {
       float w_values[kBlocksN][2];
 #pragma unroll
       for (int n = 0; n < kBlocksN; ++n) {
@@ -487,7 +480,7 @@ __device__ __forceinline__ void finish_rows(
       load(p_gemm_bias + channel, c_gemm_bias);
       float c_bias[kVector];
       load(p_bias + channel, c_bias);
-const float* source = staged + row * kPitch + column;
+      const float* source = staged + row * kPitch + column;
 #pragma unroll
       for (int e = 0; e < kVector; e += 4) load_staged(source + e, &values[j][e]);
 #pragma unroll
@@ -562,7 +555,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemm(
   const Source source = source_of(x, p_gemm_weight, tile.first_row, tile.first_column);
   multiply_tile(sums, stages, source, warp, load_scales(row_scales, tile.first_row, tile.first_column));
   undo_scales(sums, row_scales, first_row, first_column);
-  if (__syncthreads_or(holds_non_finite(sums))) recompute(sums, x, p_gemm_weight, first_row, first_column, warp.layer);
+  if (__syncthreads_or(holds_non_finite(sums))) recompute(sums, x, p_gemm_weight, first_row, first_column);
 
   float* staged = reinterpret_cast<float*>(shared);
   for (int round = 0; round < kRounds; ++round) {

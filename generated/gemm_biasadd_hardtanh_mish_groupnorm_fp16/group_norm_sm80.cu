@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     prepare(v[r], first_channel, (r * kLanes + lane) * kWidth, p_bias);
   }
 
-  // Statistics in two passes over the registers. The first sums differences from one value of the group, so that a constant group's mean is
-  // exact. The second sums differences from that mean: their own mean is what the first one's rounding left, however large the shift was.
+  // Statistics in two passes over the registers. The first sums differences from one value of the group, so that a constant group's mean
+  // is exact. The second sums differences from that mean: their own mean is what the first one's rounding left, however large the shift was.
   const float shift = __shfl_sync(0xffffffffu, v[0][0], 0, kLanes);
   float sum = 0.0f;
 #pragma unroll

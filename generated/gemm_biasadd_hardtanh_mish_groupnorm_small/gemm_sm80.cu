@@ -93,9 +93,8 @@ __device__ __forceinline__ void copy_x(uint32_t shared, const float* global) {
   for (int panel = 0; panel < kWarpsK; ++panel) {
 #pragma unroll
     for (int row = 0; row < kTileM; row += kCopyRows) {
-      const uint32_t destination = shared + (panel * kTileM + row) * kRowBytes;
       const float* values = global + static_cast<int64_t>(row) * kInFeatures + panel * kPanelK;
-      copy_piece(destination, values);
+      copy_piece(shared + (panel * kTileM + row) * kRowBytes, values);
     }
   }
 }
@@ -106,9 +105,8 @@ __device__ __forceinline__ void copy_w(uint32_t shared, const float* global) {
   for (int panel = 0; panel < kWarpsK; ++panel) {
 #pragma unroll
     for (int row = 0; row < kTileN; row += kCopyRows) {
-      const uint32_t destination = shared + (panel * kTileN + row) * kRowBytes;
       const float* values = global + static_cast<int64_t>(row) * kInFeatures + panel * kPanelK;
-      copy_piece(destination, values);
+      copy_piece(shared + (panel * kTileN + row) * kRowBytes, values);
     }
   }
 }
@@ -146,8 +144,7 @@ struct TilePlace {
 __device__ __forceinline__ TilePlace place_of(int block) {
   const int group = block / (kRaster * kTilesN);
   const int within = block % (kRaster * kTilesN);
-  constexpr int height = kRaster;
-  return {(group * kRaster + within % height) * kTileM, within / height * kTileColumns};
+  return {(group * kRaster + within % kRaster) * kTileM, within / kRaster * kTileColumns};
 }
 
 // The part of a tile that a warp multiplies.
@@ -318,7 +315,7 @@ __device__ __forceinline__ void finish_rows(
       load(p_gemm_bias + channel, c_gemm_bias);
       float c_bias[kVector];
       load(p_bias + channel, c_bias);
-const float* source = staged + row * kPitch + column;
+      const float* source = staged + row * kPitch + column;
 #pragma unroll
       for (int e = 0; e < kVector; e += 4) load_staged(source + e, &values[j][e]);
 #pragma unroll

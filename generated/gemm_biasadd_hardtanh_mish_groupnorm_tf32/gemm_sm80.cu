@@ -32,22 +32,19 @@ constexpr int kTileColumns = 128;  // columns of y that a block writes
 constexpr int kTilesM = (kBatch + kTileM - 1) / kTileM;  // batch / tile_m, rounded up: 8
 constexpr int kTilesN = (kOutFeatures + kTileColumns - 1) / kTileColumns;  // out_features / tile_columns, rounded up: 64
 constexpr int kRaster = 8;  // tiles of x that pass by one tile of W before the next
-constexpr int kWarpsM = 2;  // warps along the tile's rows
 constexpr int kWarpsN = 2;  // warps along the tile's columns
-constexpr int kWarpsK = 1;  // layers of warps, each with its own part of K
-constexpr int kThreads = 128;  // 32 * warps_m * warps_n * warps_k
+constexpr int kThreads = 128;  // 32 * warps_m * warps_n
 constexpr int kBlocksPerSm = 2;  // leaves 255 registers a thread
 constexpr int kWarpM = 64;  // tile_m / warps_m: rows of a warp's part
 constexpr int kWarpN = 64;  // tile_n / warps_n: columns of a warp's part
 constexpr int kBlocksM = 4;  // warp_m / 16: multiplies along the rows
 constexpr int kBlocksN = 8;  // warp_n / 8: multiplies along the columns
 constexpr int kRowBytes = 64;  // one row of a panel in shared memory
-constexpr int kPanelK = 16;  // row_bytes / 4: values of K in a panel
-constexpr int kStageK = 16;  // panel_k * warps_k: values of K in a stage, one panel for each layer of warps
+constexpr int kStageK = 16;  // panel_k: values of K in a stage, one panel
 constexpr int kStages = 3;  // stages in flight
 constexpr int kStageCount = 512;  // in_features / stage_k, rounded up
 constexpr int kCopyRows = 32;  // rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes
-constexpr int kStageBytes = 16384;  // (tile_m + tile_n) * row_bytes * warps_k
+constexpr int kStageBytes = 16384;  // (tile_m + tile_n) * row_bytes
 constexpr int kSharedBytes = 49152;  // 3 stages, reused by the epilogue
 constexpr int kBlocks = kTilesM * kTilesN;  // 512
 constexpr int kSpan = kGroupWidth;  // neighbouring columns that a team of lanes takes together
@@ -97,7 +94,7 @@ __device__ __forceinline__ uint32_t round_tf32(float v) {
   return rounded;
 }
 
-// Shared memory holds kStages stages; a stage is kWarpsK panels of x, then kWarpsK panels of W; a panel has kRowBytes of K for each row.
+// Shared memory holds kStages stages; a stage is a panel of x, then a panel of W; a panel has kRowBytes of K for each row.
 // Byte offset of 16-byte piece `piece` of `row` in a panel, permuted so that 8 neighbouring rows meet every bank once.
 __device__ __forceinline__ uint32_t panel_offset(int row, int piece) {
   return row * kRowBytes + ((piece ^ ((row >> 1) & 3)) << 4);
@@ -111,26 +108,18 @@ __device__ __forceinline__ void copy_piece(uint32_t shared, const float* global)
 // Starts this thread's copies of one stage of x.
 __device__ __forceinline__ void copy_x(uint32_t shared, const float* global) {
 #pragma unroll
-  for (int panel = 0; panel < kWarpsK; ++panel) {
-#pragma unroll
-    for (int row = 0; row < kTileM; row += kCopyRows) {
-      const uint32_t destination = shared + (panel * kTileM + row) * kRowBytes;
-      const float* values = global + static_cast<int64_t>(row) * kInFeatures + panel * kPanelK;
-      copy_piece(destination, values);
-    }
+  for (int row = 0; row < kTileM; row += kCopyRows) {
+    const float* values = global + static_cast<int64_t>(row) * kInFeatures;
+    copy_piece(shared + row * kRowBytes, values);
   }
 }
 
 // Starts this thread's copies of one stage of W.
 __device__ __forceinline__ void copy_w(uint32_t shared, const float* global) {
 #pragma unroll
-  for (int panel = 0; panel < kWarpsK; ++panel) {
-#pragma unroll
-    for (int row = 0; row < kTileN; row += kCopyRows) {
-      const uint32_t destination = shared + (panel * kTileN + row) * kRowBytes;
-      const float* values = global + static_cast<int64_t>(row) * kInFeatures + panel * kPanelK;
-      copy_piece(destination, values);
-    }
+  for (int row = 0; row < kTileN; row += kCopyRows) {
+    const float* values = global + static_cast<int64_t>(row) * kInFeatures;
+    copy_piece(shared + row * kRowBytes, values);
   }
 }
 
@@ -153,7 +142,7 @@ __device__ __forceinline__ Source source_of(const float* x, const float* w, int 
 // Starts the copies of the source's next stage into the stage at `shared` and steps on.
 __device__ __forceinline__ void copy_stage(uint32_t shared, Source& source) {
   copy_x(shared + source.offset, source.x);
-  copy_w(shared + kWarpsK * kTileM * kRowBytes + source.offset, source.w);
+  copy_w(shared + kTileM * kRowBytes + source.offset, source.w);
   source.x += kStageK;
   source.w += kStageK;
 }
@@ -167,20 +156,18 @@ struct TilePlace {
 __device__ __forceinline__ TilePlace place_of(int block) {
   const int group = block / (kRaster * kTilesN);
   const int within = block % (kRaster * kTilesN);
-  constexpr int height = kRaster;
-  return {(group * kRaster + within % height) * kTileM, within / height * kTileColumns};
+  return {(group * kRaster + within % kRaster) * kTileM, within / kRaster * kTileColumns};
 }
 
 // The part of a tile that a warp multiplies.
 struct WarpPlace {
-  int layer;
   int row;
   int column;
 };
 
 __device__ __forceinline__ WarpPlace warp_place() {
   const int warp = threadIdx.x / 32;
-  return {warp / (kWarpsM * kWarpsN), warp / kWarpsN % kWarpsM * kWarpM, warp % kWarpsN * kWarpN};
+  return {warp / kWarpsN * kWarpM, warp % kWarpsN * kWarpN};
 }
 
 // The shared-memory row and 16-byte piece that this lane names to load_matrices: for 16 rows of x (a fragment of the left operand) the
@@ -231,8 +218,8 @@ __device__ __forceinline__ void multiply_fragments(float (&sums)[kBlocksM][kBloc
 // and kStages - 1 stages of copies are under way.
 __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][4], uint32_t shared, Source source, const WarpPlace& warp) {
   constexpr int kSteps = kRowBytes / 32;
-  const uint32_t x_panel = shared + warp.layer * kTileM * kRowBytes;
-  const uint32_t w_panel = shared + kWarpsK * kTileM * kRowBytes + warp.layer * kTileN * kRowBytes;
+  const uint32_t x_panel = shared;
+  const uint32_t w_panel = shared + kTileM * kRowBytes;
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) {
     if (stage < kStageCount) copy_stage(shared + stage * kStageBytes, source);
@@ -358,7 +345,7 @@ __device__ __forceinline__ void finish_rows(
       load(p_gemm_bias + channel, c_gemm_bias);
       float c_bias[kVector];
       load(p_bias + channel, c_bias);
-const float* source = staged + row * kPitch + column;
+      const float* source = staged + row * kPitch + column;
 #pragma unroll
       for (int e = 0; e < kVector; e += 4) load_staged(source + e, &values[j][e]);
 #pragma unroll

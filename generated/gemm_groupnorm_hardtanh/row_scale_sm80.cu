@@ -66,8 +66,8 @@ __device__ __forceinline__ float scale_for(uint32_t largest) {
   return largest == 0 ? 1.0f : __uint_as_float(min(141 + 127 - (largest >> 23), 127u + 126u) << 23);
 }
 
-// After scaling, the largest value is below 2^15, and near values are 2^4 or more. Below a quarter, fp16's smallest step cuts into the 22 bits
-// that two parts should keep: such a value loses up to 2^-25, whatever its size. Zeros lose nothing.
+// After scaling, the largest value is below 2^15, and near values are 2^4 or more. Below a quarter, fp16's smallest step cuts into the 22
+// bits that two parts should keep: such a value loses up to 2^-25, whatever its size. Zeros lose nothing.
 __device__ __forceinline__ void count(Counts& counts, float v, float scale) {
   const float magnitude = fabsf(v) * scale;
   counts.near += magnitude >= 16.0f;
@@ -77,9 +77,12 @@ __device__ __forceinline__ void count(Counts& counts, float v, float scale) {
 // Small values are harmless in a row with many near ones: a loss is 2^-29 of a near value, 1/32 of what fp32 itself may round off in that
 // value's product, so it shows only where the small values meet larger factors than all the near values together. A row with small values and
 // few near ones is given up: factors that are zero opposite the few would leave nothing but the losses.
-__device__ __forceinline__ bool splits(const Counts& counts) { return counts.small == 0 || (counts.small <= kSmallLimit && counts.near >= kNearLimit); }
+__device__ __forceinline__ bool splits(const Counts& counts) {
+  return counts.small == 0 || (counts.small <= kSmallLimit && counts.near >= kNearLimit);
+}
 
-// One block reads one row of x or W, keeps it in registers and writes its scale: NaN where the row holds an infinity or a NaN, or where parts of fp16 would lose it.
+// One block reads one row of x or W, keeps it in registers and writes its scale: NaN where the row holds an infinity or
+// a NaN, or where parts of fp16 would lose its small values.
 __global__ void __launch_bounds__(kThreads) row_scale(
     const float* __restrict__ x,
     const float* __restrict__ p_gemm_weight,

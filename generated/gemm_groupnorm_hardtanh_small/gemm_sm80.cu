@@ -51,13 +51,12 @@ constexpr int kSharedBytes = 81920;  // 2 stages, reused by the epilogue
 constexpr int kBlocks = kTilesM * kTilesN;  // 64
 constexpr int kStagesPerSum = 1;  // K = 32 in one partial sum of a warp
 constexpr int kSpan = kGroupWidth;  // neighbouring columns that a team of lanes takes together
-constexpr int kSpans = kTileColumns / kSpan;  // 1
 constexpr int kVector = 4;  // values in one access: the most that span and out_features allow, 16 bytes at most
 constexpr int kTeam = 16;  // lanes in a team
 constexpr int kTeams = kThreads / kTeam;  // 16
 constexpr int kVectorsPerLane = (kSpan / kVector + kTeam - 1) / kTeam;  // 1
 constexpr int kRoundRows = 16;  // rows staged at once: what fits into the stages' memory
-constexpr int kItemsPerTeam = kRoundRows * kSpans / kTeams;  // 1
+constexpr int kItemsPerTeam = kRoundRows / kTeams;  // 1
 constexpr int kPitch = 72;  // tile_n + 8: a staged row in floats, so that a warp's stores meet no bank twice
 constexpr float kInverseSpan = 1.0f / kSpan;  // for the mean and the variance
 constexpr float kHardtanhMinVal = -2.0f;  // hardtanh's min_val
@@ -114,9 +113,8 @@ __device__ __forceinline__ void copy_x(uint32_t shared, const float* global) {
   for (int panel = 0; panel < kWarpsK; ++panel) {
 #pragma unroll
     for (int row = 0; row < kTileM; row += kCopyRows) {
-      const uint32_t destination = shared + (panel * kTileM + row) * kRowBytes;
       const float* values = global + static_cast<int64_t>(row) * kInFeatures + panel * kPanelK;
-      copy_piece(destination, values);
+      copy_piece(shared + (panel * kTileM + row) * kRowBytes, values);
     }
   }
 }
@@ -127,9 +125,8 @@ __device__ __forceinline__ void copy_w(uint32_t shared, const float* global) {
   for (int panel = 0; panel < kWarpsK; ++panel) {
 #pragma unroll
     for (int row = 0; row < kTileN; row += kCopyRows) {
-      const uint32_t destination = shared + (panel * kTileN + row) * kRowBytes;
       const float* values = global + static_cast<int64_t>(row) * kInFeatures + panel * kPanelK;
-      copy_piece(destination, values);
+      copy_piece(shared + (panel * kTileN + row) * kRowBytes, values);
     }
   }
 }
@@ -167,8 +164,7 @@ struct TilePlace {
 __device__ __forceinline__ TilePlace place_of(int block) {
   const int group = block / (kRaster * kTilesN);
   const int within = block % (kRaster * kTilesN);
-  constexpr int height = kRaster;
-  return {(group * kRaster + within % height) * kTileM, within / height * kTileColumns};
+  return {(group * kRaster + within % kRaster) * kTileM, within / kRaster * kTileColumns};
 }
 
 // The part of a tile that a warp multiplies.
@@ -417,7 +413,7 @@ __device__ __forceinline__ void finish_rows(
       const int channel = first_column + column;
       float c_gemm_bias[kVector];
       load(p_gemm_bias + channel, c_gemm_bias);
-const float* source = staged + row * kPitch + column;
+      const float* source = staged + row * kPitch + column;
 #pragma unroll
       for (int e = 0; e < kVector; e += 4) load_staged(source + e, &values[j][e]);
 #pragma unroll

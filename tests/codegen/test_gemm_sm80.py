@@ -12,6 +12,7 @@ from codegen.plan import plan
 from codegen.plan.gemm import HELD_BY_NORM, choose_arithmetic, gemm_ms, plan_gemm
 from codegen.plan.gemm_tiles import FFMA, SINGLE, SPLIT, SPLIT_16_BIT, choose_tile
 from codegen.render import render_kernel
+from codegen.report import explain
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.gemm_cases import ARITHMETICS, CASES, Case
 from tests.compile_matrix import faults
@@ -114,6 +115,12 @@ def test_scales_come_before_the_product_that_needs_them(tmp_path):
     assert [buffer.shape for buffer in gemm.buffers] == [(64 + 512,)]
 
 
+def test_each_reason_is_told_once(tmp_path):
+    made = plan(Case("told", 1024, 1024, 512, 8).spec(tmp_path, "fp32", None), "sm_80")
+    lines = [line.strip() for line in explain(made).splitlines()]
+    assert all(lines.count(reason) == 1 for reason in made.why)
+
+
 @pytest.mark.parametrize("device", SM_80_DEVICES, ids=lambda device: device.name)
 def test_the_planner_chooses_the_fastest_arithmetic_that_keeps_the_promise(device, tmp_path):
     case = Case("problem_30", 1024, 8192, 8192, 16)
@@ -139,3 +146,13 @@ def test_awkward_shapes_compile_within_their_plan(name, arithmetic, tmp_path):
     made = plan(case.spec(tmp_path, precision, arithmetic), "sm_80")
     found = [fault for kernel in made.kernels if kernel.template.startswith("gemm/") for fault in faults(made, kernel, tmp_path)]
     assert not found, "\n".join(found)
+
+
+def test_any_name_of_a_parameter_compiles(tmp_path):
+    names = ("lane", "column", "channel", "allowed", "config", "kThreads", "mish", "gamma", "gamma_", "beta", "team_sum", "values")
+    before, after = ([{"add": {"name": name, "shape": [1024]}} for name in part] for part in (names[:6], names[6:]))
+    case = Case("any_names", 128, 512, 1024, 32, before=(*before, "mish"), after=tuple(after), linear={"name": "load"}, norm={"name": "sums"})
+    made = plan(case.spec(tmp_path, "fp32", "ffma"), "sm_80")
+    (kernel,) = made.kernels
+    assert len(set(kernel.names)) == len(kernel.names) == len(kernel.arguments)
+    assert not (found := faults(made, kernel, tmp_path)), "\n".join(found)
