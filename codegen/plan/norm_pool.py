@@ -78,6 +78,12 @@ class PoolKernel(NormKernel):
         return any(operand.per_channel for operand in self.channel_values) or bool(vectors and vectors.operands)
 
     @property
+    def reads_single_values(self) -> bool:
+        """Does an access or a parameter take one value at a time, in the kernel of one read?"""
+        alone = any(self.channel_mode != "vector" or not operand.per_channel for operand in self.finish.operands)
+        return alone or 1 in self.io_widths or bool(self.channel_values)
+
+    @property
     def prepared_parameters(self) -> list[str]:
         return [f"float {operand.value}" for operand in self.prepared]
 

@@ -31,6 +31,7 @@ def test_text_is_deterministic_and_names_every_constant(case, precision, tmp_pat
         assert used - named <= {"kDevices", "kSharedBytes"}, "a constant is used but not defined"
         body = re.sub(r"//.*", "", text)
         assert not [name for name in named if len(re.findall(rf"\b{name}\b", body)) == 1], "a constant is defined but not used"
+        assert all(len(re.findall(rf"\b{name}\b", body)) != 1 for name in ("to_float", "first_channel")), "defined but not used"
         assert "double" not in body and " pass" not in body
         assert kernel.threads <= 1024 and kernel.threads % 32 == 0
         assert kernel.threads * kernel.min_blocks * kernel.max_registers <= 65536
