@@ -78,9 +78,11 @@ def outliers(built, kind):
     if kind != "uniform":
         for model in (ours, eager):
             model.gemm.weight[0 if kind == "outlier_first" else width // 3 :: width] *= 1e6 if precision in ("fp32", "tf32") else 1e3
-    yield
-    for model in (ours, eager):
-        model.gemm.weight.copy_(kept)
+    try:
+        yield
+    finally:
+        for model in (ours, eager):
+            model.gemm.weight.copy_(kept)
 
 
 @pytest.mark.parametrize("kind", ["uniform", "outlier_first", "outlier"])
