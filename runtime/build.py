@@ -14,19 +14,33 @@ from pathlib import Path
 from . import cache as cache_module
 from .cache import Cache, Record, build_key, default_cache, sha256_of
 from .diagnostics import explain_failure
-from .errors import BuildError
+from .errors import BuildError, PackageError
 from .package import Package, TargetManifest
+from .prebuilt import open_library
 from .process import run_program
 from .resources import parallel_jobs
-from .toolchain import Toolchain, arch_flags, compile_command, compile_flags, inherited_flags, link_command, toolchain
+from .toolchain import (
+    Toolchain,
+    arch_flags,
+    compile_command,
+    compile_flags,
+    inherited_flags,
+    link_command,
+    portable_flags,
+    toolchain,
+)
 
 NINJA_FILE = "build.ninja"
 LOG_FILE = "build.log"
+OPENING_ATTEMPTS = 10  # somebody may clear the cache between a build and its opening
 
 
 @dataclass(frozen=True)
 class Build:
-    """Everything that one build needs. ``flags`` are complete; ``units`` are the sources that become objects."""
+    """Everything that one build needs. ``flags`` are complete; ``units`` are the sources that become objects.
+
+    ``portable`` builds are for wheels: they leave out what only this machine is sure to have.
+    """
 
     package: str
     target: str
@@ -37,21 +51,38 @@ class Build:
     functions: tuple[str, ...]
     tools: Toolchain
     key: str
+    portable: bool = False
 
     @property
     def label(self) -> str:
         return f"{self.package} for {self.target}"
 
+    def open(self) -> ctypes.CDLL:
+        """The library, built first where the cache has none; BuildError where that fails."""
+        for _ in range(OPENING_ATTEMPTS):
+            path = ensure_built(self)
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError as error:
+                if path.exists():
+                    raise BuildError(f"{self.label} cannot be loaded: {error}; python -m runtime cache clear removes it.") from error
+        raise BuildError(f"{self.label} was removed from the cache each time it was built; stop what is clearing the cache.")
 
-def plan_build(package: Package, target: TargetManifest, capability: tuple[int, int] | None = None) -> Build:
+
+def plan_build(
+    package: Package, target: TargetManifest, capability: tuple[int, int] | None = None, portable: bool = False
+) -> Build:
     """The build of a target for a device of ``capability`` (None: the least device that the target runs on).
+
+    A ``portable`` library does not lean on this machine: see Build.
 
     Raises ToolchainError where a tool is missing, half installed or too old, PackageError where a source is missing.
     """
     cuda = target.arch is not None
+    own = portable_flags(target.flags) if portable else target.flags
     tools = toolchain(cuda)
     arch = arch_flags(target.arch, target.least_capability, capability) if cuda else ()
-    flags = compile_flags(cuda, target.flags, arch)
+    flags = compile_flags(cuda, own, arch)
     sources = package.read_sources(target)
     return Build(
         package=package.manifest.name,
@@ -62,7 +93,8 @@ def plan_build(package: Package, target: TargetManifest, capability: tuple[int, 
         flags=flags,
         functions=tuple(target.functions),
         tools=tools,
-        key=build_key(sources, flags + inherited_flags(cuda), tools.identity),
+        key=build_key(sources, flags + inherited_flags(cuda) + portable * ("portable",), tools.identity),
+        portable=portable,
     )
 
 
@@ -103,7 +135,7 @@ def write_build_folder(build: Build, folder: Path) -> None:
     for name, text in build.sources.items():
         (folder / name).write_bytes(text)
     compile_line = _ninja_command(compile_command(build.tools, build.cuda, build.flags))
-    link_line = _ninja_command(link_command(build.tools, build.cuda, build.flags))
+    link_line = _ninja_command(link_command(build.tools, build.cuda, build.flags, build.portable))
     objects = {unit: f"{unit}.o" for unit in build.units}
     lines = [
         "ninja_required_version = 1.8",
@@ -146,9 +178,10 @@ def _run_ninja(build: Build, folder: Path, cache: Cache) -> None:
 def _prove(build: Build, folder: Path, cache: Cache) -> None:
     """Loads the library where it was built; what cannot be loaded is never published."""
     try:
-        library = ctypes.CDLL(str(folder / cache_module.LIBRARY))
+        open_it = open_library if build.portable else ctypes.CDLL
+        library = open_it(folder / cache_module.LIBRARY)
         missing = [name for name in build.functions if not hasattr(library, name)]
-    except OSError as error:
+    except (OSError, PackageError) as error:
         kept = cache.keep_failed(f"{build.package}-{build.target}", folder)
         raise BuildError(f"{build.label} was built but cannot be loaded: {error}. It is kept in {kept}", kept) from error
     if missing:

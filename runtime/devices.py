@@ -2,11 +2,14 @@
 
 import ctypes
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import ToolchainError
-from .toolchain import Tool
+
+if TYPE_CHECKING:
+    from .toolchain import Tool  # a wheel carries no compilers
 
 Capability = tuple[int, int]
 
@@ -30,7 +33,7 @@ def driver_version() -> tuple[int, int] | None:
     return version.value // 1000, version.value % 1000 // 10
 
 
-def check_driver(nvcc: Tool) -> None:
+def check_driver(nvcc: "Tool") -> None:
     """A driver runs what any nvcc of its own major version made, and nothing of a later one."""
     driver = driver_version()
     if driver is not None and nvcc.version[0] > driver[0]:

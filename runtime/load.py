@@ -11,7 +11,6 @@ from typing import Callable
 
 import torch
 
-from .build import ensure_built, plan_build
 from .devices import Capability, check_driver, visible_capabilities
 from .errors import UnsupportedDeviceError
 from .launch import Program, make_program
@@ -72,7 +71,7 @@ def choose_targets(
         if not named:
             raise UnsupportedDeviceError(
                 f"TARGETS is {requested!r}, but {package.manifest.name} was generated for {', '.join(emitted)}; "
-                "name one of these, or generate the package for another target (make generate TARGETS=...)."
+                f"name one of these, or {package.how_to_add('another')}."
             )
         return [pair for target in sorted(named, key=_rank, reverse=True) for pair in _pairs_of(target, capabilities)]
     if not capabilities or set(emitted) == {"cpu"}:
@@ -103,7 +102,7 @@ def _rank(target: TargetManifest) -> tuple:
 
 
 def describe_targets(package: Package) -> str:
-    """The emitted targets and what each runs on, for messages."""
+    """The targets of the package and what each runs on, for messages."""
     texts = []
     for target in package.manifest.targets.values():
         if target.arch is None:
@@ -112,19 +111,29 @@ def describe_targets(package: Package) -> str:
         major, minor = target.least_capability
         later = "" if target.arch != "native" else " or later"
         texts.append(f"{target.name} (compute capability {major}.{minor}{later})")
-    return ", ".join(texts)
+    return ", ".join(texts) + (" (and the wheel holds no other)" if package.prebuilt is not None else "")
 
 
 def load_functions(package: Package, target: TargetManifest, capability: Capability | None) -> dict[str, Callable]:
     """The launchers of a target by name, with their C signatures; built first where the cache has none."""
+    library = _library_of(package, target, capability)
+    memo = (library.key, *target.functions.items())
+    with _lock_of(library.key):
+        if memo not in _functions:
+            _functions[memo] = _resolve(library.open(), target)
+        return _functions[memo]
+
+
+def _library_of(package: Package, target: TargetManifest, capability: Capability | None):
+    """What to open: the library that came with the package, else one to be built on this machine."""
+    if package.prebuilt is not None:
+        return package.prebuilt.library(target.name, capability)
+    from .build import plan_build  # a wheel carries no builder
+
     build = plan_build(package, target, capability)
     if capability is not None:
         check_driver(build.tools.nvcc)
-    memo = (build.key, *target.functions.items())
-    with _lock_of(build.key):
-        if memo not in _functions:
-            _functions[memo] = _resolve(ensure_built(build), target)
-        return _functions[memo]
+    return build
 
 
 def _pairs_of(target: TargetManifest, capabilities: list[Capability]):
@@ -134,8 +143,7 @@ def _pairs_of(target: TargetManifest, capabilities: list[Capability]):
     return [(target, capability) for capability in able] or [(target, None)]
 
 
-def _resolve(path, target: TargetManifest) -> dict[str, Callable]:
-    library = ctypes.CDLL(str(path))
+def _resolve(library: ctypes.CDLL, target: TargetManifest) -> dict[str, Callable]:
     functions = {}
     for name, pointers in target.functions.items():
         function = library[name]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from .errors import PackageError
+from .prebuilt import Prebuilt, read_prebuilt
 
 MANIFEST_FORMAT = 1
 LIBRARY_CALLS = ("linear", "conv2d")
@@ -167,9 +168,21 @@ class Package:
         if name not in targets:
             raise PackageError(
                 f"{self.manifest.name} has no target {name!r}; it was generated for {', '.join(targets)}; "
-                f"add it to targets in {self.manifest.spec} and run {self.manifest.regenerate}."
+                f"{self.how_to_add(name)}."
             )
         return targets[name]
+
+    @cached_property
+    def prebuilt(self) -> Prebuilt | None:
+        """The libraries that came with the package in a wheel; None where they are built on this machine."""
+        return read_prebuilt(self.path)
+
+    def how_to_add(self, target: str) -> str:
+        """What makes the package have one more target, as the end of a sentence."""
+        manifest = self.manifest
+        if self.prebuilt is not None:
+            return f'make a wheel that has it: {manifest.regenerate} TARGETS="{" ".join(manifest.targets)} {target}"'
+        return f"add {target} to targets in {manifest.spec} and run {manifest.regenerate}"
 
     def read_sources(self, target: TargetManifest) -> dict[str, bytes]:
         """The bytes of a target's sources, and of every file of the package that they include, by file name."""

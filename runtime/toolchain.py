@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ToolchainError
+from .prebuilt import PROCESSOR
 from .process import run_program
 
 MIN_NVCC = (12, 4)
@@ -96,12 +97,20 @@ def compile_command(tools: Toolchain, cuda: bool, flags: tuple[str, ...]) -> lis
     return [tools.nvcc.path, "-ccbin", tools.gxx.path, *flags]
 
 
-def link_command(tools: Toolchain, cuda: bool, flags: tuple[str, ...]) -> list[str]:
+def portable_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
+    """A target's flags without what depends on the processor of this machine."""
+    return tuple(f"-march={PROCESSOR}" if flag == "-march=native" else flag for flag in flags)
+
+
+def link_command(tools: Toolchain, cuda: bool, flags: tuple[str, ...], portable: bool = False) -> list[str]:
     """The command, but for ``objects -o library``.
 
     The CUDA runtime is linked statically: a stream handle is a driver object, so it works across copies of the
-    runtime, and the library then depends on no particular libcudart.
+    runtime, and the library then depends on no particular libcudart. A ``portable`` C++ library names no OpenMP library
+    either: it takes the one that torch has loaded, under whatever name.
     """
+    if portable and not cuda:
+        return [tools.gxx.path, "-shared", "-Wl,-Bsymbolic", "-Wl,--as-needed"]
     if not cuda:
         return [tools.gxx.path, "-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", *(f for f in flags if f == "-fopenmp")]
     directories = [f"-L{directory}" for directory in tools.link_directories]
