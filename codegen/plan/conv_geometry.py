@@ -13,7 +13,7 @@ ROWS_A = 64  # of the instruction's result: output channels
 MAX_TILE = 128  # pixels of a tile: 64 accumulators a thread
 WARPGROUP = 128
 PIXEL_BYTES = 16  # 8 channels of 16 bits
-MOMENTS_BYTES = 12
+MOMENTS_BYTES = 16
 SAMPLE_COST = 1  # strips
 # Chunks of x that the copy engine has on their way, and pixels of a chunk for each converting thread: the first pair that fits. Larger chunks cost
 # fewer barriers, more of them hide more latency. (0, 0): through registers.
@@ -22,7 +22,7 @@ COEFFICIENTS_BYTES = 16
 # Warpgroups that multiply, registers of a multiplying and of a converting thread (multiples of 8, at most 512 in all), and the pixels of 8
 # channels that a converting thread has in flight. The first of a number of warpgroups that suffices is taken.
 REGISTERS = ((3, 144, 80, 3), (3, 152, 56, 2), (2, 208, 88, 4), (2, 224, 56, 2))
-OVERHEAD = {False: 32, True: 42}  # registers beside accumulators, extremes and weights (as ptxas allots them); True: operators before the norm
+OVERHEAD = {False: 32, True: 42}  # registers beside accumulators, extremes and weights (as ptxas allots them); True: accumulators become the norm's input
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}  # cluster size -> clusters of one CTA per SM that fit (measured on H100 and H200)
 
 
@@ -146,6 +146,11 @@ class Geometry:
     @property
     def threads(self) -> int:
         return (self.layout.warpgroups + 1) * WARPGROUP
+
+    def sure_octets(self, width: int) -> int:
+        """The largest power of two of 8 columns that exist in every tile of rows of `width`, at most 4; 0 where there are none."""
+        octets = min(self.tile_columns, width - (self.column_tiles - 1) * self.tile_columns) // 8
+        return next((count for count in (4, 2, 1) if count <= octets), 0)
 
     @property
     def tile_values(self) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from codegen.chain import Apply, Constant, applies, describe
 from codegen.numerics import ARITHMETICS, Arithmetic
 from codegen.ops import Kind
-from codegen.plan.conv_geometry import Geometry, Layout, Windows, candidates, ceil_div, channel_tile, choose
+from codegen.plan.conv_geometry import REGISTERS, Geometry, Layout, Windows, candidates, ceil_div, channel_tile, choose
 from codegen.plan.conv_steps import Step, steps, uses_none
 from codegen.plan.model import Kernel, Launch, Plan
 from codegen.plan.norm_chain import Operand, ValueFunction, norm_constants, norm_operands, operand_of, prepare_function, unique_operands
@@ -34,8 +34,8 @@ SHORT_ROWS = 64  # a narrower tile leaves the tensor cores half idle
 class ConvKernel(Kernel):
     """What templates/conv_sm90a reads.
 
-    `operands` are the parameter tensors beside the weights; `direction` is the C expression of a channel's sign. `transforms`: operators stand
-    before the norm, so accumulators are turned into its input one by one; otherwise their shift rides in an unused part of K.
+    `operands` are the parameter tensors beside the weights; `direction` is the C expression of a channel's sign. `transforms`: accumulators are
+    turned into the norm's input one by one, and each tile's statistics are taken in two walks; otherwise a shift rides in an unused part of K.
     `scaled`: x is multiplied by a power of two and split, so its range is checked. `fold_lines` update `factor` and `offset`, `finish` does the rest.
     """
 
@@ -63,6 +63,13 @@ class ConvKernel(Kernel):
     def channel_operands(self) -> tuple[Operand, ...]:
         """What a multiplying warpgroup needs of a channel: all that turns its values into the norm's input, or the bias alone."""
         return self.prepare_operands if self.transforms else (self.bias,) if self.bias else ()
+
+    @property
+    def channels_at_once(self) -> int:
+        """Channels whose results a thread has under way: few where weights and accumulators leave few registers."""
+        if self.transforms and self.geometry.multiply_registers == max(registers for _, registers, *_ in REGISTERS):
+            return 2
+        return 4 if len(self.finish.lines) > 2 else 8
 
     def parameters(self, c_type: str) -> str:
         """The launcher's tensors, four to a line."""
@@ -130,7 +137,7 @@ def _geometry(spec: Spec, target: Target, device: DeviceClass, windows: Windows,
         raise PlanError(f"a group of {spec.group_channels} channels is wider than the 64 that one CTA computes")
     bias = any(parameter.suffix == "bias" for parameter in spec.producer.parameters)
     channel_floats = 2 + bias + sum(len(step.parameters) for step in spec.before_norm)
-    listed = list(candidates(spec, device, windows, arithmetic.parts, bool(spec.before_norm), channels, channel_floats))
+    listed = list(candidates(spec, device, windows, arithmetic.parts, _transforms(spec, arithmetic), channels, channel_floats))
     if not listed:
         raise PlanError("the weights of this convolution, with a tile's accumulators, exceed the registers of a warpgroup")
     listed = [g for g in listed if layout in (None, g.layout)]
@@ -139,6 +146,12 @@ def _geometry(spec: Spec, target: Target, device: DeviceClass, windows: Windows,
         least = min((g.smem_bytes for g in listed), default=0)
         raise PlanError(f"the pooled plane of a sample and the rows of x take {least} bytes of shared memory a CTA; there are {target.smem_bytes}")
     return chosen
+
+
+def _transforms(spec: Spec, arithmetic: Arithmetic) -> bool:
+    """Whether accumulators become the norm's input in registers: where operators precede the norm, and where fp32 is promised, since values
+    less a shift that the first rows chose have lost the bits that a mean nearer to them would have kept."""
+    return bool(spec.before_norm) or arithmetic.parts == 2
 
 
 def _value(item: Apply) -> str | None:
@@ -170,14 +183,14 @@ def _fold(spec: Spec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tupl
 def _kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising, after: Sequence[ChainStep], debug: bool) -> ConvKernel:
     producer = spec.producer
     keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
-    transforms = bool(spec.before_norm)
+    transforms = _transforms(spec, arithmetic)
     prepare = prepare_function(spec, True, keys.get("bias"))
     fold_lines, fold_operands, left = _fold(spec, after)
     finish_operands = tuple(operand_of(item) for item in left if item.parameter)
     finish = ValueFunction(
-        "finish_value", "From a value before the norm to the result; `mean` and `factor` carry the channel's sign, as `v` does.",
-        ("v = fmaf(v - mean, factor, offset);", *(f"v = {item.apply('v', _value(item))};  // {item.comment}" for item in left)),
-        finish_operands, ("mean", "factor", "offset"),
+        "finish_value", "From a value before the norm to the result; the mean and `factor` carry the channel's sign, as `v` does.",
+        ("v = fmaf(__fsub_rn(v, mean) - mean_rest, factor, offset);", *(f"v = {item.apply('v', _value(item))};  // {item.comment}" for item in left)),
+        finish_operands, ("mean", "mean_rest", "factor", "offset"),
     )  # fmt: skip
     signs = ValueFunction("", "", (), rising.factors)
     operands = unique_operands(prepare, ValueFunction("", "", (), fold_operands), finish, signs)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from codegen.chain import Apply, Constant, applies, c_identifier, unique_constants
 from codegen.numerics import float_literal
-from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, Memory, balanced, memory, strip_blocks
+from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, Memory, balanced, in_warpgroup, memory, strip_blocks
 from codegen.plan.model import Kernel
 from codegen.spec import Spec
 from codegen.targets import Target
@@ -106,6 +106,11 @@ class GemmSm90aKernel(Kernel):
         return self.held and not waits_in_registers(self.layout, 4 if self.value_type == "float" else 2, self.before)
 
     @property
+    def wide_pointers(self) -> tuple[str, ...]:
+        """C names of the tensors that threads themselves access 16 bytes at a time."""
+        return (("x", self.weight_pointer) if self.guarded else ()) + (("y",) if self.held_in_y else ())
+
+    @property
     def registers_a(self) -> bool:
         return self.form.registers
 
@@ -150,13 +155,13 @@ class GemmSm90aKernel(Kernel):
     def strip_place(self) -> str:
         """C expression of where a warp's strip begins."""
         index = "self.warp" if self.strip_blocks == self.form.blocks else "block * 4 + self.warp"
-        place = f"({index}) * kTileSamples" if "*" in index else f"{index} * kTileSamples"
-        return place if self.warpgroup_groups else f"self.warpgroup * (kScratchBytes / 8) + {place}"
+        place = f"({index}) * kStripFloats" if "*" in index else f"{index} * kStripFloats"
+        return place if self.warpgroup_groups else f"self.warpgroup * (kScratchBytes / 4) + {place}"
 
     @property
     def warpgroup_groups(self) -> bool:
         """Whether each group lies within one warpgroup's channels."""
-        return self.statistics == "strips" and self.group_width <= self.form.tile_channels // CONSUMERS
+        return self.statistics == "strips" and in_warpgroup(self.form, self.group_width)
 
 
 def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: int, weight_shift: int) -> SplitKernel | None:
@@ -303,7 +308,7 @@ def _constants(
         ("kInputPartBytes", where.input_part, "one part of x in a stage"),
         ("kStageBytes", where.stage, "all parts"),
     ]
-    warpgroup_groups = layout.statistics == "strips" and width <= form.tile_channels // CONSUMERS
+    warpgroup_groups = layout.statistics == "strips" and in_warpgroup(form, width)
     if where.scratch:
         rows.append(("kScratchAt", where.scratch_at, "behind the stages"))
     if where.scratch:
@@ -313,14 +318,15 @@ def _constants(
     if layout.statistics == "strips":
         blocks = strip_blocks(form, width)
         rows += [
-            ("kGroupsAt", where.groups_at, "(mean, 1 / standard deviation) of every group and sample of the tile"),
+            *([] if warpgroup_groups else [("kGroupsAt", where.groups_at, "what normalises each sample's group")]),
+            ("kStripFloats", 3 * form.tile_samples, "three numbers a sample"),
             ("kStripValues", 16 * blocks, "channels of a group that one warp holds in a tile"),
             ("kGroupStrips", min(width, form.tile_channels) // (16 * blocks), "strips of a group in this CTA"),
             ("kTileGroups", form.tile_channels // width, "groups of a tile") if warpgroup_groups
             else ("kWarpgroupStrips", min(width, form.tile_channels) // (16 * blocks * CONSUMERS), "those of one warpgroup"),
         ]
     if layout.exchange:
-        rows.append(("kExchangeAt", where.exchange_at, "statistics from the CTAs of the cluster"))
+        rows.append(("kExchangeAt", where.exchange_at, "statistics from the other CTA of the cluster, two units' places"))
     rows += [("kBarriersAt", where.barriers_at, "full, empty"), ("kSharedBytes", where.total, "in all")]
     constants = [Constant(name, str(value), why) for name, value, why in rows]
     if form.registers and form.parts == 2:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 TILE_K = 64  # halves in a row of 128 bytes, which the swizzle covers
 CONSUMERS = 2  # warpgroups that multiply
+STATISTICS_BYTES = 12  # of a strip or a group of one sample: three floats
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ def strip_blocks(form: Form, group_width: int) -> int:
     return form.blocks if group_width >= 64 * form.blocks else 1
 
 
+def in_warpgroup(form: Form, group_width: int) -> bool:
+    """Whether each group of a tile lies within one warpgroup's channels."""
+    return group_width <= form.tile_channels // CONSUMERS
+
+
 @dataclass(frozen=True)
 class Memory:
     """The dynamic shared memory of a CTA, in bytes."""
@@ -71,10 +77,11 @@ def memory(form: Form, layout: Layout, group_width: int, itemsize: int, limit: i
     input_part = form.tile_samples * TILE_K * 2
     stage = weight_part * (1 if form.registers else form.parts) + input_part * form.parts
     strips = groups = 0
+    planes = form.tile_samples * STATISTICS_BYTES
     if layout.statistics == "strips":
-        strips = 4 * form.blocks // strip_blocks(form, group_width) * form.tile_samples * 8
-        groups = max(form.tile_channels // group_width, 1) * form.tile_samples * 8
-    exchange = 2 * layout.cluster * form.tile_samples * 8 if layout.exchange else 0
+        strips = 4 * form.blocks // strip_blocks(form, group_width) * planes
+        groups = 0 if in_warpgroup(form, group_width) else planes  # otherwise in the place of its first strip
+    exchange = 2 * planes if layout.exchange else 0
     # A warpgroup's part of y leaves in pieces of 64 samples: one through the scratch memory, the others through half of a stage.
     store_samples = 64 if itemsize == 2 else 0
     pieces = form.blocks * form.tile_samples // 64

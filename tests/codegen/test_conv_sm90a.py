@@ -100,6 +100,45 @@ def test_cut_covers_the_sample_and_the_ring_never_starves(tmp_path_factory, cin,
     assert (g.operand_bytes + g.constants_bytes) // 16 < 1 << 14  # a descriptor's 14 bits
 
 
+def strips_of(g, rank, height, window, halo):
+    """(first row, end of the rows it reads, rows free once it is done) of every strip that a CTA's warpgroups report, in the stream of its rows."""
+    stream, listed = 0, []
+    for item in range(min(g.items, 2 * g.layout.cluster + 2)):
+        first = (rank + item) % g.layout.cluster * g.units
+        rows, strips = min(height - first * window, g.units * window), min(g.strips - first, g.units)
+        for strip in range(strips):
+            at = stream + strip * window
+            end = min(at + window, stream + rows) + halo
+            listed.append((at, end, at + window if strip + 1 < strips else stream + rows + halo))
+        stream += rows + halo
+    return listed
+
+
+@given(
+    st.integers(1, 12), st.integers(4, 260), st.integers(8, 200), st.integers(1, 5), st.integers(0, 2), st.sampled_from([0, 1, 2, 3, 4, 8]),
+    st.integers(1, 300), st.sampled_from(["fp32", "fp16"]), st.sampled_from([None, 1, 2, 4, 8]),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_no_strip_is_reported_twice_before_the_converter_has_seen_it(tmp_path_factory, cin, height, width, kernel, padding, pool, batch, precision, cluster):
+    """A barrier that two strips use must be waited for between them: reported twice, it would never show the parity that is waited for."""
+    if min(height, width) + 2 * padding - kernel + 1 < max(pool, 1):
+        return
+    path = tmp_path_factory.mktemp("spec") / "case.yaml"
+    path.write_text(yaml.safe_dump(chain(cin, 16, (height, width), kernel, 4, batch, pool=pool, padding=padding)))
+    spec = load_spec(path, precision)
+    layouts = [None] if cluster is None else [Layout(cluster, warpgroups, bulk) for warpgroups in (2, 3) for bulk in (False, True)]
+    for layout in layouts:
+        try:
+            g = planned(spec, layout=layout).kernels[0].geometry
+        except PlanError:
+            continue
+        for rank in range(g.layout.cluster):
+            listed = strips_of(g, rank, spec.norm.input_shape[2], pool or 1, kernel - 1)
+            for index in range(len(listed) - g.strip_barriers):
+                freed = listed[index - 1][2] if index else 0
+                assert listed[index + g.strip_barriers][1] > freed + g.ring, "a strip's rows are there before an older user of its barrier was waited for"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

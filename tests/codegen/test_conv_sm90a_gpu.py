@@ -29,6 +29,7 @@ CASES = {
     "two_rounds": (chain(size=128, batch=140, after=({"clamp": {"min": 0.0, "max": 1.0}},)), None),
     "loads": (chain(size=128, batch=70, after=("relu",)), Layout(2, 2, bulk=False)),
     "cluster_4": (chain(size=64, batch=70, pool=2), Layout(4, 2)),
+    "empty_strips": (chain(size=(105, 120), kernel=1, groups=4, pool=0, cout=16, batch=60), Layout(8, 2, bulk=False)),
 }
 
 
@@ -98,7 +99,7 @@ def allowed(spec, eager, x, reference):
     return max((1.1 if spec.precision.name == "fp32" else 1.05) * relative(eager(x), reference), 3e-7)
 
 
-@pytest.mark.parametrize("kind", ["rand", "randn", "offset", "dark", "constant", "zeros"])
+@pytest.mark.parametrize("kind", ["rand", "randn", "offset", "dark", "constant", "zeros", "outlier first", "outlier last", "bright first row", "beyond fp16 first"])
 @torch.no_grad()
 def test_error_is_within_the_promise(built, kind):
     spec, ours, eager = built
@@ -107,6 +108,16 @@ def test_error_is_within_the_promise(built, kind):
         x = x + 10
     elif kind == "dark":
         x[:, :, : spec.input_shape[2] // 2] = 0.0
+    elif kind == "outlier first":
+        x[:, :, 0, 0] = 900.0
+    elif kind == "outlier last":
+        x[:, :, -1, -1] = 900.0
+    elif kind == "bright first row":
+        x[:, :, 0] += 900.0
+    elif kind == "beyond fp16 first":
+        if spec.precision.name == "fp16":
+            pytest.skip("fp16 cannot hold it")
+        x[:2, :, 0, 0] = 1e6
     elif kind in ("constant", "zeros"):
         x = torch.full_like(x, 0.7 if kind == "constant" else 0.0)
     reference = exact(eager, x)
