@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu generate generate-all check-generated explain standalone compile-all verify bench report evidence evidence-peers sanitize clean
+.PHONY: help demo test test-gpu generate generate-all check-generated explain standalone compile-all package verify bench report evidence evidence-peers sanitize clean
 
 WORKERS ?= 2
 # $(call python,emit|run|test|bench) starts a recipe: the interpreter that has what the command needs, or its set-up's error.
@@ -48,6 +48,12 @@ explain: ## print the plan of SPEC: kernels, tiles, memory, floor
 standalone: ## also write <package>/standalone.py: one file that imports nothing of ours
 	$(need-spec)
 	$(call python,emit) -m codegen.emit $(specs) $(emit-options) --standalone
+
+package: ## a wheel of SPEC that needs only torch: no compiler, no runtime (TARGETS="sm_80 cpu", PRECISION=, VERSION=, OUT=dist)
+	$(need-spec)
+	@py="$$(./.ci/python run)"; made="$$(mktemp -d)"; trap 'rm -rf "$$made"' EXIT; \
+	"$$py" -m codegen.emit $(specs) $(if $(PRECISION),--precision $(PRECISION)) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device $(DEVICE)) --out "$$made" && \
+	"$$py" -m runtime package "$$made"/*/ --out "$(or $(OUT),dist)" $(if $(VERSION),--version "$(VERSION)")
 
 compile-all: ## compile the full matrix of shapes, precisions and targets with nvcc (minutes)
 	$(call python,test) -m tests.compile_matrix

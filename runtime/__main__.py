@@ -1,4 +1,4 @@
-"""``python -m runtime``: look at the machine, the cache and a package; compile ahead of time."""
+"""``python -m runtime``: look at the machine, the cache and a package; compile ahead of time; make a wheel."""
 
 import shutil
 import sys
@@ -16,6 +16,7 @@ from .doctor import examine
 from .errors import PackageError, RuntimeFailure
 from .package import Package
 from .process import run_program
+from .wheel import make_wheel
 
 STYLES = {"ok": "green", "missing": "bold red", "optional": "yellow"}
 
@@ -56,6 +57,17 @@ def build(package, targets, capability):
         for entry in able:
             path = ensure_built(plan_build(opened, target, entry))
             click.echo(f"{opened.manifest.name} {name}: {path}")
+
+
+@main.command("package")
+@click.argument("packages", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("dist"), help="Folder for the wheels.  [default: dist]")
+@click.option("--version", help="Version of the wheels.  [default: this product's, with the targets as its local part]")
+def make_wheels(packages, out, version):
+    """Pack each of PACKAGES (generated folders), built for all its targets, into a wheel that needs only torch."""
+    for folder in packages:
+        path = make_wheel(Package(folder), out, version)
+        click.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 @main.command()

@@ -98,8 +98,8 @@ def compile_command(tools: Toolchain, cuda: bool, flags: tuple[str, ...]) -> lis
 
 
 def portable_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
-    """A target's flags without what depends on the processor of this machine."""
-    return tuple(f"-march={PROCESSOR}" if flag == "-march=native" else flag for flag in flags)
+    """A target's flags without what depends on this machine: its processor, and paths, which -lineinfo records."""
+    return tuple(f"-march={PROCESSOR}" if flag == "-march=native" else flag for flag in flags if flag != "-lineinfo")
 
 
 def link_command(tools: Toolchain, cuda: bool, flags: tuple[str, ...], portable: bool = False) -> list[str]:
@@ -107,16 +107,17 @@ def link_command(tools: Toolchain, cuda: bool, flags: tuple[str, ...], portable:
 
     The CUDA runtime is linked statically: a stream handle is a driver object, so it works across copies of the
     runtime, and the library then depends on no particular libcudart. A ``portable`` C++ library names no OpenMP library
-    either: it takes the one that torch has loaded, under whatever name.
+    either: it takes the one that torch has loaded, under whatever name. Portable libraries carry no symbols but the launchers'.
     """
     if portable and not cuda:
-        return [tools.gxx.path, "-shared", "-Wl,-Bsymbolic", "-Wl,--as-needed"]
+        return [tools.gxx.path, "-shared", "-s", "-Wl,-Bsymbolic", "-Wl,--as-needed"]
     if not cuda:
         return [tools.gxx.path, "-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", *(f for f in flags if f == "-fopenmp")]
     directories = [f"-L{directory}" for directory in tools.link_directories]
     arch = [flag for flag in flags if flag.startswith("-gencode")]
+    stripped = ["-Xlinker", "-s"] if portable else []
     return [tools.nvcc.path, "-ccbin", tools.gxx.path, "-shared", "--cudart=static", "-Xlinker", "-Bsymbolic",
-            *arch, *directories]  # fmt: skip
+            *stripped, *arch, *directories]  # fmt: skip
 
 
 def arch_flags(arch: str, least: tuple[int, int], capability: tuple[int, int] | None) -> tuple[str, ...]:

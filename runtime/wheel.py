@@ -1,0 +1,276 @@
+"""Packs a generated package and its built libraries into a wheel that needs nothing but torch where it is installed.
+
+    <name>/              the package: model.py, spec.yaml, manifest.json
+        libraries/       one shared library per target
+        prebuilt.json    what was packed (prebuilt.py)
+        _runtime/        this runtime without its builder, under a name that belongs to the wheel alone
+    <name>-<version>.dist-info/
+
+The same libraries and version give the same bytes: no dates, no paths, members in a fixed order.
+"""
+
+import ast
+import base64
+import csv
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import stat
+import sys
+import tempfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+from .build import Build, ensure_built, plan_build
+from .errors import PackageError, ToolchainError
+from .package import Package, TargetManifest
+from .prebuilt import FOLDER, INDEX, INDEX_FORMAT, PROCESSOR
+from .toolchain import portable_flags
+
+PRODUCT = "fixed-shape-kernels"
+VERSION = "0.1.0"  # of a wheel that is given none: the product's
+REQUIRES_PYTHON = ">=3.11"
+REQUIRES = ("torch>=2.11,<3",)
+TAG = "py3-none-linux_x86_64"
+RUNTIME = "_runtime"
+
+# Modules of this package that build, and that a wheel therefore leaves out.
+BUILDER = frozenset("__main__ build cache diagnostics doctor kernel_report process resources toolchain wheel".split())
+MIN_GXX_FOR_PROCESSOR = (11,)  # the first that knows -march=x86-64-v3
+
+_VERSION = re.compile(r"(\d+!)?\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?")
+_PLAIN_NAME = re.compile(r"[a-z0-9]+(_[a-z0-9]+)*")
+_EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest date that a zip file can hold
+
+
+def make_wheel(package: Package, out: Path, version: str | None = None) -> Path:
+    """Builds every target of the generated ``package`` and writes the wheel into the folder ``out``; returns its path.
+
+    ``version`` defaults to this product's, with the targets as its local part (``0.1.0+cpu.sm80``). Raises PackageError
+    where the package cannot become a wheel, ToolchainError and BuildError as any build does.
+    """
+    manifest = package.manifest
+    _check_possible(package, version)
+    version = version or f"{VERSION}+{'.'.join(sorted(name.replace('_', '') for name in manifest.targets))}"
+    distribution = distribution_name(manifest.name)
+    files = _package_files(package)
+    files.update(_runtime_files(manifest.name))
+    information = f"{distribution.replace('-', '_')}-{version}.dist-info"
+    files.update(_information_files(package, information, distribution, version))
+    files[f"{information}/RECORD"] = _record(files, f"{information}/RECORD")
+    return _write(files, out / f"{distribution.replace('-', '_')}-{version}-{TAG}.whl")
+
+
+def distribution_name(name: str) -> str:
+    """What pip calls the package ``name``. Pip takes ``a_b``, ``a__b`` and ``A_b`` for one name; these stay apart here."""
+    plain = re.sub(r"[-_.]+", "-", name).strip("-").lower()
+    if _PLAIN_NAME.fullmatch(name):
+        return plain
+    return f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".lstrip("-")
+
+
+def _check_possible(package: Package, version: str | None) -> None:
+    name = package.manifest.name
+    if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
+        raise PackageError(f"wheels are made on and for Linux on x86-64, and this is {sys.platform} on {platform.machine()}.")
+    if package.prebuilt is not None:
+        raise PackageError(f"{package.path} comes from a wheel, which holds no sources; name a generated folder.")
+    if name in sys.stdlib_module_names or name in ("torch", "numpy", "runtime"):
+        raise PackageError(f"a wheel that imports as {name} would hide Python's or torch's own {name}; change the spec's name.")
+    if version is not None and not _VERSION.fullmatch(version):
+        raise PackageError(f"{version!r} is not a version that Python packages may have, such as 1.2.0 or 1.2.0+cpu.")
+
+
+# ---- the package ----------------------------------------------------------------------------------------------------
+
+
+def _package_files(package: Package) -> dict[str, bytes]:
+    name = package.manifest.name
+    files = {}
+    for path in sorted(package.path.glob("*.py")):
+        if path.name != "standalone.py":
+            files[f"{name}/{path.name}"] = _with_own_runtime(path)
+    if (package.path / "spec.yaml").is_file():
+        files[f"{name}/spec.yaml"] = (package.path / "spec.yaml").read_bytes()
+    libraries = {}
+    for target in _buildable(package):
+        build = plan_build(package, target, portable=True)
+        _check_compiler(build)
+        library = ensure_built(build).read_bytes()
+        file = f"{FOLDER}/{target.name}.so"
+        files[f"{name}/{file}"] = library
+        libraries[target.name] = {"file": file, "sha256": hashlib.sha256(library).hexdigest(), **_demands(target, build)}
+    manifest = _packed_manifest(package)
+    files[f"{name}/manifest.json"] = manifest
+    index = {"format": INDEX_FORMAT, "manifest": hashlib.sha256(manifest).hexdigest(), "libraries": libraries}
+    files[f"{name}/{INDEX}"] = _as_json(index)
+    return files
+
+
+def _buildable(package: Package) -> list[TargetManifest]:
+    """Everything of a package that is compiled: its targets, and the backwards that are libraries of their own."""
+    manifest = package.manifest
+    backward = getattr(manifest, "backward", {})
+    return [*manifest.targets.values(), *(entry.target for entry in backward.values())]
+
+
+def _demands(target: TargetManifest, build: Build) -> dict:
+    """What a library asks of the machine that runs it."""
+    if not build.cuda:
+        return {"processor": PROCESSOR, "compiler": f"g++ {build.tools.gxx.version_text}"}
+    return {
+        "capability": list(target.least_capability),
+        "cuda": list(build.tools.nvcc.version[:2]),
+        "code": [flag.rpartition("code=")[2] for flag in build.flags if flag.startswith("-gencode")],
+        "compiler": f"nvcc {build.tools.nvcc.version_text}, g++ {build.tools.gxx.version_text}",
+    }
+
+
+def _check_compiler(build: Build) -> None:
+    gxx = build.tools.gxx
+    if f"-march={PROCESSOR}" in build.flags and gxx.version < MIN_GXX_FOR_PROCESSOR:
+        raise ToolchainError(
+            f"g++ {gxx.version_text} was found at {gxx.path}, and a wheel's cpu target needs g++ {MIN_GXX_FOR_PROCESSOR[0]} or "
+            f"later, which knows -march={PROCESSOR}: set CXX to a newer g++, or leave cpu out of TARGETS."
+        )
+
+
+def _packed_manifest(package: Package) -> bytes:
+    """The manifest with the flags that were used, and with the command that makes another wheel."""
+    data = json.loads((package.path / "manifest.json").read_text(encoding="utf-8"))
+    data["regenerate"] = package.manifest.regenerate.replace("make generate", "make package")
+    for section in ("targets", "backward"):
+        for entry in data.get(section, {}).values():
+            entry["flags"] = list(portable_flags(entry["flags"]))
+    return _as_json(data)
+
+
+def _with_own_runtime(path: Path) -> bytes:
+    """A module of the package, importing the runtime that lies beside it instead of one that may be installed."""
+    text = re.sub(r"^from runtime(?=[ .])", f"from .{RUNTIME}", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for module in imported_modules(text):
+        if module.partition(".")[0] in ("runtime", "codegen", "generated"):
+            raise PackageError(f"{path} imports {module}, which a wheel does not hold; generate the package again.")
+    return text.encode()
+
+
+def imported_modules(text: str) -> list[str]:
+    """The modules that a Python source imports by absolute names, anywhere in it."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.append(node.module)
+    return found
+
+
+def _runtime_files(name: str) -> dict[str, bytes]:
+    modules = sorted(path for path in Path(__file__).parent.glob("*.py") if path.stem not in BUILDER)
+    return {f"{name}/{RUNTIME}/{path.name}": path.read_bytes() for path in modules}
+
+
+# ---- what pip reads -------------------------------------------------------------------------------------------------
+
+
+def _information_files(package: Package, folder: str, distribution: str, version: str) -> dict[str, bytes]:
+    manifest = package.manifest
+    documented = ast.get_docstring(ast.parse((package.path / "model.py").read_text(encoding="utf-8"))) or manifest.name
+    header = [
+        "Metadata-Version: 2.1",
+        f"Name: {distribution}",
+        f"Version: {version}",
+        f"Summary: {documented.splitlines()[0].rstrip('.')}",
+        "License: MIT",
+        "Classifier: Operating System :: POSIX :: Linux",
+        "Classifier: Programming Language :: Python :: 3",
+        f"Requires-Python: {REQUIRES_PYTHON}",
+        *(f"Requires-Dist: {requirement}" for requirement in REQUIRES),
+        "Description-Content-Type: text/markdown",
+    ]
+    files = {
+        f"{folder}/METADATA": "\n".join([*header, "", _description(package)]).encode(),
+        f"{folder}/WHEEL": (
+            f"Wheel-Version: 1.0\nGenerator: {PRODUCT} {VERSION}\nRoot-Is-Purelib: false\nTag: {TAG}\n".encode()
+        ),
+        f"{folder}/top_level.txt": f"{manifest.name}\n".encode(),
+    }
+    text = _license()
+    if text is not None:
+        files[f"{folder}/LICENSE"] = text
+    return files
+
+
+def _description(package: Package) -> str:
+    manifest = package.manifest
+    lines = [
+        f"`{manifest.name}` computes one layer at one shape: `{manifest.input.name}` {manifest.input.shape} {manifest.input.dtype} "
+        f"-> {manifest.output.shape} {manifest.output.dtype}, precision {manifest.precision}.",
+        "",
+        "```python",
+        f"from {manifest.name} import ModelNew, get_init_inputs, get_inputs",
+        "",
+        "model = ModelNew(*get_init_inputs())",
+        "```",
+        "",
+        "Holds built libraries for:",
+        "",
+    ]
+    for target in manifest.targets.values():
+        if target.arch is None:
+            lines.append(f"- `{target.name}`: processors of level {PROCESSOR} (2013 and later)")
+        else:
+            major, minor = target.least_capability
+            lines.append(f"- `{target.name}`: GPUs of compute capability {major}.{minor}{' and later' * (target.arch == 'native')}")
+    lines += ["", "It needs torch, and no compiler.", ""]
+    return "\n".join(lines)
+
+
+def _license() -> bytes | None:
+    """The licence of the runtime inside: from the checkout, else from the installed product."""
+    beside = Path(__file__).parents[1] / "LICENSE"
+    if beside.is_file():
+        return beside.read_bytes()
+    try:
+        found = [file for file in metadata.files(PRODUCT) or () if file.name == "LICENSE"]
+    except metadata.PackageNotFoundError:
+        return None
+    return found[0].locate().read_bytes() if found else None
+
+
+def _record(files: dict[str, bytes], own_name: str) -> bytes:
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    for name, content in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        rows.writerow((name, f"sha256={digest}", len(content)))
+    rows.writerow((own_name, "", ""))
+    return text.getvalue().encode()
+
+
+def _write(files: dict[str, bytes], path: Path) -> Path:
+    """The zip file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "wb") as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in files.items():
+                member = zipfile.ZipInfo(name, _EPOCH)
+                mode = 0o755 if name.endswith(".so") else 0o644
+                member.create_system, member.external_attr = 3, (stat.S_IFREG | mode) << 16  # 3: Unix
+                member.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(member, content)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _as_json(data: dict) -> bytes:
+    return (json.dumps(data, indent=1) + "\n").encode()
