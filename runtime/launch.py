@@ -5,46 +5,81 @@ torch's allocator on the current stream, and each launcher gets that stream.
 """
 
 import ctypes
-from typing import Callable, Sequence
+from typing import Callable
 
 import torch
 import torch.nn.functional as functional
 
 from .errors import CallError, LaunchError
-from .package import LaunchStep, LibraryStep, Manifest, TargetManifest
+from .package import Backward, Buffer, LaunchStep, LibraryStep, Manifest, TargetManifest, gradient_of
 
 DRIVER_ERROR = 1_000_000  # launchers return this plus a CUresult where the driver, not the runtime, failed
 
 Slots = list  # one tensor per name that the steps use; the last one is the output
-Program = Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]
+Program = Callable[..., "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"]
 
 
 def make_program(
-    manifest: Manifest, target: TargetManifest, functions: dict[str, Callable], device: torch.device
+    manifest: Manifest, target: TargetManifest, functions: dict[str, Callable], device: torch.device, saved: str | None = None
 ) -> Program:
-    """``program(x, parameters) -> y`` for ``device``.
+    """``program(x, parameters) -> y`` for ``device``; ``program(x, parameters, True) -> (y, saved)`` for a backward.
 
     ``x`` and ``parameters`` (in the manifest's order) must have been checked, be contiguous and lie on the device.
-    ``functions`` are the resolved launchers. The program raises LaunchError with CUDA's message where a launch fails.
+    ``functions`` are the resolved launchers, ``saved`` names what the target's backward needs of a forward (None: an
+    empty tensor is given). The program raises LaunchError with CUDA's message where a launch fails.
     """
     names = [manifest.input.name, *(parameter.name for parameter in manifest.parameters)]
     produced = {step.out for step in target.steps if isinstance(step, LibraryStep)}
     allocations = []
     for buffer in target.buffers:
         names.append(buffer.name)
-        if buffer.name in produced:
-            allocations.append(None)
-        elif buffer.nbytes is not None:
-            allocations.append(((buffer.nbytes,), torch.uint8))
-        else:
-            allocations.append((buffer.shape, dtype_named(buffer.dtype)))
-    for name in produced.difference(names, ("y",)):
+        allocations.append(None if buffer.name in produced else _allocation(buffer))
+    for name in sorted(produced.difference(names, ("y",))):
         names.append(name)
         allocations.append(None)
     names.append("y")
     allocations.append(None if "y" in produced else (manifest.output.shape, dtype_named(manifest.output.dtype)))
-
     slot_of = {name: index for index, name in enumerate(names)}
+    run = _runner(manifest, target, functions, device, slot_of, allocations)
+    kept = None if saved is None else slot_of[saved]
+
+    def program(x, parameters, saving=False):
+        slots = run([x, *parameters])
+        if saving:
+            return slots[-1], x.new_empty(0) if kept is None else slots[kept]
+        return slots[-1]
+
+    return program
+
+
+def make_backward(manifest: Manifest, backward: Backward, functions: dict[str, Callable], device: torch.device):
+    """``run(grad_y, saved, parameters) -> gradients`` of what ``backward.gradients`` names, in that order.
+
+    ``parameters`` are those behind the producer, in the order of ``backward.gradients``. The tensors must have been checked, be
+    contiguous and lie on the device.
+    """
+    known = [gradient_of("y"), backward.saved.name, *(entry.name for entry in backward.gradients[1:])]
+    made = [(gradient_of(entry.name), entry.shape, entry.dtype) for entry in backward.gradients]
+    names = [*known, *(buffer.name for buffer in backward.target.buffers), *(name for name, _, _ in made)]
+    allocations = [_allocation(buffer) for buffer in backward.target.buffers]
+    allocations += [(shape, dtype_named(dtype)) for _, shape, dtype in made]
+    slot_of = {name: index for index, name in enumerate(names)}
+    run = _runner(manifest, backward.target, functions, device, slot_of, allocations)
+
+    def program(grad_y, saved, parameters):
+        return tuple(run([grad_y, saved, *parameters])[-len(made) :])
+
+    return program
+
+
+def _allocation(buffer: Buffer) -> tuple[tuple[int, ...], torch.dtype]:
+    if buffer.nbytes is not None:
+        return (buffer.nbytes,), torch.uint8
+    return buffer.shape, dtype_named(buffer.dtype)
+
+
+def _runner(manifest: Manifest, target: TargetManifest, functions, device: torch.device, slot_of: dict[str, int], allocations: list):
+    """``run(first tensors) -> slots``: allocates what follows them and performs the target's steps."""
     steps = [
         _launch(step, functions[step.function], slot_of, device)
         if isinstance(step, LaunchStep)
@@ -54,16 +89,15 @@ def make_program(
     stream_of = _stream_getter(device)
     empty = torch.empty
 
-    def program(x, parameters):
-        slots = [x, *parameters]
+    def run(slots: Slots) -> Slots:
         for allocation in allocations:
             slots.append(allocation and empty(allocation[0], dtype=allocation[1], device=device))
         number, stream = stream_of()
         for step in steps:
             step(slots, number, stream)
-        return slots[-1]
+        return slots
 
-    return program
+    return run
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -13,8 +13,8 @@ import torch
 
 from .devices import Capability, check_driver, visible_capabilities
 from .errors import UnsupportedDeviceError
-from .launch import Program, make_program
-from .package import Package, TargetManifest
+from .launch import Program, make_backward, make_program
+from .package import Backward, Manifest, Package, TargetManifest
 
 _functions: dict[tuple, dict[str, Callable]] = {}  # by build key and signatures
 _locks: dict[str, threading.Lock] = {}
@@ -52,7 +52,9 @@ def load(package: Package) -> Loaded:
     for device, capability in [(torch.device("cpu"), None), *devices]:
         for (target, compiled_for), resolved in zip(chosen, functions):
             if compiled_for == capability and target.runs_on(capability) and device not in programs:
-                programs[device] = make_program(package.manifest, target, resolved, device)
+                backward = package.manifest.backward.get(target.name)
+                saved = None if backward is None else backward.saved.name
+                programs[device] = make_program(package.manifest, target, resolved, device, saved)
     return Loaded(programs, tuple(dict.fromkeys(target.name for target, _ in chosen)))
 
 
@@ -134,6 +136,19 @@ def _library_of(package: Package, target: TargetManifest, capability: Capability
     if capability is not None:
         check_driver(build.tools.nvcc)
     return build
+
+
+def load_backward(package: Package, device: torch.device) -> Callable | None:
+    """The backward's ``run(grad_y, saved, parameters)`` for ``device``, built first where the cache has none; None where none was emitted."""
+    backward = backward_for(package.manifest, device)
+    if backward is None:
+        return None
+    return make_backward(package.manifest, backward, load_functions(package, backward.target, None), device)
+
+
+def backward_for(manifest: Manifest, device: torch.device) -> Backward | None:
+    """The emitted backward that serves ``device``. There is one for the CPU alone; the meta device takes its shapes."""
+    return manifest.backward.get("cpu") if device.type in ("cpu", "meta") else None
 
 
 def _pairs_of(target: TargetManifest, capabilities: list[Capability]):

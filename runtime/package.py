@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Mapping
@@ -97,6 +97,25 @@ class TargetManifest:
 
 
 @dataclass(frozen=True)
+class Backward:
+    """The generated part of a target's backward: from the gradient of y to those of ``gradients``.
+
+    ``target`` says what to compile and launch, apart from the forward's sources. ``saved`` is the tensor of the forward
+    that it needs, the result of the target's library step; ``gradients`` starts with that tensor and goes on with the
+    parameters behind it. In the steps a gradient bears the name that ``gradient_of`` gives.
+    """
+
+    target: TargetManifest
+    saved: TensorSpec
+    gradients: tuple[TensorSpec, ...]
+
+
+def gradient_of(name: str) -> str:
+    """The name of a tensor's gradient in the steps of a backward."""
+    return f"grad:{name}"
+
+
+@dataclass(frozen=True)
 class Manifest:
     """All of ``manifest.json`` but the plan, which is explanation and stays a plain dictionary."""
 
@@ -111,6 +130,7 @@ class Manifest:
     parameters: tuple[TensorSpec, ...]
     targets: Mapping[str, TargetManifest]
     plan: Mapping[str, Any]
+    backward: Mapping[str, Backward] = field(default_factory=dict)
 
 
 class Package:
@@ -229,7 +249,26 @@ def _manifest(data: dict) -> Manifest:
     )
     for target in manifest.targets.values():
         _check_names(manifest, target)
-    return manifest
+    backward = {name: _backward(manifest, name, entry) for name, entry in data.get("backward", {}).items()}
+    return replace(manifest, backward=backward)
+
+
+def _backward(manifest: Manifest, name: str, data: dict) -> Backward:
+    """The backward entry of target ``name``."""
+    forward = manifest.targets[name]
+    target = _target(name, {**data, "arch": forward.arch, "min_capability": forward.min_capability})
+    saved = _tensor(data["saved"]["name"], data["saved"])
+    if saved.name not in {step.out for step in forward.steps if isinstance(step, LibraryStep)}:
+        raise ValueError(f"the backward of {name} saves {saved.name!r}, which no library step of the forward gives")
+    parameters = {parameter.name: parameter for parameter in manifest.parameters}
+    gradients = (saved, *(parameters[key] for key in data["gradients"]))
+    known = {saved.name, gradient_of("y"), *parameters, *(gradient_of(entry.name) for entry in gradients)}
+    known |= {buffer.name for buffer in target.buffers}
+    for step in target.steps:
+        for argument in step.args:
+            if argument is not None and argument not in known:
+                raise ValueError(f"a step of the backward of {name} uses {argument!r}, which nothing defines")
+    return Backward(replace(target, name=f"{name}-backward"), saved, gradients)
 
 
 def _target(name: str, data: dict) -> TargetManifest:

@@ -1,0 +1,123 @@
+"""Autograd for the operators of a package.
+
+Behind the producer the derivatives are the package's own: ``backward`` is an emitted kernel that recomputes what it needs
+from the saved result of the producer. The producer's derivatives are torch's matrix products and convolutions. Only what a
+requested gradient needs is saved.
+"""
+
+import contextlib
+
+import torch
+from torch.autograd import forward_ad
+
+from .errors import GradientError
+from .load import backward_for
+from .package import LibraryStep
+
+
+def register(operators, library: torch.library.Library) -> None:
+    """Makes the operators of one package differentiable; ``library`` holds their definitions."""
+    manifest = operators.package.manifest
+
+    def forward(x, *parameters):
+        """Above the kernels: chooses the variant that saves where a gradient will be asked for."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, *parameters)):
+            return operators.forward_saving(x, *parameters)[0]
+        with torch._C._AutoDispatchBelowAutograd():
+            return operators.forward(x, *parameters)
+
+    def save(ctx, inputs, output):
+        backward = backward_for(manifest, inputs[0].device)
+        ctx.set_materialize_grads(False)
+        ctx.device = inputs[0].device
+        ctx.mark_non_differentiable(output[1])
+        if backward is not None:
+            needed = _needed(manifest, backward, ctx.needs_input_grad)
+            ctx.save_for_backward(*(tensor if keep else None for tensor, keep in zip(inputs, needed)), output[1])
+
+    def backward(ctx, grad_y, grad_saved):
+        if backward_for(manifest, ctx.device) is None:
+            raise GradientError(
+                f"gradients are not generated yet for {manifest.name} on {ctx.device.type}; call the model under torch.no_grad() "
+                "or torch.inference_mode(), and train with the reference module."
+            )
+        if grad_y is None:
+            return (None,) * len(ctx.needs_input_grad)
+        with _without_autocast(ctx.device.type):
+            return _backward(operators, ctx.saved_tensors, grad_y, ctx.needs_input_grad)
+
+    def backward_twice(ctx, *_):
+        raise GradientError(
+            f"second derivatives are not generated for {manifest.name}; take first derivatives without create_graph, or use "
+            "the reference module."
+        )
+
+    library.impl(f"forward.{operators.overload}", forward, "Autograd")
+    torch.library.register_autograd(operators.name("forward_saving"), backward, setup_context=save, lib=library)
+    if operators.backward is not None:
+        torch.library.register_autograd(operators.name("backward"), backward_twice, lib=library)
+
+
+def refuse_tangents(name: str, tensors: list[torch.Tensor]) -> None:
+    """Forward-mode derivatives go on under no_grad, so they need a refusal of their own."""
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise GradientError(f"forward-mode derivatives are not generated for {name}; use the reference module for them.")
+
+
+def _producer(manifest, backward) -> LibraryStep:
+    """The library step whose result the backward starts from."""
+    steps = manifest.targets["cpu"].steps
+    return next(step for step in steps if isinstance(step, LibraryStep) and step.out == backward.saved.name)
+
+
+def _needed(manifest, backward, asked: tuple[bool, ...]) -> list[bool]:
+    """Which of (x, parameters...) the gradients that are ``asked`` for depend on."""
+    names = [manifest.input.name, *(parameter.name for parameter in manifest.parameters)]
+    wanted = dict(zip(names, asked))
+    x, weight, _ = _producer(manifest, backward).args
+    behind = {entry.name for entry in backward.gradients[1:]}
+    return [name in behind or (name == x and wanted[weight]) or (name == weight and wanted[x]) for name in names]
+
+
+def _backward(operators, saved_tensors, grad_y, asked: tuple[bool, ...]) -> tuple:
+    """The gradients of (x, parameters...), None where none is asked for."""
+    manifest = operators.package.manifest
+    backward = manifest.backward["cpu"]
+    names = [manifest.input.name, *(parameter.name for parameter in manifest.parameters)]
+    *inputs, saved = saved_tensors
+    tensors, wanted = dict(zip(names, inputs)), dict(zip(names, asked))
+    behind = [entry.name for entry in backward.gradients[1:]]
+    grad_saved, *grads = operators.backward(grad_y, saved, *(tensors[name] for name in behind))
+    found = dict(zip(behind, grads))
+    step = _producer(manifest, backward)
+    derivatives = {"linear": _linear, "conv2d": _conv2d}[step.call]
+    operands = [None if name is None else tensors[name] for name in step.args]
+    mask = [name is not None and wanted[name] for name in step.args]
+    shapes = [manifest.input.shape, *(next(p.shape for p in manifest.parameters if p.name == name) if name else None for name in step.args[1:])]
+    for name, grad in zip(step.args, derivatives(step, grad_saved, operands, shapes, mask)):
+        if name is not None:
+            found[name] = grad
+    return tuple(found[name] if wanted[name] else None for name in names)
+
+
+def _linear(step: LibraryStep, grad, operands, shapes, mask) -> tuple:
+    x, weight, _ = operands
+    return (
+        grad @ weight if mask[0] else None,
+        grad.t() @ x if mask[1] else None,
+        grad.sum(0) if mask[2] else None,
+    )
+
+
+def _conv2d(step: LibraryStep, grad, operands, shapes, mask) -> tuple:
+    """An operand that no wanted gradient depends on was not saved; its shape is all that the call needs."""
+    x, weight, _ = (grad.new_empty(shape) if tensor is None and shape else tensor for tensor, shape in zip(operands, shapes))
+    options = step.options
+    return torch.ops.aten.convolution_backward(
+        grad, x, weight, shapes[2], options["stride"], options["padding"], options["dilation"], False, [0, 0], options["groups"], mask
+    )  # fmt: skip
+
+
+def _without_autocast(kind: str):
+    """Autocast would change the type of the products; the package's precision decides."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()

@@ -1,0 +1,195 @@
+"""The operators of a generated package in torch's dispatcher: what lets compilers, exporters and autograd see a model.
+
+For a package imported as ``generated.layer`` the namespace is ``generated__layer`` and holds
+
+    forward          (x, parameters...) -> y
+    forward_saving   (x, parameters...) -> (y, saved), where a gradient will be asked for
+    backward         (grad_y, saved, parameters behind the producer...) -> their gradients, where it was emitted
+
+Each has an overload named by the spec, so that a package which is generated again with other numbers and imported again
+does not change what programs captured before mean. Definitions last as long as the process.
+"""
+
+import hashlib
+import re
+import sys
+import threading
+
+import torch
+
+from . import gradients
+from .checks import check_tensor, usable
+from .errors import PackageError, UnsupportedDeviceError
+from .launch import Program, dtype_named
+from .load import Loaded, backward_for, describe_targets, load, load_backward
+from .package import Package, TensorSpec, gradient_of
+
+TAGS = (torch.Tag.pt2_compliant_tag,)
+DEVICE_KEYS = ("CPU", "CUDA")
+
+_registered: dict[str, "Operators"] = {}  # by namespace and overload
+_schemas: dict[str, str] = {}  # of forward, by namespace
+_lock = threading.RLock()
+
+
+class Operators:
+    """One package's operators, and the programs that they run by device."""
+
+    def __init__(self, package: Package, path: str, overload: str):
+        self.package = package
+        self.path = path
+        self.namespace = _namespace(path)
+        self.overload = overload
+        self.programs: dict[torch.device, Program] = {}
+        self._backwards: dict[torch.device, object] = {}
+        self._library = torch.library.Library(self.namespace, "FRAGMENT")
+        manifest = package.manifest
+        backward = manifest.backward.get("cpu")
+        self.chain_parameters = () if backward is None else backward.gradients[1:]
+        schema = _schema([manifest.input, *manifest.parameters])
+        self.forward = self._define("forward", f"{schema} -> Tensor", self._run, self._fake)
+        self.forward_saving = self._define(
+            "forward_saving", f"{schema} -> (Tensor, Tensor)", self._run_saving, self._fake_saving
+        )
+        self.backward = None
+        if backward is not None:
+            given = [TensorSpec(gradient_of("y"), (), ""), backward.saved, *self.chain_parameters]
+            made = ", ".join("Tensor" for _ in backward.gradients)
+            self.backward = self._define("backward", f"{_schema(given)} -> ({made})", self._run_backward, self._fake_backward)
+        gradients.register(self, self._library)
+
+    def learn(self, loaded: Loaded) -> None:
+        """Run these programs from now on."""
+        self.programs.update(loaded.programs)
+
+    def name(self, operator: str) -> str:
+        """``namespace::operator.overload``."""
+        return f"{self.namespace}::{operator}.{self.overload}"
+
+    def _define(self, name: str, schema: str, run, fake) -> torch._ops.OpOverload:
+        self._library.define(f"{name}.{self.overload}{schema}", tags=TAGS)
+        for key in DEVICE_KEYS:
+            self._library.impl(f"{name}.{self.overload}", run, key)
+        torch.library.register_fake(self.name(name), fake, lib=self._library)
+        return getattr(getattr(getattr(torch.ops, self.namespace), name), self.overload)
+
+    # ---- what the operators do ---------------------------------------------------------------------------------------
+
+    def _run(self, x, *parameters):
+        return self._launch(x, parameters, False)
+
+    def _run_saving(self, x, *parameters):
+        self._backward_on(x.device)  # what cannot be built is found out before the work is done
+        return self._launch(x, parameters, True)
+
+    def _launch(self, x, parameters, saving: bool):
+        self._check(x, parameters)
+        program = self._program_on(x.device)
+        return program(usable(x), [usable(parameter) for parameter in parameters], saving)
+
+    def _run_backward(self, grad_y, saved, *parameters):
+        self._check_backward(grad_y, saved, parameters)
+        run = self._backward_on(saved.device)
+        return run(usable(grad_y), usable(saved), [usable(parameter) for parameter in parameters])
+
+    def _fake(self, x, *parameters):
+        self._check(x, parameters)
+        output = self.package.manifest.output
+        return torch.empty(output.shape, dtype=dtype_named(output.dtype), device=x.device)
+
+    def _fake_saving(self, x, *parameters):
+        y = self._fake(x, *parameters)
+        backward = backward_for(self.package.manifest, x.device)
+        return y, y.new_empty(0 if backward is None else backward.saved.shape)
+
+    def _fake_backward(self, grad_y, saved, *parameters):
+        self._check_backward(grad_y, saved, parameters)
+        return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (saved, *parameters))
+
+    def _check(self, x, parameters) -> None:
+        manifest = self.package.manifest
+        for spec, tensor in zip((manifest.input, *manifest.parameters), (x, *parameters)):
+            check_tensor(manifest, spec, tensor, x.device)
+
+    def _check_backward(self, grad_y, saved, parameters) -> None:
+        manifest = self.package.manifest
+        specs = (manifest.output, manifest.backward["cpu"].saved, *self.chain_parameters)
+        for spec, tensor in zip(specs, (grad_y, saved, *parameters)):
+            check_tensor(manifest, spec, tensor, saved.device)
+
+    # ---- what they run -----------------------------------------------------------------------------------------------
+
+    def _program_on(self, device: torch.device) -> Program:
+        """The program for ``device``. Where no model was constructed in this process, as when it only loads an exported
+        program, what a constructor would build is built now."""
+        program = self.programs.get(device)
+        if program is None:
+            with _lock:
+                if not self.programs:
+                    self.learn(load(self.package))
+            program = self.programs.get(device)
+        if program is None:
+            raise UnsupportedDeviceError(
+                f"x is on {device}, and {self.package.manifest.name} has no build for it; emitted: "
+                f"{describe_targets(self.package)}; construct the model where the device is visible, or let TARGETS name a "
+                "target that runs on it."
+            )
+        return program
+
+    def _backward_on(self, device: torch.device):
+        """The emitted backward for ``device``, built at first use; None where none was emitted."""
+        if device not in self._backwards:
+            self._backwards[device] = load_backward(self.package, device)
+        return self._backwards[device]
+
+
+def operators_for(package: Package, path: str) -> Operators:
+    """The operators of the package that was imported as ``path``, defined at the first call.
+
+    Raises PackageError where another package was imported under the same path in this process with other parameters.
+    """
+    schema = _schema([package.manifest.input, *package.manifest.parameters])
+    overload = _digest(package)
+    with _lock:
+        namespace = _namespace(path)
+        present = _schemas.setdefault(namespace, schema)
+        if present != schema:
+            raise PackageError(
+                f"{path} was imported before in this process with the operator forward{present}, and {package.path} would define "
+                f"forward{schema}; start a new process, or import this package under another name."
+            )
+        name = f"{namespace}.{overload}"
+        if name not in _registered:
+            _registered[name] = Operators(package, path, overload)
+        _registered[name].package = package  # the folder may lie elsewhere now
+        return _registered[name]
+
+
+def import_path(module_class: type, package: Package) -> str:
+    """The path under which the package of a ``ModelNew`` was imported: that of the module that opened it, less ``.model``."""
+    for base in module_class.__mro__:
+        if getattr(sys.modules.get(base.__module__), "PACKAGE", None) == package:
+            return base.__module__.removesuffix(".model")
+    return module_class.__module__.removesuffix(".model")
+
+
+def _namespace(path: str) -> str:
+    return re.sub(r"\W", "_", path.replace(".", "__"))
+
+
+def _digest(package: Package) -> str:
+    """What tells the meaning of two packages apart: the resolved spec, or the manifest's part of it where there is no spec."""
+    manifest = package.manifest
+    parts = (manifest.precision, manifest.init_args, manifest.input, manifest.output, manifest.parameters)
+    try:
+        text = (package.path / "spec.yaml").read_bytes()
+    except OSError:
+        text = b""
+    return "s" + hashlib.sha256(repr(parts).encode() + text).hexdigest()[:12]
+
+
+def _schema(tensors: list[TensorSpec]) -> str:
+    """The arguments. A prefix keeps names apart from the schema language's words, a number from each other."""
+    names = [re.sub(r"\W", "_", tensor.name) for tensor in tensors]
+    names = [f"{name}_{i}" if names.index(name) < i else name for i, name in enumerate(names)]
+    return f"({', '.join('Tensor ' + (name if i == 0 else 'p_' + name) for i, name in enumerate(names))})"

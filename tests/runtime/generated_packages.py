@@ -1,0 +1,51 @@
+"""Small packages out of the real generator, imported under a name of their own: what the tests of whole models run."""
+
+import importlib
+import importlib.util
+import itertools
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from codegen.emit import make_package, write_if_different
+from codegen.render import render
+from codegen.spec import load_spec
+
+_numbers = itertools.count()
+
+LINEAR = {"linear": {"name": "gemm", "in_features": 12, "out_features": 24}}
+CONV = {"conv2d": {"name": "conv", "in_channels": 3, "out_channels": 8, "kernel_size": 3}}
+LINEAR_CHAIN = [LINEAR, {"add": {"name": "bias", "shape": [24]}}, "mish", {"group_norm": {"name": "norm", "num_groups": 4}}, "silu"]
+CONV_CHAIN = [
+    CONV, "tanh", {"group_norm": {"name": "norm", "num_groups": 2}}, {"mul": {"name": "scale", "shape": [8, 1, 1], "init": "rand"}},
+    {"max_pool2d": {"kernel_size": 2}}, {"clamp": {"min": -0.5, "max": 1.5}},
+]  # fmt: skip
+CHAINS = {"linear": LINEAR_CHAIN, "conv": CONV_CHAIN}
+
+
+def generate(folder: Path, chain: list[Any], precision: str = "fp32", batch: int = 6, spatial: tuple[int, int] = (9, 11), name: str | None = None) -> ModuleType:
+    """The package of ``chain`` for the cpu target, written under ``folder`` and imported under a name that no other test has."""
+    name = name or f"generated_{next(_numbers)}"
+    data: dict[str, Any] = {"name": name, "batch": batch, "precision": precision, "chain": chain}
+    if isinstance(chain[0], dict) and "conv2d" in chain[0]:
+        data["input"] = {"height": spatial[0], "width": spatial[1], "values": "randn"}
+    else:
+        data["input"] = {"values": "randn"}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "spec.yaml").write_text(json.dumps(data))  # JSON is YAML
+    package = make_package(load_spec(folder / "spec.yaml"), ("cpu",))
+    path = folder / package.spec.package
+    write_if_different(path, render(package))
+    return import_from(path, package.spec.package)
+
+
+def import_from(path: Path, name: str) -> ModuleType:
+    """The package in the folder ``path``, imported (again) as ``name``."""
+    spec = importlib.util.spec_from_file_location(name, path / "__init__.py", submodule_search_locations=[str(path)])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.pop(f"{name}.model", None)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
