@@ -195,7 +195,7 @@ def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: i
     return SplitKernel(
         f"split_{operand}", "gemm_sm90a/split.cu.j2", (key if weight else "x", *outputs), tuple(constants),
         f"{'W' if weight else 'x'} {'split into two halves a value' if form.parts == 2 else 'rounded to halves'}, rows scaled by powers of two",
-        0, 65536 // (threads * max(1, 1024 // threads)), threads, padded_rows,
+        0, 65536 // (threads * max(1, 768 // threads)), threads, padded_rows,  # 68 registers where a thread holds 8 pieces
         ("one block a row: largest value, scale, split",),
         form.parts, form.registers, not weight, row_pieces % threads != 0, padded_rows > rows, weight_shift,
     )  # fmt: skip
