@@ -124,7 +124,7 @@ def _build(build: Build, cache: Cache) -> Path:
         finished = folder / "finished"
         finished.mkdir(mode=0o700)
         (folder / cache_module.LIBRARY).rename(finished / cache_module.LIBRARY)
-        record = Record(sha256_of(finished / cache_module.LIBRARY), build.package, build.target, build.flags)
+        record = Record(build.key, sha256_of(finished / cache_module.LIBRARY), build.package, build.target, build.flags)
         return cache.publish(build.key, finished, record)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

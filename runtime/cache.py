@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import stat
 import tempfile
@@ -31,6 +32,8 @@ LIBRARY = "library.so"
 RECORD = "record.json"
 ENVIRONMENT = "CODEGEN_CACHE"
 
+_KEY = re.compile(r"[0-9a-f]{64}")
+
 
 class CacheWarning(UserWarning):
     """Something about the cache that costs time but not correctness."""
@@ -38,8 +41,9 @@ class CacheWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept beside a library: its digest, and what it is for people who list the cache."""
+    """What is kept beside a library: its key and digest, and what it is for people who list the cache."""
 
+    key: str
     sha256: str
     package: str
     target: str
@@ -96,7 +100,7 @@ class Cache:
         problem = self.problem_of(key)
         if problem is None:
             return folder / LIBRARY
-        if warn:
+        if warn and folder.exists():  # else somebody has just cleared the cache
             warnings.warn(f"{folder} {problem}; it is built again.", CacheWarning, stacklevel=2)
         return None
 
@@ -110,7 +114,10 @@ class Cache:
                     return "belongs to another user"
                 if stat.S_ISLNK(status.st_mode):
                     return "is reached through a symbolic link"
-            if sha256_of(folder / LIBRARY) != self.record(key).sha256:
+            record = self.record(key)
+            if record.key != key:
+                return "is damaged: it was published under another key"
+            if sha256_of(folder / LIBRARY) != record.sha256:
                 return "is damaged: the library is not the one that was published"
         except (OSError, ValueError, TypeError, KeyError):
             return "is damaged: the library or its record is missing or unreadable"
@@ -119,11 +126,12 @@ class Cache:
     def record(self, key: str) -> Record:
         """The record of an entry; OSError, ValueError, KeyError or TypeError where it has none that can be read."""
         data = json.loads((self.entries / key / RECORD).read_text())
-        return Record(data["sha256"], data["package"], data["target"], tuple(data["flags"]))
+        return Record(data["key"], data["sha256"], data["package"], data["target"], tuple(data["flags"]))
 
     def keys(self) -> list[str]:
-        """The keys of all entries, sound or not."""
-        return sorted(path.name for path in self.entries.glob("*")) if self.entries.exists() else []
+        """The keys of all entries, sound or not; files that are no entries are left out."""
+        names = os.listdir(self.entries) if self.entries.exists() else []
+        return sorted(name for name in names if _KEY.fullmatch(name))
 
     @contextmanager
     def locked(self, key: str):
@@ -154,11 +162,16 @@ class Cache:
         except OSError:
             if not target.exists():
                 raise
-            aside = Path(tempfile.mkdtemp(prefix=f"{key}-", dir=self.building))
-            target.rename(aside / "replaced")  # a damaged entry; processes that mapped it keep what they mapped
+            self._discard(key)  # a damaged entry
             built.rename(target)
-            shutil.rmtree(aside, ignore_errors=True)
         return target / LIBRARY
+
+    def _discard(self, key: str) -> None:
+        """Takes an entry out at once, as it was published. Processes that mapped it keep what they mapped."""
+        self._make(self.building)
+        aside = Path(tempfile.mkdtemp(prefix=f"{key}-", dir=self.building))
+        (self.entries / key).rename(aside / "removed")
+        shutil.rmtree(aside, ignore_errors=True)
 
     def keep_failed(self, name: str, built: Path) -> Path:
         """Moves a failed build to where its user can look at it, in place of the one that was kept before."""
@@ -175,8 +188,8 @@ class Cache:
         removed = 0
         for key in self.keys():
             with self._if_free(key) as free:
-                if free:
-                    shutil.rmtree(self.entries / key, ignore_errors=True)
+                if free and (self.entries / key).exists():
+                    self._discard(key)
                     removed += 1
         if self.building.exists():
             for left in self.building.iterdir():
@@ -187,7 +200,9 @@ class Cache:
 
     def _remove_if_dead(self, folder: Path, held: str = "") -> None:
         """A private folder is in use only while somebody holds its key's lock; ``held`` is the key we hold."""
-        key = folder.name.partition("-")[0]
+        key, made_here, _ = folder.name.partition("-")
+        if not made_here or not folder.is_dir():
+            return
         if key == held:
             shutil.rmtree(folder, ignore_errors=True)
             return
@@ -210,6 +225,7 @@ class Cache:
             lock.release()
 
     def _make(self, folder: Path) -> None:
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have removed all of it
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -277,7 +293,7 @@ def _write_through(path: Path) -> None:
 
 def cannot_write(error: OSError) -> BuildError:
     """The sentence for a cache that stopped being writable, as on a full disk."""
+    reason = f"{error.strerror}: {error.filename}" if error.filename else str(error)
     return BuildError(
-        f"the build cache cannot be written ({error.strerror}: {error.filename}); free some space, "
-        f"or set {ENVIRONMENT} to a folder with room."
+        f"the build cache cannot be written ({reason}); free some space, or set {ENVIRONMENT} to a folder with room."
     )
