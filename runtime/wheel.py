@@ -114,8 +114,7 @@ def _package_files(package: Package) -> dict[str, bytes]:
 def _buildable(package: Package) -> list[TargetManifest]:
     """Everything of a package that is compiled: its targets, and the backwards that are libraries of their own."""
     manifest = package.manifest
-    backward = getattr(manifest, "backward", {})
-    return [*manifest.targets.values(), *(entry.target for entry in backward.values())]
+    return [*manifest.targets.values(), *(entry.target for entry in manifest.backward.values())]
 
 
 def _demands(target: TargetManifest, build: Build) -> dict:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 from codegen.emit import make_package, write_if_different
 from codegen.render import render
@@ -205,6 +206,36 @@ def test_the_cpu_library_is_for_a_processor_level_and_uses_torchs_openmp(gemm_wh
         manifest = json.loads(archive.read(f"{GEMM}/manifest.json"))
     assert b"GOMP_parallel" in library and b"libgomp" not in library
     assert "-march=x86-64-v3" in manifest["targets"]["cpu"]["flags"] and "-march=native" not in manifest["targets"]["cpu"]["flags"]
+
+
+BACKWARD_SOURCE = """
+extern "C" int scale_backward(const void*, const void*, const void*, void*, void*, int, void*) { return 0; }
+"""
+
+
+def test_a_backward_of_its_own_is_packed_too(tiny, tmp_path, monkeypatch):
+    def with_backward(data):
+        data["targets"].pop("sm_80")
+        cpu = data["targets"]["cpu"]
+        data["parameters"].append({"key": "weight", "shape": [8, 8], "dtype": "float32"})
+        cpu["steps"] = [
+            {"library": "linear", "args": ["x", "weight", None], "out": "t0"},
+            {"launch": "scale_launch", "args": ["t0", "scale", "workspace", "y"]},
+        ]
+        data["backward"] = {
+            "cpu": {
+                "sources": ["backward.cpp"], "flags": ["-O1", "-march=native"], "source_key": "", "gradients": ["scale"],
+                "saved": {"name": "t0", "shape": [4, 8], "dtype": "float32"},
+                "steps": [{"launch": "scale_backward", "args": ["grad:y", "t0", "scale", "grad:t0", "grad:scale"]}],
+            }
+        }  # fmt: skip
+
+    (tiny.path / "backward.cpp").write_text(BACKWARD_SOURCE)
+    package = Package(unpack(make_wheel(tiny.edit(with_backward), tmp_path / "dist"), tmp_path))
+    assert sorted(package.prebuilt.index["libraries"]) == ["cpu", "cpu-backward"]
+    assert package.manifest.backward["cpu"].target.flags == ("-O1", "-march=x86-64-v3")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert load.load_backward(package, torch.device("cpu")) is not None
 
 
 def test_the_same_package_gives_the_same_bytes(tiny, tmp_path):
