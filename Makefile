@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu generate generate-all check-generated explain standalone compile-all package verify bench report evidence evidence-peers sanitize clean
+.PHONY: help demo test test-gpu generate generate-all check-generated explain standalone from-module compile-all package verify bench report evidence evidence-peers sanitize clean
 
 WORKERS ?= 2
 # $(call python,emit|run|test|bench) starts a recipe: the interpreter that has what the command needs, or its set-up's error.
@@ -54,6 +54,11 @@ package: ## a wheel of SPEC that needs only torch: no compiler, no runtime (TARG
 	@py="$$(./.ci/python run)"; made="$$(mktemp -d)"; trap 'rm -rf "$$made"' EXIT; \
 	"$$py" -m codegen.emit $(specs) $(if $(PRECISION),--precision $(PRECISION)) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device $(DEVICE)) --out "$$made" && \
 	"$$py" -m runtime package "$$made"/*/ --out "$(or $(OUT),dist)" $(if $(VERSION),--version "$(VERSION)")
+
+from-module: ## the spec of a PyTorch file in KernelBench's form, whose code is run (MODULE=path/to/file.py[:Model], NAME=, OUT=, PRECISION=, GENERATE=1, FORCE=1)
+	@test -n '$(MODULE)' || { echo "make $@ needs a file: make $@ MODULE=path/to/file.py[:Model]" >&2; exit 2; }
+	$(call python,run) -m codegen.from_module "$(MODULE)" $(if $(NAME),--name $(NAME)) $(if $(OUT),--out "$(OUT)") $(if $(PRECISION),--precision $(PRECISION)) \
+		$(if $(filter-out 0,$(GENERATE)),--generate) $(if $(filter-out 0,$(FORCE)),--force)
 
 compile-all: ## compile the full matrix of shapes, precisions and targets with nvcc (minutes)
 	$(call python,test) -m tests.compile_matrix

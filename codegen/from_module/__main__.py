@@ -1,0 +1,3 @@
+from codegen.from_module.command import main
+
+main()

@@ -1,0 +1,142 @@
+"""PyTorch's spellings of the operators in the table: nn modules, functions and tensor methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+from codegen.from_module.faults import Unfit
+from codegen.ops import OPERATORS
+
+Values = dict[str, Any]
+
+# Modules whose attributes have the names of the operator's arguments; those of other names are in _ADJUST.
+MODULES: dict[type, str] = {
+    nn.Linear: "linear", nn.Conv2d: "conv2d", nn.GroupNorm: "group_norm", nn.MaxPool2d: "max_pool2d", nn.ReLU: "relu", nn.ReLU6: "hardtanh",
+    nn.LeakyReLU: "leaky_relu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh", nn.SiLU: "silu", nn.Mish: "mish", nn.GELU: "gelu", nn.Hardswish: "hardswish",
+    nn.Hardsigmoid: "hardsigmoid", nn.Softplus: "softplus", nn.ELU: "elu", nn.Hardtanh: "hardtanh",
+}  # fmt: skip
+RANDOM_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+# Functions and methods by name: the operator and the arguments behind the input, in PyTorch's order. A trailing _ (in place) makes no difference
+# to a chain, where nobody else reads the old value.
+FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "relu": ("relu", ("inplace",)),
+    "relu6": ("relu6", ("inplace",)),
+    "leaky_relu": ("leaky_relu", ("negative_slope", "inplace")),
+    "sigmoid": ("sigmoid", ()),
+    "expit": ("sigmoid", ()),
+    "special_expit": ("sigmoid", ()),
+    "tanh": ("tanh", ()),
+    "silu": ("silu", ("inplace",)),
+    "mish": ("mish", ("inplace",)),
+    "gelu": ("gelu", ("approximate",)),
+    "hardswish": ("hardswish", ("inplace",)),
+    "hardsigmoid": ("hardsigmoid", ("inplace",)),
+    "softplus": ("softplus", ("beta", "threshold")),
+    "elu": ("elu", ("alpha", "inplace")),
+    "hardtanh": ("hardtanh", ("min_val", "max_val", "inplace")),
+    "clamp": ("clamp", ("min", "max")),
+    "clip": ("clamp", ("min", "max")),
+    "clamp_min": ("clamp", ("min",)),
+    "clamp_max": ("clamp", ("max",)),
+    "max_pool2d": ("max_pool2d", ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")),
+    "group_norm": ("group_norm", ("num_groups", "weight", "bias", "eps")),
+}
+ARITHMETIC = {"add": "add", "iadd": "add", "mul": "mul", "imul": "mul", "multiply": "mul", "sub": "sub", "isub": "sub", "subtract": "sub",
+              "div": "div", "divide": "div", "truediv": "div", "true_divide": "div", "itruediv": "div", "neg": "neg", "negative": "neg"}  # fmt: skip
+RANDOM_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
+NEEDS_MODULE = {"linear": "nn.Linear", "conv2d": "nn.Conv2d"}
+
+
+def function_name(node: fx.Node) -> str:
+    """The name under which FUNCTIONS and ARITHMETIC know what a call_function or call_method node calls."""
+    if node.op == "call_method":
+        name = node.target
+    elif node.target in (F.max_pool2d, getattr(F, "_max_pool2d", None)):
+        name = "max_pool2d"  # a dispatcher without a name of its own
+    else:
+        name = getattr(node.target, "__name__", str(node.target))
+    return name if name.startswith("__") else name.rstrip("_")
+
+
+def module_values(module: nn.Module) -> tuple[str, Values] | None:
+    """(operator, argument values) of a leaf module; None where the table has no such operator. Raises Unfit."""
+    operator = MODULES.get(type(module))
+    if operator is None:
+        return None
+    if module._forward_hooks or module._forward_pre_hooks:
+        raise Unfit("the module has forward hooks, which the kernels do not run")
+    values: Values = {}
+    for argument in OPERATORS[operator].arguments:
+        value = getattr(module, argument.name)
+        if argument.type == "flag" and not isinstance(value, bool):
+            value = value is not None  # bias: the parameter itself, or None
+        values[argument.name] = value
+    if isinstance(module, nn.Conv2d):
+        _conv2d(module, values)
+    if isinstance(module, nn.MaxPool2d) and module.return_indices:
+        raise Unfit("max_pool2d with return_indices has two results; a chain has one")
+    return operator, values
+
+
+def _conv2d(module: nn.Conv2d, values: Values) -> None:
+    if module.padding_mode != "zeros":
+        raise Unfit(f"conv2d with padding_mode {module.padding_mode!r}; the grammar pads with zeros only")
+    if module.padding == "valid":
+        values["padding"] = (0, 0)
+    elif module.padding == "same":
+        spans = [dilation * (kernel - 1) for dilation, kernel in zip(module.dilation, module.kernel_size, strict=True)]
+        if any(span % 2 for span in spans):
+            raise Unfit("conv2d with padding 'same' and an even kernel pads one side more than the other, which the grammar has no word for")
+        values["padding"] = tuple(span // 2 for span in spans)
+
+
+def function_values(name: str, node: fx.Node, constant: Callable[[Any, str], Any]) -> tuple[str, Values] | None:
+    """(operator, argument values) of a call whose first argument is the chain's value; None where the table has no such operator.
+
+    `constant(value, argument)` gives the Python value or raises Unfit for a traced one.
+    """
+    if name in NEEDS_MODULE:
+        raise Unfit(f"{name} with tensors of its own: its parameters must be those of an {NEEDS_MODULE[name]}, which the spec's chain stands for")
+    if name not in FUNCTIONS:
+        return None
+    operator, names = FUNCTIONS[name]
+    given = bind(name, node, names)
+    values = {key: constant(value, f"{name}'s {key}") for key, value in given.items() if key != "inplace"}
+    if operator == "relu6":
+        return "hardtanh", {"min_val": 0.0, "max_val": 6.0}
+    if operator == "group_norm":
+        if values.pop("weight", None) is not None or values.pop("bias", None) is not None:
+            raise Unfit("group_norm with tensors of its own: its parameters must be those of an nn.GroupNorm, which the spec's chain stands for")
+        values |= {"affine": False}
+    if values.pop("return_indices", False):
+        raise Unfit("max_pool2d with return_indices has two results; a chain has one")
+    return operator, values
+
+
+def bind(name: str, node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of a call behind its input, by name. Raises Unfit for one that is not known."""
+    given = dict(zip(names, node.args[1:], strict=False))
+    extra = {key: value for key, value in node.kwargs.items() if key != "input"}
+    unknown = [key for key in extra if key not in names] + [repr(value) for value in node.args[1 + len(names) :]]
+    if unknown:
+        raise Unfit(f"{name} with {', '.join(unknown)}, which the grammar has no word for")
+    return given | extra
+
+
+def scalar(kind: str, value: int | float, reversed_: bool) -> tuple[str, float | int]:
+    """(operator, value) for arithmetic with a Python number: x - c is x + (-c), x / c is x * (1/c) where that is exact. Raises Unfit."""
+    if kind in ("add", "mul"):
+        return kind, value
+    if reversed_:
+        raise Unfit(f"a number {'minus' if kind == 'sub' else 'divided by'} the chain's value; the grammar has v + c and v * c")
+    if kind == "sub":
+        return "add", -value
+    if value == 0 or not math.isfinite(value) or abs(math.frexp(value)[0]) != 0.5:
+        raise Unfit(f"a division by {value}, which is no power of two: v * (1 / {value}) rounds differently; write it as a product if that is meant")
+    return "mul", 1 / value

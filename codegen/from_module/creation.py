@@ -1,0 +1,176 @@
+"""Model's constructor: which arguments go where, in which order parameters are created, and how they are filled."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from codegen.from_module.faults import Fault, Refused, first_line, line_here, line_of
+from codegen.from_module.graph import Entry
+
+SEED = 42
+Arguments = list[tuple[str, Any]]
+
+
+class TaggedInt(int):
+    """An integer that knows which constructor argument it is; arithmetic on it gives plain integers."""
+
+    source: str
+
+
+class TaggedFloat(float):
+    """The same for a floating-point number."""
+
+    source: str
+
+
+def tagged(name: str, value: Any) -> Any:
+    """`value`, marked as the constructor's argument `name` where its type allows that."""
+    kind = TaggedInt if type(value) is int else TaggedFloat if type(value) is float else None
+    if kind is None:
+        return value
+    marked = kind(value)
+    marked.source = name
+    return marked
+
+
+def source_of(value: Any) -> str | None:
+    """The argument that `value` is; of a pair, the argument that both of its values are."""
+    if isinstance(value, tuple):
+        sources = {source_of(item) for item in value}
+        return sources.pop() if len(sources) == 1 else None
+    return getattr(value, "source", None)
+
+
+@dataclass(frozen=True)
+class Record:
+    """An attribute as it was created: its module's id, its name, the line, and the generator's state right after."""
+
+    owner: int
+    name: str
+    line: int
+    state: torch.Tensor
+
+
+def bind(model: type, init: Any, path: str) -> Arguments:
+    """get_init_inputs' values by the names of Model.__init__'s arguments, in order. Raises Refused."""
+    line = line_of_init(model, path)
+    if not isinstance(init, (list, tuple)):
+        raise Refused([Fault(0, f"get_init_inputs must return a list of the constructor's arguments, not {type(init).__name__}")])
+    signature = inspect.signature(model)
+    try:
+        signature.bind(*init)
+    except TypeError as error:
+        raise Refused([Fault(line, f"Model takes {signature}, get_init_inputs gives {len(init)} values: {error}")]) from None
+    names = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(init) > len(names):
+        raise Refused([Fault(line, f"Model takes {signature}; a spec names every argument, *args has no names")])
+    faults, arguments = [], []
+    for name, value in zip(names, init, strict=False):
+        if isinstance(value, (bool, int, float)):
+            arguments.append((name, value))
+        elif isinstance(value, (list, tuple)) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+            arguments.append((name, tuple(value)))
+        else:
+            faults.append(Fault(line, f"{name} = {value!r}: arguments of a spec are numbers, true or false, and lists of sizes"))
+    if faults:
+        raise Refused(faults)
+    return arguments
+
+
+def line_of_init(model: type, path: str) -> int:
+    """The line on which Model.__init__ is defined in the file at `path`; 0 where it is not defined there."""
+    code = getattr(model.__init__, "__code__", None)
+    return code.co_firstlineno if code is not None and code.co_filename == path else 0
+
+
+def construct_for_tracing(model: type, init: list[Any], arguments: Arguments, path: str) -> nn.Module:
+    """Model with marked arguments, without memory for its parameters where it allows that. Raises Refused."""
+    marked = [tagged(name, value) if type(value) in (int, float) else value for (name, _), value in zip(arguments, init, strict=True)]
+    for device, values in (("meta", marked), ("cpu", marked)):
+        with contextlib.suppress(Exception), torch.device(device):
+            return model(*values)
+    return construct(model, init, path)[0]
+
+
+def construct(model: type, init: list[Any], path: str) -> tuple[nn.Module, list[Record]]:
+    """Model under SEED, and what was created in which order. Raises Refused when its constructor fails."""
+    torch.manual_seed(SEED)
+    with _recording(path) as records:
+        try:
+            return model(*init), records
+        except Exception as error:  # whatever the file's constructor raises is a fault of the file
+            raise Refused([Fault(line_of(error, path), f"Model(*get_init_inputs()) failed: {first_line(error)}")]) from None
+
+
+@contextlib.contextmanager
+def _recording(path: str) -> Iterator[list[Record]]:
+    records: list[Record] = []
+
+    def note(owner: nn.Module, name: str, value: Any) -> None:
+        records.append(Record(id(owner), name, line_here(path), torch.get_rng_state()))
+
+    handles = [torch_module.register_module_parameter_registration_hook(note), torch_module.register_module_module_registration_hook(note)]
+    try:
+        yield records
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def initialiser(model: nn.Module, name: str, records: list[Record]) -> str:
+    """How the nn.Parameter `name` of Model is filled: "ones", "zeros", "randn" or "rand". Raises Refused for anything else.
+
+    A random one is drawn again, from the generator's state before the parameter was created or, for torch.nn.init, right after.
+    """
+    value = getattr(model, name).detach()
+    index = max(i for i, record in enumerate(records) if record.owner == id(model) and record.name == name)
+    for word, constant in (("ones", 1.0), ("zeros", 0.0)):
+        if bool((value == constant).all()):
+            return word
+    before = records[index - 1].state if index else torch.Generator().manual_seed(SEED).get_state()
+    for state in (before, records[index].state):
+        for word, draw in (("randn", torch.randn), ("rand", torch.rand)):
+            if torch.equal(value, draw(value.shape, generator=torch.Generator().set_state(state))):
+                return word
+    span = f"values from {value.min():.4g} to {value.max():.4g}"
+    said = f"self.{name} is filled in a way the grammar has no word for ({span}); it has randn, rand, ones and zeros, unscaled"
+    raise Refused([Fault(records[index].line, said)])
+
+
+def order_faults(model: nn.Module, entries: list[Entry], records: list[Record]) -> list[Fault]:
+    """Parameters that are not created in the chain's order, told at the line that creates the later one too early."""
+    created = {r.name: (i, r.line) for i, r in enumerate(records) if r.owner == id(model)}
+    owners = [entry for entry in entries if entry.has_parameters and entry.name in created]
+    drawing = [e for e in owners if e.operator in ("linear", "conv2d") or e.values.get("init") in ("rand", "randn")]
+    bare = [e for e in owners if e.values.get("shape") is not None]
+    modules = [e for e in owners if e.values.get("shape") is None]
+    draws = "PyTorch draws random numbers in the order of creation, so the initial weights would differ"
+    listed = "state_dict and parameters() would have another order"
+    faults: dict[int, Fault] = {}
+    for group, why in ((drawing, draws), (bare, listed), (modules, listed)):
+        for earlier, later in zip(group, group[1:], strict=False):
+            (index, line), (later_index, later_line) = created[earlier.name], created[later.name]
+            if index > later_index:
+                said = f"self.{later.name} is created before self.{earlier.name} (line {line}), but used after it: {why}; create them in the order of use"
+                faults.setdefault(later_line, Fault(later_line, said))
+    return list(faults.values())
+
+
+def unused_faults(model: nn.Module, used: set[str], records: list[Record]) -> list[Fault]:
+    """Parameters and buffers of Model that forward never uses: a spec has no place for them, and its state_dict would lack them."""
+    lines = lines_of(model, records)
+    holders = dict.fromkeys(key.split(".")[0] for key in model.state_dict())
+    return [Fault(lines.get(name, 0), f"self.{name} holds parameters or buffers that forward never uses; remove it") for name in holders if name not in used]
+
+
+def lines_of(model: nn.Module, records: list[Record]) -> dict[str, int]:
+    """Where each parameter and module of Model itself is created."""
+    return {record.name: record.line for record in records if record.owner == id(model)}
