@@ -13,6 +13,12 @@ import torch.nn.functional as functional
 from .errors import CallError, LaunchError
 from .package import Backward, Buffer, LaunchStep, LibraryStep, Manifest, TargetManifest, gradient_of
 
+# What launchers refuse before they start anything; the texts are the conditions in the emitted sources.
+REFUSALS = {
+    -1: "a tensor is not aligned to 16 bytes, or the number of threads is below 1",
+    -2: "there is no memory for its scratch, or the device cannot hold one of its clusters",
+}
+
 DRIVER_ERROR = 1_000_000  # launchers return this plus a CUresult where the driver, not the runtime, failed
 
 Slots = list  # one tensor per name that the steps use; the last one is the output
@@ -181,7 +187,8 @@ def _conv2d(step: LibraryStep, precision: str, device: torch.device):
 def describe_status(status: int) -> str:
     """What a launcher's non-zero return value means."""
     if status < 0:
-        return f"it refused its arguments (code {status}); the sources and the manifest do not belong together"
+        meaning = REFUSALS.get(status, "the sources and the manifest do not belong together")
+        return f"it refused its arguments (code {status}): {meaning}"
     if status >= DRIVER_ERROR:
         return f"CUDA driver error {status - DRIVER_ERROR} ({_driver_message(status - DRIVER_ERROR)})"
     return f"CUDA error {status} ({_runtime_message(status)})"
