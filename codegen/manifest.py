@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from codegen.plan.backward import gradient_keys, plan_backward
 from codegen.plan.model import Buffer, Launch, Library, Plan
 from codegen.report import explanation, regenerate
 from codegen.spec import Spec
@@ -30,6 +31,12 @@ class Package:
     @property
     def regenerate(self) -> str:
         return regenerate(self.spec, next((plan.device for plan in self.plans if plan.device.name != plan.target.default_device), None))
+
+    @property
+    def backward_plans(self) -> tuple[Plan, ...]:
+        """The backwards, in sources of their own, for the targets that have one."""
+        plans = (plan_backward(self.spec, plan.target, plan.device) for plan in self.plans)
+        return tuple(plan for plan in plans if plan is not None)
 
     def plan_for(self, target: str) -> Plan | None:
         return next((plan for plan in self.plans if plan.target.name == target), None)
@@ -63,6 +70,7 @@ def manifest_text(package: Package, files: dict[str, str]) -> str:
         "targets": {plan.target.name: _target(plan, files) for plan in package.plans},
         "plan": {plan.target.name: explanation(plan) for plan in package.plans},
         "skipped": dict(package.skipped),
+        "backward": {plan.target.name: _backward(plan, files) for plan in package.backward_plans},
     }
     return json.dumps(data, indent=1, ensure_ascii=True) + "\n"
 
@@ -81,6 +89,14 @@ def _target(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
         "buffers": {buffer.name: _buffer(buffer) for buffer in plan.buffers},
         "steps": [_step(step, plan) for step in plan.steps],
     }
+
+
+def _backward(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
+    """The backward of a target, apart from the forward: its sources have a key of their own, so that a change of one leaves the other's alone."""
+    spec = plan.spec
+    entry = {key: value for key, value in _target(plan, files).items() if key in ("sources", "flags", "source_key", "buffers", "steps")}
+    saved = {"name": "t0", "shape": list(spec.producer.output_shape), "dtype": spec.precision.dtype}
+    return {**entry, "saved": saved, "gradients": list(gradient_keys(spec))}
 
 
 def _buffer(buffer: Buffer) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def render_template(name: str, **context: Any) -> str:
 def render(package: Package) -> dict[str, str]:
     """All files of a package: sources, model.py, spec.yaml, manifest.json and __init__.py."""
     spec = package.spec
-    files = {kernel.file(plan.target): render_kernel(plan, kernel) for plan in package.plans for kernel in plan.kernels}
+    files = {kernel.file(plan.target): render_kernel(plan, kernel) for plan in (*package.plans, *package.backward_plans) for kernel in plan.kernels}
     names = [name for name, _ in spec.args]
     half = spec.precision.itemsize == 2
     files["model.py"] = render_template(

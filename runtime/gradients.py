@@ -87,7 +87,8 @@ def _backward(operators, saved_tensors, grad_y, asked: tuple[bool, ...]) -> tupl
     *inputs, saved = saved_tensors
     tensors, wanted = dict(zip(names, inputs)), dict(zip(names, asked))
     behind = [entry.name for entry in backward.gradients[1:]]
-    grad_saved, *grads = operators.backward(grad_y, saved, *(tensors[name] for name in behind))
+    made = operators.backward(grad_y, saved, *(tensors[name] for name in behind))
+    grad_saved, *grads = made if behind else (made,)
     found = dict(zip(behind, grads))
     step = _producer(manifest, backward)
     derivatives = {"linear": _linear, "conv2d": _conv2d}[step.call]

@@ -81,6 +81,8 @@ class GeneratedModule(nn.Module):
         parameters, direct, differentiable = self._collect(device)
         if forward_ad._current_level >= 0:
             refuse_tangents(self._package.manifest.name, [x, *parameters])
+        if not direct:
+            self._refuse_sharded(parameters)
         if not (plain and direct) or program is None or _watched():
             return self._operators.forward(x, *parameters)
         if (differentiable or x.requires_grad) and torch.is_grad_enabled():
@@ -139,6 +141,17 @@ class GeneratedModule(nn.Module):
                 module = getattr(module, part)
             collected.append(getattr(module, name))
         return collected
+
+    def _refuse_sharded(self, parameters: list[torch.Tensor]) -> None:
+        """FSDP2 puts a module's parameters together when that module is called, and nobody calls those inside this one."""
+        distributed = sys.modules.get("torch.distributed.tensor")
+        sharded = distributed and [entry for entry in zip(self._parameter_table, parameters) if isinstance(entry[1], distributed.DTensor)]
+        if sharded:
+            (path, name, _, _), _ = sharded[0]
+            raise CallError(
+                f"{'.'.join((*path, name))} is a DTensor, and the kernels need it whole; shard this model as one, with "
+                "fully_shard(model), and none of the modules inside it."
+            )
 
     def _is_meta(self, device: torch.device) -> bool:
         """Is this a question about shapes, asked of a model that is on the meta device as a whole?"""

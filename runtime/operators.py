@@ -90,7 +90,7 @@ class Operators:
     def _run_backward(self, grad_y, saved, *parameters):
         self._check_backward(grad_y, saved, parameters)
         run = self._backward_on(saved.device)
-        return run(usable(grad_y), usable(saved), [usable(parameter) for parameter in parameters])
+        return _one_or_all(run(usable(grad_y), usable(saved), [usable(parameter) for parameter in parameters]))
 
     def _fake(self, x, *parameters):
         self._check(x, parameters)
@@ -104,7 +104,7 @@ class Operators:
 
     def _fake_backward(self, grad_y, saved, *parameters):
         self._check_backward(grad_y, saved, parameters)
-        return tuple(torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (saved, *parameters))
+        return _one_or_all(tuple(tensor.new_empty(tensor.shape) for tensor in (saved, *parameters)))
 
     def _check(self, x, parameters) -> None:
         manifest = self.package.manifest
@@ -171,6 +171,11 @@ def import_path(module_class: type, package: Package) -> str:
         if getattr(sys.modules.get(base.__module__), "PACKAGE", None) == package:
             return base.__module__.removesuffix(".model")
     return module_class.__module__.removesuffix(".model")
+
+
+def _one_or_all(tensors: tuple) -> torch.Tensor | tuple:
+    """What an operator with that many results returns."""
+    return tensors[0] if len(tensors) == 1 else tensors
 
 
 def _namespace(path: str) -> str:

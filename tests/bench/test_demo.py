@@ -13,7 +13,7 @@ def test_the_demo_says_what_it_wrote_and_what_to_type_next(tmp_path, monkeypatch
     result = CliRunner().invoke(main, [SMALL, "--precision", "bf16", "--target", "cpu", "--out", str(out), "--trials", "1"])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0] == f"wrote {out}/gemm_groupnorm_hardtanh_small_bf16: __init__.py, cpu.cpp, model.py"
+    assert lines[0] == f"wrote {out}/gemm_groupnorm_hardtanh_small_bf16: __init__.py, cpu.cpp, cpu_backward.cpp, model.py"
     assert lines[-1].endswith(f"make explain SPEC={SMALL} PRECISION=bf16 TARGETS=cpu") and str(out) in lines[-1]
 
 
