@@ -14,7 +14,7 @@ OURS = frozenset("x y t0 workspace row_scales tile_statistics self device stream
 # Attributes of torch.nn.Module and of the runtime's module, as of torch 2.13; a test compares with the torch that is present.
 MODULE = frozenset(
     """
-    T_destination add_module apply bfloat16 buffers build call_super_init children compile cpu cuda double dump_patches eval extra_repr
+    T_destination add_module apply bfloat16 buffers build call_super_init children compile cpu cuda differentiate_by_reference double dump_patches eval extra_repr
     float forward get_buffer get_extra_state get_parameter get_submodule half ipu load_state_dict modules mtia named_buffers named_children
     named_modules named_parameters parameters prepare register_backward_hook register_buffer register_forward_hook register_forward_pre_hook
     register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook register_load_state_dict_pre_hook

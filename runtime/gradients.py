@@ -8,7 +8,9 @@ requested gradient needs is saved.
 import contextlib
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
 from .errors import GradientError
 from .load import backward_for
@@ -39,7 +41,7 @@ def register(operators, library: torch.library.Library) -> None:
         if backward_for(manifest, ctx.device) is None:
             raise GradientError(
                 f"gradients are not generated yet for {manifest.name} on {ctx.device.type}; call the model under torch.no_grad() "
-                "or torch.inference_mode(), and train with the reference module."
+                "or torch.inference_mode(), train with the reference module, or ask for its gradients with model.differentiate_by_reference()."
             )
         if grad_y is None:
             return (None,) * len(ctx.needs_input_grad)
@@ -56,6 +58,30 @@ def register(operators, library: torch.library.Library) -> None:
     torch.library.register_autograd(operators.name("forward_saving"), backward, setup_context=save, lib=library)
     if operators.backward is not None:
         torch.library.register_autograd(operators.name("backward"), backward_twice, lib=library)
+
+
+class ByReference(torch.autograd.Function):
+    """``apply(reference, names, run, x, *parameters)``: y by ``run``, its gradients by PyTorch's autograd of ``reference``.
+
+    The reference's forward is computed again in the backward, from x and the parameters alone. ``names`` are the parameters' keys.
+    """
+
+    @staticmethod
+    def forward(ctx, reference: nn.Module, names: tuple[str, ...], run, x, *parameters):
+        ctx.reference, ctx.names = reference, names
+        ctx.save_for_backward(x, *parameters)
+        return run(x, *parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y):
+        asked = ctx.needs_input_grad[3:]
+        x, *parameters = (tensor.detach().requires_grad_(needed) for tensor, needed in zip(ctx.saved_tensors, asked))
+        with torch.enable_grad(), _without_autocast(x.device.type):
+            y = torch.func.functional_call(ctx.reference, dict(zip(ctx.names, parameters)), (x,))
+        wanted = [tensor for tensor in (x, *parameters) if tensor.requires_grad]
+        found = iter(torch.autograd.grad(y, wanted, grad_y))
+        return (None, None, None, *(next(found) if needed else None for needed in asked))
 
 
 def refuse_tangents(name: str, tensors: list[torch.Tensor]) -> None:

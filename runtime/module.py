@@ -1,5 +1,6 @@
 """``GeneratedModule``: the base of every emitted ``ModelNew``."""
 
+import functools
 import sys
 from typing import Any, Sequence
 
@@ -8,8 +9,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from .checks import expected, is_usable, usable, wrong_input, wrong_tensor
-from .errors import ArgumentError, CallError, PackageError, UnsupportedDeviceError
-from .gradients import refuse_tangents
+from .errors import ArgumentError, CallError, GradientError, PackageError, UnsupportedDeviceError
+from .gradients import ByReference, refuse_tangents
 from .launch import dtype_named
 from .load import Loaded, describe_targets, load
 from .operators import import_path, operators_for
@@ -49,11 +50,13 @@ class GeneratedModule(nn.Module):
         self._package = package
         self._operators = operators_for(package, import_path(type(self), package))
         self._loaded = Loaded()
+        self._by_reference = False
         self._shape = torch.Size(manifest.input.shape)
         self._dtype = dtype_named(manifest.input.dtype)
         self._parameter_table = tuple(
             (*_split(entry.name), torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in manifest.parameters
         )
+        self._names = tuple(entry.name for entry in manifest.parameters)
         if torch.get_default_device().type != "meta":
             self.build()
 
@@ -62,6 +65,17 @@ class GeneratedModule(nn.Module):
         unless it ran under the meta device."""
         self._loaded = load(self._package)
         self._operators.learn(self._loaded)
+
+    def differentiate_by_reference(self, asked: bool = True) -> "GeneratedModule":
+        """Gradients by PyTorch's autograd of the package's ``Model`` from now on, on every device; returns the model.
+
+        The backward then computes the reference's forward again, by PyTorch's own operators and in their precision. It is for
+        targets without a generated backward, and nothing falls back to it unasked. Eager only: compilers see the operator.
+        """
+        if asked:
+            _reference_of(type(self), self._package)
+        self._by_reference = asked
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The chain of the spec applied to ``x``, on the device and the current stream of ``x``.
@@ -86,6 +100,9 @@ class GeneratedModule(nn.Module):
         if not (plain and direct) or program is None or _watched():
             return self._operators.forward(x, *parameters)
         if (differentiable or x.requires_grad) and torch.is_grad_enabled():
+            if self._by_reference:
+                reference = _reference_of(type(self), self._package)
+                return ByReference.apply(reference, self._names, self._operators.forward, x, *parameters)
             return self._operators.forward(x, *parameters)
         return program(x if is_usable(x) else usable(x), [p if is_usable(p) else usable(p) for p in parameters])
 
@@ -189,6 +206,17 @@ class GeneratedModule(nn.Module):
             f"x is on {device}, and {manifest.name} has no build for it: built here: {built}; "
             f"emitted: {describe_targets(self._package)}; {remedy}."
         )
+
+
+@functools.lru_cache(maxsize=None)
+def _reference_of(model_class: type, package: Package) -> nn.Module:
+    """The package's ``Model`` without memory of its own, for functional calls."""
+    for base in model_class.__mro__:
+        found = getattr(sys.modules.get(base.__module__), "Model", None)
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            with torch.device("meta"):
+                return found(*(value for _, value in package.manifest.init_args))
+    raise GradientError(f"{package.manifest.name} has no Model beside its ModelNew to differentiate; generate the package again.")
 
 
 def _watched() -> bool:

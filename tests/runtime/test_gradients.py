@@ -1,6 +1,7 @@
 """Gradients of whole generated models on the cpu target, against float64 autograd of the reference; what is saved, and what is refused."""
 
 import copy
+import json
 import pickle
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from runtime import GradientError
 
-from .generated_packages import CHAINS, CONV, LINEAR, generate
+from .generated_packages import CHAINS, CONV, LINEAR, generate, import_from
 
 BIASLESS = {
     "linear": [{"linear": {**LINEAR["linear"], "bias": False}}, {"group_norm": {"name": "norm", "num_groups": 3, "affine": False}}, "gelu"],
@@ -225,6 +226,52 @@ def test_second_derivatives_are_refused(trained):
     (first,) = torch.autograd.grad(model(x), x, grad_y, create_graph=True)
     with pytest.raises(GradientError, match="second derivatives are not generated for generated_.*create_graph, or use the reference"):
         first.sum().backward()
+
+
+def without_backward(module):
+    """The package as it is for a target that has no generated backward."""
+    manifest = module.ModelNew.__init__.__globals__["PACKAGE"].path / "manifest.json"
+    data = json.loads(manifest.read_text())
+    data["backward"] = {}
+    manifest.write_text(json.dumps(data))
+    return import_from(manifest.parent, f"{module.__name__}_without_backward")
+
+
+def test_a_target_without_a_backward_refuses(module):
+    model = without_backward(module).ModelNew()
+    (x,) = module.get_inputs()
+    y = model(x)
+    with pytest.raises(GradientError, match=r"not generated yet for generated_.* on cpu; .*model.differentiate_by_reference\(\)"):
+        y.sum().backward()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="gradients are not generated yet"):
+        compiled(x)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), y)
+
+
+def test_gradients_by_the_reference_when_asked_for(module):
+    """y is the kernels', bit for bit; the gradients are the reference's; copies keep the choice; x alone, parameters alone."""
+    module = without_backward(module)
+    model, reference = pair(module)
+    (x,) = module.get_inputs()
+    plain = model(x)
+    assert model.differentiate_by_reference() is model
+    model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    grad_y = torch.randn_like(plain)
+    y, got = gradients(model, x, grad_y)
+    assert torch.equal(y, plain)
+    _, want = gradients(reference, x, grad_y)
+    assert_same_gradients(got, want)
+    model.requires_grad_(False)
+    (alone,) = torch.autograd.grad(model(x.requires_grad_()), x, grad_y)
+    torch.testing.assert_close(alone, want["x"])
+    (first,) = torch.autograd.grad(model(x), x, grad_y.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+    model.differentiate_by_reference(False)
+    with pytest.raises(GradientError):
+        model(x).sum().backward()
 
 
 # ---- compilers ------------------------------------------------------------------------------------------------------
