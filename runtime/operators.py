@@ -166,8 +166,11 @@ def operators_for(package: Package, path: str) -> Operators:
 
 
 def import_path(module_class: type, package: Package) -> str:
-    """The path under which the package of a ``ModelNew`` was imported: that of the module that opened it, less ``.model``."""
-    for base in module_class.__mro__:
+    """The path under which the package of a ``ModelNew`` was imported: that of the module that opened it, less ``.model``.
+
+    Classes derived from ``ModelNew`` share its operators.
+    """
+    for base in reversed(module_class.__mro__):
         if getattr(sys.modules.get(base.__module__), "PACKAGE", None) == package:
             return base.__module__.removesuffix(".model")
     return module_class.__module__.removesuffix(".model")
@@ -185,7 +188,7 @@ def _namespace(path: str) -> str:
 def _digest(package: Package) -> str:
     """What tells the meaning of two packages apart: the resolved spec, or the manifest's part of it where there is no spec."""
     manifest = package.manifest
-    parts = (manifest.precision, manifest.init_args, manifest.input, manifest.output, manifest.parameters)
+    parts = (manifest.precision, manifest.init_args, manifest.input, manifest.output, manifest.parameters, sorted(manifest.backward))
     try:
         text = (package.path / "spec.yaml").read_bytes()
     except OSError:

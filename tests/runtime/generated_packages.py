@@ -25,7 +25,9 @@ CONV_CHAIN = [
 CHAINS = {"linear": LINEAR_CHAIN, "conv": CONV_CHAIN}
 
 
-def generate(folder: Path, chain: list[Any], precision: str = "fp32", batch: int = 6, spatial: tuple[int, int] = (9, 11), name: str | None = None) -> ModuleType:
+def generate(
+    folder: Path, chain: list[Any], precision: str = "fp32", batch: int = 6, spatial: tuple[int, int] = (9, 11), name: str | None = None
+) -> ModuleType:
     """The package of ``chain`` for the cpu target, written under ``folder`` and imported under a name that no other test has."""
     name = name or f"generated_{next(_numbers)}"
     data: dict[str, Any] = {"name": name, "batch": batch, "precision": precision, "chain": chain}

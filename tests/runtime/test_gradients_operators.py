@@ -122,7 +122,8 @@ def test_learnable_operands(tmp_path) -> None:
     specs = []
     for precision, shape in zip(PRECISIONS, ([12], [1], [12])):
         specs.append(make_spec(tmp_path, linear_chain(operands("before", shape), operands("after", shape), 12, 3), 70, precision))
-        specs.append(make_spec(tmp_path, linear_chain([*operands("before", shape), "mish"], ["silu", *operands("after", shape)], 12, 3, affine=False), 5, precision))
+        chain = linear_chain([*operands("before", shape), "mish"], ["silu", *operands("after", shape)], 12, 3, affine=False)
+        specs.append(make_spec(tmp_path, chain, 5, precision))
     for precision, shape in zip(PRECISIONS, ([12, 1, 1], [1], [1, 12, 1, 1])):
         pools = [{"max_pool2d": {"kernel_size": 2}}, *operands("between", shape), {"max_pool2d": {"kernel_size": 2, "stride": 1}}]
         chain = conv_chain(operands("before", shape), [*operands("after", shape), *pools, {"mul": {"name": "last", "shape": shape}}], 12, 3)

@@ -221,6 +221,13 @@ def test_the_name_is_the_import_path(package, model):
     assert operators_for(model._package, path) is other
 
 
+def test_a_derived_class_shares_the_operator(package, model):
+    class Derived(package.ModelNew):
+        pass
+
+    assert Derived()._operators is model._operators
+
+
 def test_other_parameters_under_the_same_path_are_refused(package, tmp_path):
     name = package.__name__
     changed = generate(tmp_path / "changed", [*CHAINS["linear"], {"add": {"name": "another", "shape": [24]}}], name=name)

@@ -35,23 +35,46 @@ def test_another_format(tiny):
         package.manifest
 
 
+def backward(saved="t", gradients=("scale",), args=("t", "scale", "grad:y", "grad:t", "grad:scale")) -> dict:
+    """The entry of a backward; the forward's library step is added where it saves ``t``."""
+    steps = [{"launch": "back_launch", "args": list(args)}]
+    described = {"name": saved, "shape": [4, 8], "dtype": "float32"}
+    return {"sources": ["back.cpp"], "flags": [], "source_key": "", "steps": steps, "saved": described, "gradients": list(gradients)}
+
+
+def add_library_step(data: dict) -> None:
+    data["targets"]["cpu"]["steps"].insert(0, {"library": "linear", "args": ["x", "scale", None], "out": "t"})
+
+
 @pytest.mark.parametrize(
     "change, problem",
     [
         (lambda data: data.pop("batch"), "lacks 'batch'"),
         (lambda data: data.update(name="../tiny"), "name is '../tiny'"),
         (lambda data: data["targets"]["cpu"]["sources"].append("../secret.cpp"), "source of cpu is '../secret.cpp'"),
-        (lambda data: data["targets"]["cpu"]["steps"][0]["args"].append("gamma"), "uses 'gamma', which nothing defines"),
-        (lambda data: data["targets"]["cpu"]["steps"][0].update(launch="f; g"), "launch is 'f; g'"),
+        (lambda data: data["targets"]["cpu"]["steps"][-1]["args"].append("gamma"), "uses 'gamma', which nothing defines"),
+        (lambda data: data["targets"]["cpu"]["steps"][-1].update(launch="f; g"), "launch is 'f; g'"),
         (lambda data: data["targets"]["sm_80"].update(arch="sm_80 -v"), "arch of sm_80"),
         (lambda data: data["targets"]["cpu"]["steps"].append({"library": "einsum", "args": [], "out": "y"}), "einsum"),
+        (lambda data: data.update(backward={"gpu": {}}), "lacks 'gpu'"),
+        (lambda data: data.update(backward={"cpu": backward(saved="t0")}), "saves 't0', which no library step of the forward gives"),
+        (lambda data: data.update(backward={"cpu": backward(gradients=["bias"])}), "lacks 'bias'"),
+        (lambda data: data.update(backward={"cpu": backward(args=["t", "grad:x"])}), "the backward of cpu uses 'grad:x', which nothing defines"),
     ],
 )
 def test_an_invalid_manifest_is_named(tiny, change, problem):
+    tiny.edit(add_library_step)
     package = tiny.edit(change)
     with pytest.raises(PackageError, match="not a valid manifest") as caught:
         package.manifest
     assert problem in str(caught.value)
+
+
+def test_a_backward_is_read(tiny):
+    tiny.edit(add_library_step)
+    read = tiny.edit(lambda data: data.update(backward={"cpu": backward()})).manifest.backward["cpu"]
+    assert [entry.name for entry in read.gradients] == ["t", "scale"] and read.target.functions == {"back_launch": 5}
+    assert read.target.name == "cpu-backward" and read.target.arch is None and read.saved.shape == (4, 8)
 
 
 def test_an_absent_target_lists_those_there_are(tiny):
