@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codegen.emit import DEFAULT_TARGETS
 from codegen.numerics import ARITHMETICS, MATH_CHOICES, PRECISIONS
 from codegen.ops import ALIASES, OPERATORS, REQUIRED, Argument, Kind
 from codegen.targets import DEVICES, TARGETS
@@ -29,10 +30,10 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; for conv2d also `height` and `width` |
 | `args` | the constructor's arguments of `ModelNew`, in order; every one is folded into the kernels, and `ModelNew` refuses other values |
 | `chain` | the operators, in order: `linear` or `conv2d`, element-wise operators, `group_norm`, then element-wise operators and pooling |
-| `targets` | a list out of {targets}; default: every target that can serve the spec |
+| `targets` | a list out of {targets}; default: {defaults} |
 | `math` | forces an arithmetic: {maths} |
 | `gemm` | `library` (torch's GEMM in front of our norm kernel) or `generated`; default: the planner's choice |
-| `prepack` | `true` lets the kernels keep a converted copy of the weights; default `false` |
+| `prepack` | `true`: `sm_90a` splits the weights by a kernel of their own ahead of the GEMM; the other targets convert nothing; default `false` |
 
 A value in the chain is a literal or the name of an entry in `args`. `name` is the attribute that holds an operator's parameters: `state_dict` has
 the keys of the PyTorch module, in the same order. Anchors, aliases and tags are refused; all faults of a file are reported at once, each as
@@ -53,7 +54,7 @@ def _argument(argument: Argument) -> str:
 def reference(example: str) -> str:
     """The text of docs/spec.md; `example` is the YAML shown at the top."""
     maths = "; ".join(f"{precision}: {', '.join(f'`{m}`' for m in choices)}" for precision, choices in MATH_CHOICES.items())
-    parts = [_HEAD.format(example=example, precisions=", ".join(f"`{p}`" for p in PRECISIONS), targets=", ".join(f"`{t}`" for t in TARGETS), maths=maths)]
+    parts = [_HEAD.format(example=example, precisions=", ".join(f"`{p}`" for p in PRECISIONS), targets=", ".join(f"`{t}`" for t in TARGETS), maths=maths, defaults=", ".join(f"`{t}`" for t in DEFAULT_TARGETS))]
     for kind in Kind:
         parts.append(f"\n## {kind.value.capitalize()} operators\n\n| operator | computes | arguments |\n|--|--|--|\n")
         for operator in OPERATORS.values():
