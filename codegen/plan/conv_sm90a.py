@@ -8,7 +8,6 @@ value counts, so one value of a window waits in shared memory for its group's st
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -31,7 +31,7 @@ from codegen.plan.norm_chain import (
     vector_width,
 )
 from codegen.spec import Spec
-from codegen.targets import DeviceClass, Target
+from codegen.targets import DeviceClass
 
 WARP_BLOCK = 128  # threads of a block whose groups take no more than a warp
 APPLY_BLOCK = 256  # threads of a block that shares a group with others, or applies statistics
