@@ -119,7 +119,7 @@ def worker(jobs: list[Job], options: dict, state: Path) -> int:
     machine, target, results, peers = describe(device), options["target"], options["results"], options["peers"]
     autotuned = set(peers) != set(EVIDENCE)
     start, longest, wrong = time.perf_counter(), 0.0, 0
-    todo = []
+    pending = []
     for path, precision in jobs:
         emitted = emit(path, precision, target or ("cpu" if device.type == "cpu" else None), options["out"])
         name = _target_for(emitted, device, target)
@@ -129,17 +129,17 @@ def worker(jobs: list[Job], options: dict, state: Path) -> int:
             console.print(f"{emitted.spec.package} ({name}): up to date" + ("" if old["verified"] else ", [bold red]WRONG[/]"))
             wrong += not old["verified"]
             continue
-        todo.append(((path, precision), emitted, at, old))
-    if not todo:
+        pending.append(((path, precision), emitted, at, old))
+    if not pending:
         return wrong
-    _prebuild([emitted for _, emitted, _, _ in todo], device, target, console)
+    _prebuild([emitted for _, emitted, _, _ in pending], device, target, console)
     ceilings = measure_ceilings(device)
     console.print(ceilings_line(ceilings, machine))
     save_machine(results, machine, ceilings)
-    for number, (job, emitted, at, old) in enumerate(todo, 1):
+    for number, (job, emitted, at, old) in enumerate(pending, 1):
         left = options["budget_s"] - (time.perf_counter() - start) if options["budget_s"] else float("inf")
         if left < longest * 1.1:
-            console.print(f"stopped with {len(todo) - number + 1} packages left: the next may take {longest:.0f} s, {left:.0f} s remain; run again to go on")
+            console.print(f"stopped with {len(pending) - number + 1} packages left: the next may take {longest:.0f} s, {left:.0f} s remain; run again to go on")
             break
         state.write_text(f"{job[0]} {job[1]}")
         began = time.perf_counter()
@@ -159,7 +159,7 @@ def worker(jobs: list[Job], options: dict, state: Path) -> int:
         if options["bundle"]:
             bundle(results, machine.slug, options["bundle"])
         longest = max(longest, time.perf_counter() - began)
-        console.print(f"[{number}/{len(todo)}] {_line(record)} ({time.perf_counter() - began:.0f} s)", highlight=False, markup=True)
+        console.print(f"[{number}/{len(pending)}] {_line(record)} ({time.perf_counter() - began:.0f} s)", highlight=False, markup=True)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

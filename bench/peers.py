@@ -16,7 +16,6 @@ from codegen.ops import Kind
 from codegen.plan import PlanError
 from codegen.torch_text import reference_lines
 
-TORCH = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")
 EVIDENCE = ("eager", "graph", "compile", "library")
 AUTOTUNED = ("max-autotune-no-cudagraphs", "max-autotune", "triton", "library-tail")
 CHOICES = (*EVIDENCE, *AUTOTUNED)

@@ -241,8 +241,3 @@ def choose(listed: list[Geometry], target: Target) -> Geometry | None:
     """The fastest that fits: least cost, then rows by the copy engine, more multiplying warpgroups, more bytes on their way, smaller clusters."""
     fitting = [g for g in listed if g.smem_bytes <= target.smem_bytes]
     return min(fitting, key=lambda g: (g.cost, not g.layout.bulk, -g.layout.warpgroups, -g.raw_bytes, g.layout.cluster), default=None)
-
-
-def macs(spec: Spec) -> int:
-    """Multiply-adds of the convolution."""
-    return math.prod(spec.producer.output_shape) * math.prod(spec.producer.parameters[0].shape[1:])

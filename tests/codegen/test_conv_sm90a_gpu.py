@@ -1,22 +1,19 @@
 """The one-pass convolution on a GPU, through emitted packages and the runtime, against float64: the family, precisions, adversarial data."""
 
 import copy
-import importlib
-import sys
 
 import pytest
 import yaml
 
 torch = pytest.importorskip("torch")
 
-from codegen.emit import write_if_different  # noqa: E402
 from codegen.manifest import Package  # noqa: E402
 from codegen.plan.conv_geometry import Layout  # noqa: E402
 from codegen.plan.conv_sm90a import plan_conv_sm_90a  # noqa: E402
-from codegen.render import render  # noqa: E402
 from codegen.spec import load_spec  # noqa: E402
 from codegen.targets import DEVICES, TARGETS  # noqa: E402
 from tests.codegen.conv_cases import FAMILY, chain  # noqa: E402
+from tests.codegen.gpu_models import built_models  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,28 +40,10 @@ def built(request, tmp_path_factory):
     path.write_text(yaml.safe_dump(data | {"name": f"conv_{name}"}, sort_keys=False))
     spec = load_spec(path, precision)
     plan = plan_conv_sm_90a(spec, TARGETS["sm_90a"], DEVICES["h100"], layout=layout, debug=name == "two_rounds")
-    write_if_different(folder / spec.package, render(Package(spec, (plan,))))
-    sys.path.insert(0, str(folder))
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv("TARGETS", "sm_90a")
-    try:
-        sys.modules.pop(spec.package, None)
-        module = importlib.import_module(spec.package)
-        torch.manual_seed(0)
-        ours = module.ModelNew(*module.get_init_inputs()).cuda()
-        eager = module.Model(*module.get_init_inputs()).cuda()
-    finally:
-        monkeypatch.undo()
-        sys.path.remove(str(folder))
-        for loaded in [m for m in sys.modules if m.split(".")[0] == spec.package]:
-            del sys.modules[loaded]
-    generator = torch.Generator("cuda").manual_seed(1)
+    ours, eager = built_models(Package(spec, (plan,)), folder)
     with torch.no_grad():
-        for key, parameter in ours.named_parameters():
-            if not key.startswith("conv."):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cuda"))
-        ours.norm.weight[0] = 0.0
-        eager.load_state_dict(ours.state_dict())
+        for model in (ours, eager):
+            model.norm.weight[0] = 0.0
     return spec, ours, eager
 
 

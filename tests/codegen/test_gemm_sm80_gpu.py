@@ -2,16 +2,14 @@
 
 import contextlib
 import copy
-import importlib
-import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from codegen.emit import make_package, write_if_different  # noqa: E402
-from codegen.render import render  # noqa: E402
+from codegen.emit import make_package  # noqa: E402
 from tests.codegen.gemm_cases import ARITHMETICS, CASES  # noqa: E402
+from tests.codegen.gpu_models import built_models  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -25,29 +23,7 @@ def built(request, tmp_path_factory):
     case, precision, arithmetic = request.param
     folder = tmp_path_factory.mktemp(f"{case.name}_{arithmetic}")
     spec = case.spec(folder, precision, arithmetic)
-    package = make_package(spec, ("sm_80",))
-    write_if_different(folder / spec.package, render(package))
-    sys.path.insert(0, str(folder))
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv("TARGETS", "sm_80")
-    try:
-        sys.modules.pop(spec.package, None)
-        module = importlib.import_module(spec.package)
-        torch.manual_seed(0)
-        ours = module.ModelNew(*module.get_init_inputs()).cuda()
-        eager = module.Model(*module.get_init_inputs()).cuda()
-    finally:
-        monkeypatch.undo()
-        sys.path.remove(str(folder))
-        for name in [name for name in sys.modules if name.split(".")[0] == spec.package]:
-            del sys.modules[name]
-    generator = torch.Generator("cuda").manual_seed(1)
-    with torch.no_grad():
-        for key, parameter in ours.named_parameters():
-            if not key.startswith("gemm."):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cuda"))
-        eager.load_state_dict(ours.state_dict())
-    return case, precision, arithmetic, ours, eager
+    return case, precision, arithmetic, *built_models(make_package(spec, ("sm_80",)), folder)
 
 
 def draw(ours, case, kind=torch.rand, seed=2):

@@ -1,8 +1,6 @@
 """The Hopper GEMM on a GPU, through emitted packages and the runtime, against float64: layouts, tails, precisions, adversarial data."""
 
 import copy
-import importlib
-import sys
 from dataclasses import replace
 
 import pytest
@@ -10,13 +8,12 @@ import yaml
 
 torch = pytest.importorskip("torch")
 
-from codegen.emit import write_if_different  # noqa: E402
 from codegen.manifest import Package  # noqa: E402
 from codegen.plan.gemm_sm90a import plan_sm_90a  # noqa: E402
 from codegen.plan.gemm_sm90a_layout import Layout  # noqa: E402
-from codegen.render import render  # noqa: E402
 from codegen.spec import load_spec  # noqa: E402
 from codegen.targets import DEVICES, TARGETS  # noqa: E402
+from tests.codegen.gpu_models import built_models  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,28 +58,7 @@ def built(request, tmp_path_factory):
     path.write_text(yaml.safe_dump({"name": f"layer_{name}", "batch": batch, "precision": precision, "chain": chain}, sort_keys=False))
     spec = replace(load_spec(path), prepack=prepack)
     plan = plan_sm_90a(spec, TARGETS["sm_90a"], DEVICES["h100"], layout=layout)
-    write_if_different(folder / spec.package, render(Package(spec, (plan,))))
-    sys.path.insert(0, str(folder))
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setenv("TARGETS", "sm_90a")
-    try:
-        sys.modules.pop(spec.package, None)
-        module = importlib.import_module(spec.package)
-        torch.manual_seed(0)
-        ours = module.ModelNew(*module.get_init_inputs()).cuda()
-        eager = module.Model(*module.get_init_inputs()).cuda()
-    finally:
-        monkeypatch.undo()
-        sys.path.remove(str(folder))
-        for loaded in [m for m in sys.modules if m.split(".")[0] == spec.package]:
-            del sys.modules[loaded]
-    generator = torch.Generator("cuda").manual_seed(1)
-    with torch.no_grad():
-        for key, parameter in ours.named_parameters():
-            if not key.startswith("gemm."):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cuda"))
-        eager.load_state_dict(ours.state_dict())
-    return shape, precision, ours, eager
+    return shape, precision, *built_models(Package(spec, (plan,)), folder)
 
 
 def draw(ours, shape, kind=torch.rand, seed=2):
