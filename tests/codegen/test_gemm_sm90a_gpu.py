@@ -107,19 +107,19 @@ def test_one_far_value_or_a_far_mean_spoils_nothing(built, kind):
     try:
         if kind == "far mean":
             ours.gemm.weight *= 0.02
-            ours.gemm.bias += 1e4
+            ours.gemm.bias += 1e4  # tf32's rounded products are exact beside the float32 rounding of sums this far from zero
         else:
             at = 0 if kind == "outlier first" else width - 1
             ours.gemm.bias[at::width] = 3e4 if precision == "fp16" else 1e6
             others[at::width] = False
         eager.load_state_dict(ours.state_dict())
         x = draw(ours, shape, torch.randn)
-        y, reference, other = ours(x), exact(eager, x), peer(precision, eager, x)
+        y, reference, peers = ours(x), exact(eager, x), (peer(precision, eager, x), eager(x))
     finally:
         ours.load_state_dict(kept)
         eager.load_state_dict(kept)
     for part in (slice(None), others):
-        allowed = max(ALLOWED[precision] * relative(other[:, part], reference[:, part]), 3e-7)
+        allowed = max(ALLOWED[precision] * max(relative(other[:, part], reference[:, part]) for other in peers), 3e-7)
         assert relative(y[:, part], reference[:, part]) <= allowed
 
 
