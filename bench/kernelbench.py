@@ -102,7 +102,7 @@ def get_init_inputs():
 
 
 def write_standalone(spec: Spec, work: Path) -> tuple[Path, str, str]:
-    """standalone.py of a spec; returns its path, the target it carries and that target's source_key."""
+    """standalone.py of a spec; returns its path, the target that it runs on the present card and that target's source_key."""
     import json
 
     package = make_package(spec)
@@ -111,7 +111,8 @@ def write_standalone(spec: Spec, work: Path) -> tuple[Path, str, str]:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render_standalone(package, files), encoding="utf-8")
     targets = json.loads(files["manifest.json"])["targets"]
-    target = next(name for name in ("sm_90a", "sm_80") if name in targets)
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(0) == (9, 0)
+    target = "sm_90a" if hopper and "sm_90a" in targets else "sm_80"
     return path, target, targets[target]["source_key"]
 
 

@@ -24,7 +24,7 @@ from codegen.spec import Spec, SpecError, load_spec, shipped
 from codegen.standalone import render_standalone
 from codegen.targets import DEVICES, TARGETS
 
-DEFAULT_TARGETS = ("cpu", "sm_80")
+DEFAULT_TARGETS = ("cpu", "sm_80", "sm_90a")
 MARK = "do not edit."  # in the header of everything that is emitted
 
 

@@ -1,41 +1,69 @@
 """standalone.py: the package as one file that imports nothing of ours and compiles its CUDA text with torch's load_inline.
 
-The best CUDA target of the package is used. The text keeps to what KernelBench's loader and static checker accept (docs/kernelbench.md).
+It carries every CUDA target of the package and compiles the best one for the device that it finds. The text keeps to what KernelBench's loader and static checker accept (docs/kernelbench.md).
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from codegen.manifest import Package
 from codegen.plan import PlanError
 from codegen.plan.model import Launch, Library, Plan
+from codegen.targets import Target
 from codegen.torch_text import module_lines
 
 _PREFERENCE = ("sm_90a", "sm_80")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What standalone.py holds of one target: its CUDA text, and the statements of its forward."""
+
+    target: str
+    arch: str
+    capability: tuple[int, int]
+    source_name: str
+    sources: str
+    buffers: tuple[tuple[str, str], ...]  # (name, the expression that allocates it)
+    steps: tuple[str, ...]
 
 
 def render_standalone(package: Package, files: dict[str, str]) -> str:
     """The text of standalone.py, from the package's rendered files. Raises PlanError when the package has no CUDA target."""
     from codegen.render import render_template  # render imports nothing of this module; this keeps it so
 
-    plan = next((p for name in _PREFERENCE if (p := package.plan_for(name))), None)
-    if plan is None:
+    plans = [plan for name in _PREFERENCE if (plan := package.plan_for(name))]
+    if not plans:
         raise PlanError("standalone.py needs a CUDA target; emit sm_80 or sm_90a")
     spec = package.spec
+    return render_template(
+        "model/standalone.py.j2", spec=spec, package=package, parts=[_part(plan, files) for plan in plans], modules=module_lines(spec),
+        needed=_needed(plans[-1].target), names=[name for name, _ in spec.args],
+        half=spec.precision.itemsize == 2, parameters=[key for key, _ in spec.parameters], init_args=tuple(value for _, value in spec.args),
+    )  # fmt: skip
+
+
+def _needed(target: Target) -> str:
+    capability = ".".join(map(str, target.min_capability))
+    return f"{capability} or later" if target.arch == "native" else capability
+
+
+def _part(plan: Plan, files: dict[str, str]) -> Part:
     sources = "\n".join(files[name] for name in dict.fromkeys(kernel.file(plan.target) for kernel in plan.kernels))
-    buffers = [
+    made_by_torch = {step.out for step in plan.steps if isinstance(step, Library)}
+    buffers = tuple(
         (buffer.name, f"torch.empty({buffer.bytes}, dtype=torch.uint8, device=x.device)")
         if buffer.bytes
         else (buffer.name, f"torch.empty({buffer.shape}, dtype=torch.{buffer.dtype}, device=x.device)")
         for buffer in plan.buffers
-        if buffer.name not in {step.out for step in plan.steps if isinstance(step, Library)}
-    ]
-    return render_template(
-        "model/standalone.py.j2", spec=spec, package=package, plan=plan, sources=_plain_comments(sources), modules=module_lines(spec),
-        names=[name for name, _ in spec.args], buffers=buffers, steps=[_statement(step, plan) for step in plan.steps],
-        half=spec.precision.itemsize == 2, parameters=[key for key, _ in spec.parameters],
-        init_args=tuple(value for _, value in spec.args),
+        if buffer.name not in made_by_torch
+    )
+    target = plan.target
+    return Part(
+        target.name, target.arch, target.min_capability, f"_CUDA_{target.suffix.upper()}", _plain_comments(sources), buffers,
+        tuple(_statement(step, plan) for step in plan.steps),
     )  # fmt: skip
 
 

@@ -104,8 +104,13 @@ def test_its_cuda_text_compiles_as_load_inline_would(path, precision):
     if nvcc is None:
         pytest.skip("nvcc is not on PATH")
     text = text_of(path, precision)
-    cuda = re.search(r'_CUDA = r"""\n(.*?)"""', text, re.DOTALL).group(1)
-    arch = "90a" if "compute_90a" in text or 'arch = "90a"' in text else "90"
+    found = re.findall(r'_CUDA_(\w+) = r"""\n(.*?)"""', text, re.DOTALL)
+    assert found
+    for target, cuda in found:
+        compiles(nvcc, cuda, {"SM80": "90", "SM90A": "90a"}[target])
+
+
+def compiles(nvcc, cuda, arch):
     command = [nvcc, "-c", "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}", *LOAD_INLINE_FLAGS, "source.cu", "-o", "source.o"]
     marker = Path(tempfile.gettempdir()) / "standalone-compiled" / hashlib.sha256("\0".join([cuda, *command]).encode()).hexdigest()
     if marker.is_file():
