@@ -22,6 +22,7 @@ FORMAT = 1
 RESULTS = Path(__file__).parent / "results"
 NOT_RECORDS = ("machine.json", "kernelbench.json", "sanitize.json")
 TORCH_PEERS = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")
+PREFERENCE = ("sm_90a", "sm_80", "cpu")  # the loader's order, the best first
 ACCURACY_MARGIN = 1.1
 
 Record = dict[str, Any]
@@ -64,6 +65,16 @@ def read_all(results: Path = RESULTS) -> dict[str, list[Record]]:
         if records:
             found[folder.name] = sorted(records, key=lambda r: (order.get((r["spec"], r["precision"]), len(order)), r["spec"], r["precision"], r["target"]))
     return found
+
+
+def loaders_choice(records: list[Record]) -> list[Record]:
+    """Of every package the record of the target that the loader prefers on that card, in the records' order."""
+    best: dict[tuple[str, str, str], Record] = {}
+    for record in records:
+        key = (record["spec"], record["precision"], record["weights"])
+        if key not in best or PREFERENCE.index(record["target"]) < PREFERENCE.index(best[key]["target"]):
+            best[key] = record
+    return [record for record in records if record in best.values()]
 
 
 def conclude(record: Record) -> Record:

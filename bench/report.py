@@ -8,7 +8,7 @@ import click
 import jinja2
 
 from bench import pictures
-from bench.records import RESULTS, Record, ledger, read, read_all
+from bench.records import RESULTS, Record, ledger, loaders_choice, read, read_all
 from bench.tables import put_table, readme_table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -53,7 +53,7 @@ def build(results: Path, out: Path) -> Path:
             record.setdefault("verification", [])
         kernelbench = read(results / slug / "kernelbench.json")
         cards.append({
-            "slug": slug, "name": machine["gpu"], "machine": machine, "records": records, "pictures": _pictures(records, machine, out / slug),
+            "slug": slug, "name": machine["gpu"], "machine": machine, "records": records, "pictures": _pictures(loaders_choice(records), machine, out / slug),
             "missing": [f"{s.spec} {s.precision}" for s in statuses if s.gpu == slug and s.state == "missing"],
             "kernelbench": kernelbench["runs"] if kernelbench else [],
         })  # fmt: skip

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bench.records import Record, Status, present_keys, state_of
+from bench.records import Record, Status, loaders_choice, present_keys, state_of
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 _WORDS = {"verified": "yes", "wrong": "**no: wrong**", "changed": "unverified (sources changed since)", "missing": "unverified"}
 
 
 def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
-    """Markdown: one table a card, a row for every checked-in package that has a record, and what has none."""
+    """Markdown: one table a card, a row for every checked-in package that has a record, of the target that the loader picks there, and what has none."""
     states = {(s.gpu, s.spec, s.precision, s.target): s.state for s in statuses}
     lines: list[str] = []
     for card, records in cards.items():
@@ -25,7 +25,7 @@ def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
             "| system | precision | target | ours | error | torch's best | times as fast | best peer of equal or better accuracy | times as fast | verified |",
             "|--|--|--|--|--|--|--|--|--|--|",
         ]
-        for r in records:
+        for r in loaders_choice(records):
             state = states.get((card, r["spec"], r["precision"], r["target"])) or _state(r)
             lines.append(
                 f"| {r['spec']} | {r['precision']} | {r['target']} | {r['ours']['ms']:.4f} | {r['ours']['rel_error']:.1e} | {_peer(r, 'best_torch')} "
@@ -37,7 +37,8 @@ def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
         return "No GPU has been measured yet: every kernel is unverified there. `make evidence` on a GPU fills this table."
     lines += [
         "*Torch's best* is the fastest of eager, eager in a CUDA graph and torch.compile at that precision. *Best peer* is the fastest that computes the whole "
-        "chain with equal or better accuracy: an error of at most 1.1 times the larger of ours and eager's. Weights are not prepared beforehand."
+        "chain with equal or better accuracy: an error of at most 1.1 times the larger of ours and eager's. Weights are not prepared beforehand. *Target* is what the loader picks on that card; `make report` also shows "
+        "what was measured of the others."
     ]
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ def row(ms, error, **more):
 
 def record(key="k", verified=True, **more):
     return conclude({
-        "format": 1, "spec": NAME, "path": SPEC, "package": NAME, "precision": "fp32", "target": "sm_80", "key": key, "gpu": "NVIDIA H200", "torch": "2.11.0",
+        "format": 1, "spec": NAME, "path": SPEC, "package": NAME, "precision": "fp32", "target": "sm_80", "key": key, "gpu": "NVIDIA H200", "torch": "2.11.0", "weights": "not prepared",
         "verified": verified, "floor_ms": 0.4, "ours": row(1.0, 3e-7, outside=0, max_error=1e-6),
         "peers": {"eager": row(2.8, 1.5e-6), "compile": row(2.7, 1.5e-6), "Triton bf16x3": row(1.3, 4.2e-6), "Triton tf32x3": row(1.7, 3.2e-7), "library GEMM alone": row(0.5, None)},
         **more,
@@ -83,6 +83,13 @@ def test_the_table_says_unverified_once_a_kernel_changed(results):
     write_json(at, {**read(at), "key": "older"})
     after = readme_table(records.read_all(results), ledger(results))
     assert "| yes |" not in after and "unverified (sources changed since)" in after
+
+
+def test_the_table_shows_the_target_that_the_loader_picks(results):
+    keys = present_keys(SPEC, "fp32")
+    write_json(path_of(results, "h200", NAME, "fp32", "sm_90a"), {**record(keys["sm_90a"]), "target": "sm_90a"})
+    rows = [line for line in readme_table(records.read_all(results), ledger(results)).splitlines() if line.startswith(f"| {NAME} | fp32")]
+    assert len(rows) == 1 and "| sm_90a |" in rows[0] and rows[0].endswith("| yes |")
 
 
 def test_the_table_goes_between_its_markers(tmp_path, results):
