@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from codegen.plan.backward import gradient_keys, plan_backward
+from codegen.plan.backward_cuda import plan_backward_cuda
 from codegen.plan.model import Buffer, Launch, Library, Plan
 from codegen.report import explanation, regenerate
 from codegen.spec import Spec
@@ -34,9 +35,13 @@ class Package:
 
     @property
     def backward_plans(self) -> tuple[Plan, ...]:
-        """The backwards, in sources of their own, for the targets that have one."""
-        plans = (plan_backward(self.spec, plan.target, plan.device) for plan in self.plans)
-        return tuple(plan for plan in plans if plan is not None)
+        """The backwards, in sources of their own: one for the CPU, and one for CUDA, made for the least of the CUDA targets and good for all of them."""
+        made = [plan_backward(self.spec, plan.target, plan.device) for plan in self.plans if plan.target.language == "cpp"]
+        cuda = [plan for plan in self.plans if plan.target.language == "cuda"]
+        if cuda:
+            least = min(cuda, key=lambda plan: plan.target.min_capability)
+            made.append(plan_backward_cuda(self.spec, least.target, least.device))
+        return tuple(made)
 
     def plan_for(self, target: str) -> Plan | None:
         return next((plan for plan in self.plans if plan.target.name == target), None)
@@ -92,11 +97,16 @@ def _target(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
 
 
 def _backward(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
-    """The backward of a target, apart from the forward: its sources have a key of their own, so that a change of one leaves the other's alone."""
+    """The backward of a target, apart from the forward: its sources have a key of their own, so that a change of one leaves the other's alone.
+
+    `saved` is the producer's result; where a step of torch's library gives it again, `recompute` is that step, and a forward saves nothing of the kind.
+    """
     spec = plan.spec
     entry = {key: value for key, value in _target(plan, files).items() if key in ("sources", "flags", "source_key", "buffers", "steps")}
     saved = {"name": "t0", "shape": list(spec.producer.output_shape), "dtype": spec.precision.dtype}
-    return {**entry, "saved": saved, "gradients": list(gradient_keys(spec))}
+    recompute = {"recompute": step for step in entry["steps"] if "library" in step}
+    launches = [step for step in entry["steps"] if "launch" in step]
+    return {**entry, "steps": launches, **recompute, "saved": saved, "gradients": list(gradient_keys(spec)), "why": list(plan.why)}
 
 
 def _buffer(buffer: Buffer) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Autograd for the operators of a package.
 
 Behind the producer the derivatives are the package's own: ``backward`` is an emitted kernel that recomputes what it needs
-from the saved result of the producer. The producer's derivatives are torch's matrix products and convolutions. Only what a
-requested gradient needs is saved.
+from the result of the producer, which the forward saved or, on CUDA, torch computes again. The producer's derivatives are
+torch's matrix products and convolutions. Only what a requested gradient needs is saved.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .errors import GradientError
 from .load import backward_for
-from .package import LibraryStep
+from .package import Backward, LibraryStep, Manifest
 
 
 def register(operators, library: torch.library.Library) -> None:
@@ -46,7 +46,7 @@ def register(operators, library: torch.library.Library) -> None:
         if grad_y is None:
             return (None,) * len(ctx.needs_input_grad)
         with _without_autocast(ctx.device.type):
-            return _backward(operators, ctx.saved_tensors, grad_y, ctx.needs_input_grad)
+            return _backward(operators, backward_for(manifest, ctx.device), ctx.saved_tensors, grad_y, ctx.needs_input_grad)
 
     def backward_twice(ctx, *_):
         raise GradientError(
@@ -56,8 +56,8 @@ def register(operators, library: torch.library.Library) -> None:
 
     library.impl(f"forward.{operators.overload}", forward, "Autograd")
     torch.library.register_autograd(operators.name("forward_saving"), backward, setup_context=save, lib=library)
-    if operators.backward is not None:
-        torch.library.register_autograd(operators.name("backward"), backward_twice, lib=library)
+    for name in operators.parts_of_backward:
+        torch.library.register_autograd(operators.name(name), backward_twice, lib=library)
 
 
 class ByReference(torch.autograd.Function):
@@ -90,40 +90,38 @@ def refuse_tangents(name: str, tensors: list[torch.Tensor]) -> None:
         raise GradientError(f"forward-mode derivatives are not generated for {name}; use the reference module for them.")
 
 
-def _producer(manifest, backward) -> LibraryStep:
-    """The library step whose result the backward starts from."""
-    steps = manifest.targets["cpu"].steps
-    return next(step for step in steps if isinstance(step, LibraryStep) and step.out == backward.saved.name)
-
-
-def _needed(manifest, backward, asked: tuple[bool, ...]) -> list[bool]:
+def _needed(manifest: Manifest, backward: Backward, asked: tuple[bool, ...]) -> list[bool]:
     """Which of (x, parameters...) the gradients that are ``asked`` for depend on."""
     names = [manifest.input.name, *(parameter.name for parameter in manifest.parameters)]
+    if backward.recomputes:
+        return [True] * len(names)
     wanted = dict(zip(names, asked))
-    x, weight, _ = _producer(manifest, backward).args
+    x, weight, _ = backward.producer.args
     behind = {entry.name for entry in backward.gradients[1:]}
     return [name in behind or (name == x and wanted[weight]) or (name == weight and wanted[x]) for name in names]
 
 
-def _backward(operators, saved_tensors, grad_y, asked: tuple[bool, ...]) -> tuple:
+def _backward(operators, backward: Backward, saved_tensors, grad_y, asked: tuple[bool, ...]) -> tuple:
     """The gradients of (x, parameters...), None where none is asked for."""
     manifest = operators.package.manifest
-    backward = manifest.backward["cpu"]
     names = [manifest.input.name, *(parameter.name for parameter in manifest.parameters)]
     *inputs, saved = saved_tensors
     tensors, wanted = dict(zip(names, inputs)), dict(zip(names, asked))
     behind = [entry.name for entry in backward.gradients[1:]]
+    step = backward.producer
+    operands = [None if name is None else tensors[name] for name in step.args]
+    if backward.recomputes:
+        saved = operators.produce(*operands)
     made = operators.backward(grad_y, saved, *(tensors[name] for name in behind))
     grad_saved, *grads = made if behind else (made,)
     found = dict(zip(behind, grads))
-    step = _producer(manifest, backward)
-    derivatives = {"linear": _linear, "conv2d": _conv2d}[step.call]
-    operands = [None if name is None else tensors[name] for name in step.args]
     mask = [name is not None and wanted[name] for name in step.args]
-    shapes = [manifest.input.shape, *(next(p.shape for p in manifest.parameters if p.name == name) if name else None for name in step.args[1:])]
-    for name, grad in zip(step.args, derivatives(step, grad_saved, operands, shapes, mask)):
-        if name is not None:
-            found[name] = grad
+    if backward.recomputes:
+        derived = operators.derive(grad_saved, *operands[:2], mask) if any(mask) else (None,) * 3
+    else:
+        shapes = [manifest.input.shape, *(next(p.shape for p in manifest.parameters if p.name == name) if name else None for name in step.args[1:])]
+        derived = {"linear": _linear, "conv2d": _conv2d}[step.call](step, grad_saved, operands, shapes, mask)
+    found.update((name, grad) for name, grad in zip(step.args, derived) if name is not None)
     return tuple(found[name] if wanted[name] else None for name in names)
 
 

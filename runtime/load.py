@@ -52,8 +52,8 @@ def load(package: Package) -> Loaded:
     for device, capability in [(torch.device("cpu"), None), *devices]:
         for (target, compiled_for), resolved in zip(chosen, functions):
             if compiled_for == capability and target.runs_on(capability) and device not in programs:
-                backward = package.manifest.backward.get(target.name)
-                saved = None if backward is None else backward.saved.name
+                backward = backward_for(package.manifest, device)
+                saved = None if backward is None or backward.recomputes else backward.saved.name
                 programs[device] = make_program(package.manifest, target, resolved, device, saved)
     return Loaded(programs, tuple(dict.fromkeys(target.name for target, _ in chosen)))
 
@@ -143,12 +143,17 @@ def load_backward(package: Package, device: torch.device) -> Callable | None:
     backward = backward_for(package.manifest, device)
     if backward is None:
         return None
-    return make_backward(package.manifest, backward, load_functions(package, backward.target, None), device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return make_backward(package.manifest, backward, load_functions(package, backward.target, capability), device)
 
 
 def backward_for(manifest: Manifest, device: torch.device) -> Backward | None:
-    """The emitted backward that serves ``device``. There is one for the CPU alone; the meta device takes its shapes."""
-    return manifest.backward.get("cpu") if device.type in ("cpu", "meta") else None
+    """The emitted backward that serves ``device``, None where there is none: that of the CPU, or the one of CUDA, which is made for the
+    least capability that the package has a target for. The meta device takes the CPU's shapes."""
+    wants_cuda = device.type == "cuda"
+    if device.type not in ("cpu", "meta", "cuda"):
+        return None
+    return next((entry for entry in manifest.backward.values() if (entry.target.arch is not None) == wants_cuda), None)
 
 
 def _pairs_of(target: TargetManifest, capabilities: list[Capability]):

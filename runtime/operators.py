@@ -5,6 +5,8 @@ For a package imported as ``generated.layer`` the namespace is ``generated__laye
     forward          (x, parameters...) -> y
     forward_saving   (x, parameters...) -> (y, saved), where a gradient will be asked for
     backward         (grad_y, saved, parameters behind the producer...) -> their gradients, where it was emitted
+    produce          (x, weight, bias) -> saved, where a backward computes it again
+    derive           (grad_saved, x, weight, wanted) -> (grad_x, grad_weight, grad_bias), there too; empty if not wanted
 
 Each has an overload named by the spec, so that a package which is generated again with other numbers and imported again
 does not change what programs captured before mean. Definitions last as long as the process.
@@ -17,7 +19,7 @@ import threading
 
 import torch
 
-from . import gradients
+from . import gradients, products
 from .checks import check_tensor, usable
 from .errors import PackageError, UnsupportedDeviceError
 from .launch import Program, dtype_named
@@ -44,18 +46,28 @@ class Operators:
         self._backwards: dict[torch.device, object] = {}
         self._library = torch.library.Library(self.namespace, "FRAGMENT")
         manifest = package.manifest
-        backward = manifest.backward.get("cpu")
+        backward = next(iter(manifest.backward.values()), None)  # all have the same arguments
         self.chain_parameters = () if backward is None else backward.gradients[1:]
+        self._saved = None if backward is None else backward.saved
         schema = _schema([manifest.input, *manifest.parameters])
         self.forward = self._define("forward", f"{schema} -> Tensor", self._run, self._fake)
         self.forward_saving = self._define(
             "forward_saving", f"{schema} -> (Tensor, Tensor)", self._run_saving, self._fake_saving
         )
         self.backward = None
+        self.parts_of_backward: list[str] = []
         if backward is not None:
+            self.parts_of_backward.append("backward")
             given = [TensorSpec(gradient_of("y"), (), ""), backward.saved, *self.chain_parameters]
             made = ", ".join("Tensor" for _ in backward.gradients)
             self.backward = self._define("backward", f"{_schema(given)} -> ({made})", self._run_backward, self._fake_backward)
+        self._recomputing = next((entry for entry in manifest.backward.values() if entry.recomputes), None)
+        if self._recomputing is not None:
+            self.parts_of_backward += ["produce", "derive"]
+            schema = "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+            self.produce = self._define("produce", schema, self._run_produce, self._fake_produce)
+            schema = "(Tensor grad_saved, Tensor x, Tensor weight, bool[] wanted) -> (Tensor, Tensor, Tensor)"
+            self.derive = self._define("derive", schema, self._run_derive, self._fake_derive)
         gradients.register(self, self._library)
 
     def learn(self, loaded: Loaded) -> None:
@@ -92,6 +104,19 @@ class Operators:
         run = self._backward_on(saved.device)
         return _one_or_all(run(usable(grad_y), usable(saved), [usable(parameter) for parameter in parameters]))
 
+    def _run_produce(self, x, weight, bias):
+        operands = [tensor if tensor is None else usable(tensor) for tensor in (x, weight, bias)]
+        return products.produce(self._recomputing.producer, self._exact, *operands)
+
+    def _run_derive(self, grad_saved, x, weight, wanted):
+        operands = [usable(tensor) for tensor in (grad_saved, x, weight)]
+        made = products.derive(self._recomputing.producer, self._exact, *operands, wanted)
+        return tuple(grad_saved.new_empty(0) if tensor is None else tensor for tensor in made)
+
+    @property
+    def _exact(self) -> bool:
+        return self.package.manifest.precision == "fp32"
+
     def _fake(self, x, *parameters):
         self._check(x, parameters)
         output = self.package.manifest.output
@@ -100,11 +125,18 @@ class Operators:
     def _fake_saving(self, x, *parameters):
         y = self._fake(x, *parameters)
         backward = backward_for(self.package.manifest, x.device)
-        return y, y.new_empty(0 if backward is None else backward.saved.shape)
+        return y, y.new_empty(0 if backward is None or backward.recomputes else backward.saved.shape)
 
     def _fake_backward(self, grad_y, saved, *parameters):
         self._check_backward(grad_y, saved, parameters)
         return _one_or_all(tuple(tensor.new_empty(tensor.shape) for tensor in (saved, *parameters)))
+
+    def _fake_produce(self, x, weight, bias):
+        return x.new_empty(self._saved.shape)
+
+    def _fake_derive(self, grad_saved, x, weight, wanted):
+        shapes = (x.shape, weight.shape, grad_saved.shape[1:2])
+        return tuple(grad_saved.new_empty(shape if asked else 0) for shape, asked in zip(shapes, wanted))
 
     def _check(self, x, parameters) -> None:
         manifest = self.package.manifest
@@ -113,7 +145,7 @@ class Operators:
 
     def _check_backward(self, grad_y, saved, parameters) -> None:
         manifest = self.package.manifest
-        specs = (manifest.output, manifest.backward["cpu"].saved, *self.chain_parameters)
+        specs = (manifest.output, self._saved, *self.chain_parameters)
         for spec, tensor in zip(specs, (grad_y, saved, *parameters)):
             check_tensor(manifest, spec, tensor, saved.device)
 

@@ -100,14 +100,17 @@ class TargetManifest:
 class Backward:
     """The generated part of a target's backward: from the gradient of y to those of ``gradients``.
 
-    ``target`` says what to compile and launch, apart from the forward's sources. ``saved`` is the tensor of the forward
-    that it needs, the result of the target's library step; ``gradients`` starts with that tensor and goes on with the
-    parameters behind it. In the steps a gradient bears the name that ``gradient_of`` gives.
+    ``target`` says what to compile and launch, apart from the forward's sources. ``saved`` is the tensor that it needs, the
+    result of the library step ``producer``: the forward's, which keeps it, or where ``recomputes`` is set one of the
+    backward's own. ``gradients`` starts with that tensor and goes on with the parameters behind it. In the steps a gradient
+    bears the name that ``gradient_of`` gives.
     """
 
     target: TargetManifest
     saved: TensorSpec
     gradients: tuple[TensorSpec, ...]
+    producer: LibraryStep
+    recomputes: bool
 
 
 def gradient_of(name: str) -> str:
@@ -258,8 +261,16 @@ def _backward(manifest: Manifest, name: str, data: dict) -> Backward:
     forward = manifest.targets[name]
     target = _target(name, {**data, "arch": forward.arch, "min_capability": forward.min_capability})
     saved = _tensor(data["saved"]["name"], data["saved"])
-    if saved.name not in {step.out for step in forward.steps if isinstance(step, LibraryStep)}:
+    recompute = data.get("recompute")
+    producer = (
+        next((step for step in forward.steps if isinstance(step, LibraryStep) and step.out == saved.name), None)
+        if recompute is None
+        else _step(recompute)
+    )
+    if producer is None:
         raise ValueError(f"the backward of {name} saves {saved.name!r}, which no library step of the forward gives")
+    if not isinstance(producer, LibraryStep) or producer.out != saved.name:
+        raise ValueError(f"the backward of {name} computes {saved.name!r} again by a step that does not give it")
     parameters = {parameter.name: parameter for parameter in manifest.parameters}
     gradients = (saved, *(parameters[key] for key in data["gradients"]))
     known = {saved.name, gradient_of("y"), *parameters, *(gradient_of(entry.name) for entry in gradients)}
@@ -268,7 +279,10 @@ def _backward(manifest: Manifest, name: str, data: dict) -> Backward:
         for argument in step.args:
             if argument is not None and argument not in known:
                 raise ValueError(f"a step of the backward of {name} uses {argument!r}, which nothing defines")
-    return Backward(replace(target, name=f"{name}-backward"), saved, gradients)
+    for argument in producer.args:
+        if argument is not None and argument != manifest.input.name and argument not in parameters:
+            raise ValueError(f"the backward of {name} computes {saved.name!r} again from {argument!r}, which nothing defines")
+    return Backward(replace(target, name=f"{name}-backward"), saved, gradients, producer, recompute is not None)
 
 
 def _target(name: str, data: dict) -> TargetManifest:

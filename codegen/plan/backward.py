@@ -124,17 +124,15 @@ class CpuBackwardKernel(CpuKernel):
         return self.back_after.takes_v or bool(self.back_pools)
 
 
-def plan_backward(spec: Spec, target: Target, device: DeviceClass) -> Plan | None:
-    """The backward of `spec` for the cpu target; None for a target that has none yet.
+def plan_backward(spec: Spec, target: Target, device: DeviceClass) -> Plan:
+    """The backward of `spec` for the cpu target.
 
     Its launch takes the producer's result, the values of those parameters that it needs, and `grad:y`, and gives `grad:t0` and `grad:<key>` of
     every parameter behind the producer, in the order of `gradient_keys`.
     """
     from codegen.plan.routes import floor
 
-    if target.name != "cpu":
-        return None
-    kernel, sums_bytes = _kernel(spec)
+    kernel, sums_bytes = cpu_backward(spec)
     buffers = (Buffer(SUMS, bytes=sums_bytes),) if sums_bytes else ()
     why = ("what the derivatives need is computed again from the producer's result: that is all that a forward saves",)
     return Plan(spec, target, device, (Launch(kernel),), buffers, floor(spec, device), why)
@@ -145,7 +143,8 @@ def gradient_keys(spec: Spec) -> tuple[str, ...]:
     return tuple(step.key(parameter) for step in spec.chain[1:] for parameter in step.parameters)
 
 
-def _kernel(spec: Spec) -> tuple[CpuBackwardKernel, int]:
+def cpu_backward(spec: Spec) -> tuple[CpuBackwardKernel, int]:
+    """The one kernel of the cpu target's backward, and the bytes of its sums."""
     forward = cpu_kernel(spec, "chain_backward")
     keys = gradient_keys(spec)
     shapes = dict(spec.parameters)
@@ -273,4 +272,4 @@ def _notes(spec: Spec, slabs: int, samples: int, held: int) -> tuple[str, ...]:
     )
 
 
-__all__ = ["CpuBackwardKernel", "gradient_keys", "plan_backward"]
+__all__ = ["CpuBackwardKernel", "cpu_backward", "gradient_keys", "plan_backward"]

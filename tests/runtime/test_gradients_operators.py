@@ -12,19 +12,14 @@ import pytest
 import torch
 
 from codegen.plan.backward import plan_backward
-from codegen.plan.model import Launch, Plan
+from codegen.plan.model import Launch
 from codegen.render import render_kernel
 from codegen.targets import DEVICES, TARGETS
-from codegen.torch_text import reference_lines
-from tests.codegen.cpu_chains import Chain, conv_chain, linear_chain, make_spec, relative_error
+from tests.codegen.backward_chains import Backward, check
+from tests.codegen.cpu_chains import Chain, conv_chain, linear_chain, make_spec
 from tests.codegen.test_cpu import ELEMENTWISE, POOLS, PRECISIONS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-# A gradient is computed in fp32 and rounded once to the storage type, whose rounding error is at most this.
-ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
-# What fp32 loses on the way: the derivatives' own errors (at most 8 units of 2^-24), and the differences that the norm's derivative takes.
-FP32_ERROR = 16 * 2.0**-24
 
 
 @pytest.fixture(autouse=True)
@@ -33,41 +28,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class Backward:
-    """A chain's gradients by the emitted kernel and by PyTorch."""
-
-    def __init__(self, chain: Chain, plan: Plan):
-        self.chain, self.plan, self.library = chain, plan, None
-
-    def kernel(self, source: torch.Tensor, grad_y: torch.Tensor, threads: int = 1) -> dict[str, torch.Tensor]:
-        """Gradients by name, `t0` first."""
-        launch = self.plan.kernels[0]
-        tensors = {"t0": source, "grad:y": grad_y, **{key: p.detach() for key, p in self.chain.module.named_parameters()}}
-        for name in launch.arguments:
-            if name.startswith("grad:") and name != "grad:y":
-                like = tensors[name.removeprefix("grad:")]
-                tensors[name] = torch.full(like.shape, torch.nan, dtype=self.chain.dtype)
-        for buffer in self.plan.buffers:
-            tensors[buffer.name] = torch.full((buffer.bytes,), 255, dtype=torch.uint8)
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        pointers = [ctypes.c_void_p(tensors[name].data_ptr()) for name in launch.arguments]
-        assert getattr(self.library, launch.function(self.plan.target))(*pointers, threads, None) == 0
-        return {name.removeprefix("grad:"): tensor for name, tensor in tensors.items() if name.startswith("grad:") and name != "grad:y"}
-
-    def pytorch(self, source: torch.Tensor, grad_y: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Autograd's gradients at `dtype`."""
-        module = self.chain.module.to(dtype)
-        module.zero_grad()
-        leaf = source.to(dtype).detach().requires_grad_()
-        names = {"torch": torch, "F": torch.nn.functional, "self": module, "v": leaf}
-        exec("\n".join(reference_lines(self.chain.spec)[1:]), names)  # noqa: S102
-        names["v"].backward(grad_y.to(dtype))
-        found = {"t0": leaf.grad, **{key: p.grad for key, p in module.named_parameters() if p.grad is not None}}
-        module.zero_grad()
-        module.to(self.chain.dtype)
-        return found
 
 
 def build(folder: Path, specs: list) -> list[Backward]:
@@ -85,21 +45,6 @@ def build(folder: Path, specs: list) -> list[Backward]:
     for backward in made:
         backward.library = ctypes.CDLL(str(folder / "backward.so"))
     return made
-
-
-def check(backward: Backward, source: torch.Tensor, seed: int = 0) -> None:
-    chain = backward.chain
-    generator = torch.Generator().manual_seed(seed)
-    grad_y = torch.randn(chain.spec.output_shape, generator=generator).to(chain.dtype)
-    exact = backward.pytorch(source, grad_y, torch.float64)
-    eager = backward.pytorch(source, grad_y, chain.dtype)
-    got = backward.kernel(source, grad_y)
-    assert got.keys() == exact.keys()
-    for name, gradient in got.items():
-        ours, theirs = relative_error(gradient, exact[name]), relative_error(eager[name], exact[name])
-        # In half precision eager's error is large against fp32's: where terms cancel, a twentieth of it is still no half-precision result.
-        allowed = ROUNDING[chain.dtype] + max(FP32_ERROR, (1.1 if chain.dtype is torch.float32 else 0.05) * theirs)
-        assert ours <= allowed, f"{chain.spec.precision.name} {name}: error {ours:.3g}, eager's {theirs:.3g}, allowed {allowed:.3g}"
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -191,9 +136,3 @@ def test_names_that_could_collide(tmp_path) -> None:
     for parameter in backward.chain.module.parameters():
         parameter.data.abs_().add_(0.5)
     check(backward, backward.chain.source())
-
-
-def test_a_target_without_a_backward() -> None:
-    from codegen.spec import load_spec
-
-    assert plan_backward(load_spec("specs/default.yaml"), TARGETS["sm_80"], DEVICES["a100"]) is None

@@ -42,6 +42,10 @@ def backward(saved="t", gradients=("scale",), args=("t", "scale", "grad:y", "gra
     return {"sources": ["back.cpp"], "flags": [], "source_key": "", "steps": steps, "saved": described, "gradients": list(gradients)}
 
 
+def recompute(first: str) -> dict:
+    return {"library": "linear", "args": [first, "scale", None], "out": "t"}
+
+
 def add_library_step(data: dict) -> None:
     data["targets"]["cpu"]["steps"].insert(0, {"library": "linear", "args": ["x", "scale", None], "out": "t"})
 
@@ -60,6 +64,8 @@ def add_library_step(data: dict) -> None:
         (lambda data: data.update(backward={"cpu": backward(saved="t0")}), "saves 't0', which no library step of the forward gives"),
         (lambda data: data.update(backward={"cpu": backward(gradients=["bias"])}), "lacks 'bias'"),
         (lambda data: data.update(backward={"cpu": backward(args=["t", "grad:x"])}), "the backward of cpu uses 'grad:x', which nothing defines"),
+        (lambda data: data.update(backward={"sm_80": {**backward(), "recompute": {"launch": "f", "args": []}}}), "computes 't' again by a step that does not"),
+        (lambda data: data.update(backward={"sm_80": {**backward(), "recompute": recompute("y")}}), "computes 't' again from 'y', which nothing defines"),
     ],
 )
 def test_an_invalid_manifest_is_named(tiny, change, problem):
@@ -75,6 +81,13 @@ def test_a_backward_is_read(tiny):
     read = tiny.edit(lambda data: data.update(backward={"cpu": backward()})).manifest.backward["cpu"]
     assert [entry.name for entry in read.gradients] == ["t", "scale"] and read.target.functions == {"back_launch": 5}
     assert read.target.name == "cpu-backward" and read.target.arch is None and read.saved.shape == (4, 8)
+
+
+def test_a_backward_that_computes_the_producer_again_is_read(tiny):
+    """The forward need not give what it starts from."""
+    read = tiny.edit(lambda data: data.update(backward={"sm_80": {**backward(), "recompute": recompute("x")}})).manifest.backward["sm_80"]
+    assert read.recomputes and read.producer.call == "linear" and read.producer.args == ("x", "scale", None)
+    assert read.target.name == "sm_80-backward" and read.target.arch == "native" and read.target.least_capability == (8, 0)
 
 
 def test_an_absent_target_lists_those_there_are(tiny):

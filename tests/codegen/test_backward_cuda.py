@@ -1,0 +1,187 @@
+"""The CUDA backward without a GPU: its plan, its text, nvcc's opinion, and its arithmetic in an emulation against float64 autograd."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from codegen import index
+from codegen.plan.backward import SUMS
+from codegen.plan.backward_cuda import WINDOWS, WINNERS
+from codegen.plan.model import Library
+from codegen.plan.routes import PlanError
+from codegen.render import render_kernel
+from codegen.spec import load_spec
+from tests.codegen.backward_chains import check
+from tests.codegen.backward_cuda import build_emulated, planned
+from tests.codegen.cpu_chains import conv_chain, linear_chain, make_spec
+from tests.codegen.test_cpu import ELEMENTWISE, POOLS, PRECISIONS
+from tests.compile_matrix import faults
+
+TOP = Path(__file__).parents[2]
+FACTOR = 1.5  # of eager's error: sums over a group are in fp32, as they are in eager
+emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def sources():
+    """One case per distinct text among the checked-in packages' backwards."""
+    seen = {}
+    for path, precision in index.entries(TOP / "generated"):
+        plan = planned(load_spec(path, precision))
+        seen.setdefault(render_kernel(plan, plan.kernels[0]), plan)
+    return [pytest.param(plan, id=plan.spec.package) for plan in seen.values()]
+
+
+@pytest.mark.parametrize("plan", sources())
+def test_source_compiles_without_spills(plan, tmp_path):
+    assert not (found := faults(plan, plan.kernels[0], tmp_path)), "\n".join(found)
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_linear_plan(tmp_path) -> None:
+    plan = planned(load_spec("specs/default.yaml"))
+    recompute, launch = plan.steps
+    assert recompute == Library("linear", ("x", "gemm.weight", "gemm.bias"), "t0", {})
+    assert launch.kernel.arguments == (
+        "t0", "group_norm.weight", "group_norm.bias", "grad:y", "grad:t0", "grad:group_norm.weight", "grad:group_norm.bias", SUMS,
+    )  # fmt: skip
+    assert launch.kernel.flat and launch.kernel.teams == 1 and launch.kernel.blocks == 64 * 16
+    assert [(b.name, b.bytes) for b in plan.buffers] == [(SUMS, 4 * 64 * 2 * 8192)]
+    assert "137 GFLOP" in plan.why[0] and "33.6 MB" in plan.why[0]
+
+
+def test_a_convolution_plan() -> None:
+    plan = planned(load_spec("specs/conv2d_groupnorm_scale_maxpool_clamp.yaml"))
+    recompute, launch = plan.steps
+    assert recompute.operation == "conv2d" and recompute.options == {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    assert launch.kernel.arguments[-3:] == (SUMS, WINNERS, WINDOWS) and launch.kernel.channel_teams == 1
+    slabs = launch.kernel.blocks // 16
+    assert [b.bytes for b in plan.buffers] == [4 * slabs * 3 * 64, 4 * slabs * 64 * 31 * 31, 4 * slabs * 64 * 31 * 31]
+
+
+@pytest.mark.parametrize(
+    ("chain", "batch", "spatial", "teams", "channel_teams"),
+    [
+        (linear_chain([], [], 256, 1), 5, None, 8, 1), (linear_chain([], [], 514, 2), 5, None, 1, 1), (conv_chain([], [], 8, 2), 5, (8, 8), 8, 1),
+        (conv_chain([], [], 8, 1), 5, (16, 16), 1, 8), (conv_chain([], [], 2, 1), 5, (32, 16), 1, 1),
+    ],
+)  # fmt: skip
+def test_teams_follow_the_shape(tmp_path, chain, batch, spatial, teams, channel_teams) -> None:
+    kernel = planned(make_spec(tmp_path, chain, batch, "fp32", spatial)).kernels[0]
+    assert (kernel.teams, kernel.channel_teams) == (teams, channel_teams)
+    assert kernel.blocks == -(-kernel.items // teams)
+
+
+def test_two_poolings_have_no_backward(tmp_path) -> None:
+    pools = [{"max_pool2d": {"kernel_size": 2}}, {"max_pool2d": {"kernel_size": 2}}]
+    with pytest.raises(PlanError, match="2 max_pool2d operators follow the norm"):
+        planned(make_spec(tmp_path, conv_chain([], pools, 4, 2), 2, "fp32", (9, 9)))
+
+
+def test_nothing_in_the_text_depends_on_chance() -> None:
+    for param in sources():
+        (plan,) = param.values
+        text = render_kernel(plan, plan.kernels[0])
+        assert "atomic" not in text and "torch" not in text.split("#include")[1] and "double" not in text
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+@emulated
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_before_and_after(tmp_path, name: str) -> None:
+    """Every operator on both sides of the norm, and in front of and behind a pooling."""
+    op = ELEMENTWISE[name]
+    specs = [make_spec(tmp_path, linear_chain([op], [op], 7 * width, 7), 5, precision) for precision, width in zip(PRECISIONS, (17, 5, 48))]
+    pooled = [op, {"max_pool2d": {"kernel_size": 2}}, op]
+    specs.append(make_spec(tmp_path, conv_chain([op], pooled, 6, 3), 3, "fp32", (6, 7)))
+    for backward in build_emulated(tmp_path, specs):
+        check(backward, backward.chain.source(scale=2.0), FACTOR)
+
+
+def operands(prefix: str, shape: list[int]) -> list:
+    return [{"mul": {"name": f"{prefix}_scale", "shape": shape}}, {"add": {"name": f"{prefix}_bias", "shape": shape}}]
+
+
+@emulated
+def test_learnable_operands(tmp_path) -> None:
+    """add and mul with a tensor: a value per channel or one for all; before the norm, behind it, and behind a pooling; values needed or not."""
+    specs = []
+    for precision, shape in zip(PRECISIONS, ([12], [1], [12])):
+        specs.append(make_spec(tmp_path, linear_chain(operands("before", shape), operands("after", shape), 12, 3), 70, precision))
+        chain = linear_chain([*operands("before", shape), "mish"], ["silu", *operands("after", shape)], 12, 3, affine=False)
+        specs.append(make_spec(tmp_path, chain, 5, precision))
+    for precision, shape in zip(PRECISIONS, ([12, 1, 1], [1], [1, 12, 1, 1])):
+        pool = [{"max_pool2d": {"kernel_size": 2}}, *operands("last", shape)]
+        specs.append(make_spec(tmp_path, conv_chain(operands("before", shape), [*operands("after", shape), *pool], 12, 3), 4, precision, (7, 6)))
+        specs.append(make_spec(tmp_path, conv_chain(operands("before", shape), operands("after", shape), 12, 3, affine=False), 3, precision, (5, 3)))
+    specs.append(make_spec(tmp_path, linear_chain([], [], 12, 3), 3))
+    specs.append(make_spec(tmp_path, linear_chain([], ["relu"], 12, 12 // 2, affine=False), 3))
+    specs.append(make_spec(tmp_path, conv_chain([], [{"max_pool2d": {"kernel_size": 2}}], 4, 1, affine=False), 3, "bf16", (4, 4)))
+    for backward in build_emulated(tmp_path, specs):
+        check(backward, backward.chain.source(), FACTOR)
+
+
+@emulated
+def test_every_kind_of_team(tmp_path) -> None:
+    """Groups of a warp and of a block, channels of a warp and of a block, with and without a pooling, a last slab that is shorter."""
+
+    def around(shape: list[int]) -> tuple[list, list]:
+        return [*operands("before", shape), "silu"], operands("after", shape)
+
+    specs = [make_spec(tmp_path, linear_chain(*around([c]), c, g), batch, precision) for c, g, batch, precision in
+             ((256, 8, 3, "fp32"), (600, 2, 3, "bf16"), (1540, 1, 2, "fp32"), (2048, 2048 // 2, 9, "fp16"))]  # fmt: skip
+    for channels, groups, size in ((6, 3, (9, 11)), (20, 2, (12, 11)), (4, 2, (25, 26))):
+        before, after = around([channels, 1, 1])
+        specs.append(make_spec(tmp_path, conv_chain(before, after, channels, groups), 3, "fp32", size))
+        pool = {"max_pool2d": {"kernel_size": 3, "stride": 2, "padding": 1}}
+        specs.append(make_spec(tmp_path, conv_chain(before, [*after, pool, *operands("last", [1])], channels, groups), 3, "fp32", size))
+    for backward in build_emulated(tmp_path, specs):
+        check(backward, backward.chain.source(offset=3.0), FACTOR)
+
+
+@emulated
+@pytest.mark.parametrize("name", [name for name, (arguments, _) in POOLS.items()])
+def test_pooling(tmp_path, name: str) -> None:
+    """Every kind of window. Equal values in a window are common in half precision, and where a bound cuts the largest off."""
+    arguments, size = POOLS[name]
+    bounded = [{"hardtanh": {"min_val": -0.25, "max_val": 0.25}}, {"max_pool2d": arguments}, {"mul": {"value": 1.5}}]
+    specs = [make_spec(tmp_path, conv_chain([], [{"max_pool2d": arguments}], 6, 3), 2, precision, size) for precision in PRECISIONS]
+    specs.append(make_spec(tmp_path, conv_chain([], bounded, 6, 3), 2, "fp32", size))
+    for backward in build_emulated(tmp_path, specs):
+        check(backward, backward.chain.source(), FACTOR)
+
+
+@emulated
+def test_equal_values_and_nan(tmp_path) -> None:
+    """The first of several largest values gets the gradient, the last of several NaN; a NaN stays in its group."""
+    pool = {"max_pool2d": {"kernel_size": 3, "stride": 2, "padding": 1}}
+    spec = make_spec(tmp_path, conv_chain([], ["relu", pool], 4, 2, affine=False), 2, "fp32", (7, 7))
+    (backward,) = build_emulated(tmp_path, [spec])
+    source = backward.chain.source().round()
+    grad_y = torch.randn(spec.output_shape)
+    eager, got = backward.pytorch(source, grad_y, torch.float32), backward.kernel(source, grad_y)
+    torch.testing.assert_close(got["t0"], eager["t0"], rtol=1e-5, atol=1e-6)
+    source[1, 2, 0, 0] = torch.nan
+    spoilt = backward.kernel(source, grad_y)["t0"]
+    assert spoilt[1, 2:4].isnan().any()
+    spoilt[1, 2:4] = got["t0"][1, 2:4]
+    assert torch.equal(spoilt, got["t0"])
+
+
+@emulated
+def test_names_that_could_collide(tmp_path) -> None:
+    """Attributes named like functions and variables of the emitted source stay apart from them."""
+    names = ("value", "gradient", "mean", "rstd", "slab_sums", "shift", "totals", "numbers", "winner", "windows", "sums", "incoming", "gamma", "g", "v",
+             "group", "back", "before_norm", "after_norm", "channel", "top", "h", "w", "i", "c")  # fmt: skip
+    chain = conv_chain([*({"mul": {"name": n, "shape": [4, 1, 1]}} for n in names), "mish"], [{"max_pool2d": {"kernel_size": 3, "stride": 1}}], 4, 2)
+    (backward,) = build_emulated(tmp_path, [make_spec(tmp_path, chain, 2, "fp32", (4, 4))])
+    for parameter in backward.chain.module.parameters():
+        parameter.data.abs_().add_(0.5)
+    check(backward, backward.chain.source(), FACTOR)
