@@ -94,7 +94,7 @@ def main(jobs: int, targets: tuple[str, ...]) -> None:
                 except PlanError:
                     skipped += 1
                     continue
-                for plan in package.plans:
+                for plan in (*package.plans, *package.backward_plans):
                     for kernel in plan.kernels:
                         work.setdefault(render_kernel(plan, kernel), (plan, kernel))
 

@@ -127,8 +127,10 @@ def _why(spec: Spec) -> tuple[str, ...]:
     producer = spec.producer
     held = math.prod(producer.output_shape) * spec.precision.itemsize
     gflop = 2e-9 * math.prod(producer.output_shape) * math.prod(producer.parameters[0].shape[1:])
-    text = f"t0, the {producer.operator.name}'s result, is computed again by torch's library ({gflop:.3g} GFLOP): no forward writes or holds its"
-    return (f"{text} {held / 1e6:.3g} MB",)
+    return (
+        f"t0, the {producer.operator.name}'s result, is computed again by torch's library ({gflop:.3g} GFLOP): "
+        + f"no forward holds its {held / 1e6:.3g} MB until then",
+    )
 
 
 def _pooled_size(spec: Spec) -> int:

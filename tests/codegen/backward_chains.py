@@ -20,11 +20,11 @@ FP32_ERROR = 16 * 2.0**-24
 class Backward:
     """A chain's gradients by the emitted kernel and by PyTorch."""
 
-    def __init__(self, chain: Chain, plan: Plan):
-        self.chain, self.plan, self.library = chain, plan, None
+    def __init__(self, chain: Chain, plan: Plan, device: str = "cpu"):
+        self.chain, self.plan, self.library, self.device = chain, plan, None, device
 
     def kernel(self, source: torch.Tensor, grad_y: torch.Tensor, threads: int = 1) -> dict[str, torch.Tensor]:
-        """Gradients by name, `t0` first."""
+        """Gradients by name, `t0` first, on the CPU. `threads` counts where the kernel runs there."""
         launch = self.plan.kernels[0]
         tensors = {"t0": source, "grad:y": grad_y, **{key: p.detach() for key, p in self.chain.module.named_parameters()}}
         for name in launch.arguments:
@@ -33,10 +33,11 @@ class Backward:
                 tensors[name] = torch.full(like.shape, torch.nan, dtype=self.chain.dtype)
         for buffer in self.plan.buffers:
             tensors[buffer.name] = torch.full((buffer.bytes,), 255, dtype=torch.uint8)
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        tensors = {name: tensor.contiguous().to(self.device) for name, tensor in tensors.items()}
         pointers = [ctypes.c_void_p(tensors[name].data_ptr()) for name in launch.arguments]
-        assert getattr(self.library, launch.function(self.plan.target))(*pointers, threads, None) == 0
-        return {name.removeprefix("grad:"): tensor for name, tensor in tensors.items() if name.startswith("grad:") and name != "grad:y"}
+        place = (threads, None) if self.device == "cpu" else (torch.cuda.current_device(), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
+        assert getattr(self.library, launch.function(self.plan.target))(*pointers, *place) == 0
+        return {name.removeprefix("grad:"): tensor.cpu() for name, tensor in tensors.items() if name.startswith("grad:") and name != "grad:y"}
 
     def pytorch(self, source: torch.Tensor, grad_y: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Autograd's gradients at `dtype`."""

@@ -1,4 +1,4 @@
-"""The CUDA backward on a CPU: the emitted source compiled by g++ against tests/codegen/emulation, where each thread of a block is a fiber."""
+"""The CUDA backward for tests: compiled by nvcc for the GPU, or by g++ against tests/codegen/emulation, where each thread of a block is a fiber."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from codegen.plan.backward_cuda import plan_backward_cuda
 from codegen.plan.model import Launch, Plan
 from codegen.render import render_kernel
@@ -14,6 +16,7 @@ from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.backward_chains import Backward
 from tests.codegen.cpu_chains import Chain
+from tests.codegen.norm_harness import find_nvcc
 
 HEADERS = Path(__file__).parent / "emulation"
 FLAGS = ("-std=c++17", "-O1", "-mf16c", "-mfma", "-ffp-contract=fast", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function")
@@ -24,20 +27,28 @@ def planned(spec: Spec) -> Plan:
 
 
 def build_emulated(folder: Path, specs: list[Spec]) -> list[Backward]:
-    """The backwards of `specs`, compiled together; a warning is a failure."""
+    """The backwards of `specs` on the CPU, compiled together; a warning is a failure."""
+    command = ["g++", *FLAGS, f"-I{HEADERS}", "-shared", "-fPIC", "-o", "backward.so", "backward.cpp"]
+    return _build(folder, specs, "backward.cpp", command, "cpu")
+
+
+def build_on_gpu(folder: Path, specs: list[Spec]) -> list[Backward]:
+    """The backwards of `specs` on the current GPU, compiled together."""
+    major, minor = torch.cuda.get_device_capability()
+    command = [find_nvcc(), "-std=c++17", "-O3", f"-arch=sm_{major}{minor}", "-shared", "-Xcompiler=-fPIC", "-o", "backward.so", "backward.cu"]
+    return _build(folder, specs, "backward.cu", command, "cuda")
+
+
+def _build(folder: Path, specs: list[Spec], source: str, command: list[str], device: str) -> list[Backward]:
     made, texts = [], []
     for i, spec in enumerate(specs):
         plan = planned(spec)
         plan = replace(plan, steps=(Launch(replace(plan.kernels[0], name=f"backward{i}")),))
-        made.append(Backward(Chain(spec, seed=i), plan))
+        made.append(Backward(Chain(spec, seed=i), plan, device))
         texts.append(render_kernel(plan, plan.kernels[0]))
-    (folder / "backward.cpp").write_text("\n".join(texts))
-    command = ["g++", *FLAGS, f"-I{HEADERS}", "-shared", "-fPIC", "-o", "emulated.so", "backward.cpp"]
+    (folder / source).write_text("\n".join(texts))
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     for backward in made:
-        backward.library = ctypes.CDLL(str(folder / "emulated.so"))
+        backward.library = ctypes.CDLL(str(folder / "backward.so"))
     return made
-
-
-

@@ -26,18 +26,20 @@ CHAINS = {"linear": LINEAR_CHAIN, "conv": CONV_CHAIN}
 
 
 def generate(
-    folder: Path, chain: list[Any], precision: str = "fp32", batch: int = 6, spatial: tuple[int, int] = (9, 11), name: str | None = None
-) -> ModuleType:
-    """The package of ``chain`` for the cpu target, written under ``folder`` and imported under a name that no other test has."""
+    folder: Path, chain: list[Any], precision: str = "fp32", batch: int = 6, spatial: tuple[int, int] = (9, 11), name: str | None = None,
+    targets: tuple[str, ...] = ("cpu",), **options: Any,
+) -> ModuleType:  # fmt: skip
+    """The package of ``chain`` and of a spec's other ``options``, for the cpu target or others, written under ``folder`` and imported under a name
+    that no other test has."""
     name = name or f"generated_{next(_numbers)}"
-    data: dict[str, Any] = {"name": name, "batch": batch, "precision": precision, "chain": chain}
+    data: dict[str, Any] = {"name": name, "batch": batch, "precision": precision, "chain": chain, **options}
     if isinstance(chain[0], dict) and "conv2d" in chain[0]:
         data["input"] = {"height": spatial[0], "width": spatial[1], "values": "randn"}
     else:
         data["input"] = {"values": "randn"}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "spec.yaml").write_text(json.dumps(data))  # JSON is YAML
-    package = make_package(load_spec(folder / "spec.yaml"), ("cpu",))
+    package = make_package(load_spec(folder / "spec.yaml"), targets)
     path = folder / package.spec.package
     write_if_different(path, render(package))
     return import_from(path, package.spec.package)
