@@ -27,9 +27,12 @@ def ceilings_record(ceilings: Ceilings) -> dict:
 
 def measure(
     emitted: Emitted, ours: nn.Module, device: torch.device, machine: Machine, ceilings: Ceilings, peer_names: tuple[str, ...],
-    budget_s: float = 3.0, report=None,
+    budget_s: float = 3.0, report=None, launches: bool = True,
 ) -> Record:  # fmt: skip
-    """Time `ours` and the peers, interleaved, on the spec's own inputs with its initial weights. Errors are against float64."""
+    """Time `ours` and the peers, interleaved, on the spec's own inputs with its initial weights. Errors are against float64.
+
+    `launches` says whether to time the cost of launching too.
+    """
     spec, target = emitted.spec, built_target(ours)
     subject = Subject(emitted, ours, device)
     subject.load({})
@@ -46,7 +49,8 @@ def measure(
         if report:
             report("timing")
         times = interleaved({peer.name: peer.call for peer in [us, *built]}, device, budget_s)
-        host = {peer.name: overhead(peer.call, device, 100) for peer in [us, *built] if peer.name in ("ours", "eager", "compile")}
+        timed = [peer for peer in [us, *built] if launches and peer.name in ("ours", "eager", "compile")]
+        host = {peer.name: overhead(peer.call, device, 100) for peer in timed}
     floor = emitted.floor(target)
     compute, memory = ceilings.floor_ms(spec.precision.name, floor["flop"], floor["bytes"])
     record: Record = {

@@ -167,3 +167,26 @@ def roofline(records: list[Record], machine: dict, folder: Path) -> str:
     axis.set_ylabel("TFLOP/s")
     axis.legend(fontsize=7, frameon=False, loc="lower right", title="hollow: the fastest peer", title_fontsize=7)
     return _save(figure, folder, "roofline")
+
+
+def sweep(cases: list[Record], folder: Path) -> str:
+    """Every timed case of the sweep: speed-up over the fastest peer of equal or better accuracy over FLOP per byte; round a linear, square a convolution."""
+    figure, axis = plt.subplots(figsize=(5.4, 4.0))
+    for producer, marker in (("linear", "o"), ("conv2d", "s")):
+        for precision in PRECISIONS:
+            mine = [c for c in cases if c["precision"] == precision and (c["producer"] == "conv2d") == (producer == "conv2d") and c.get("speedup")]
+            if mine:
+                at = [c["flop"] / c["bytes"] for c in mine], [c["speedup"] for c in mine]
+                label = f"{'convolution' if producer == 'conv2d' else 'GEMM'}, {precision}"
+                axis.scatter(*at, s=24, marker=marker, alpha=0.8, label=label, facecolors=COLOURS[precision] if marker == "o" else "none", edgecolors=COLOURS[precision])
+    axis.axhline(1.0, color="black", linewidth=0.8)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}x"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
+    axis.set_xlabel("FLOP per byte (every tensor moved once)")
+    axis.set_ylabel("times as fast as the fastest peer")
+    if axis.collections:
+        axis.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4)
+    return _save(figure, folder, "sweep")

@@ -20,7 +20,8 @@ from codegen.spec import load_spec
 
 FORMAT = 1
 RESULTS = Path(__file__).parent / "results"
-NOT_RECORDS = ("machine.json", "kernelbench.json", "sanitize.json")
+SWEEP = "sweep.json"
+NOT_RECORDS = ("machine.json", "kernelbench.json", "sanitize.json", SWEEP)
 TORCH_PEERS = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")
 PREFERENCE = ("sm_90a", "sm_80", "cpu")  # the loader's order, the best first
 ACCURACY_MARGIN = 1.1

@@ -8,7 +8,8 @@ import click
 import jinja2
 
 from bench import pictures
-from bench.records import RESULTS, Record, ledger, loaders_choice, read, read_all
+from bench.records import RESULTS, SWEEP, Record, ledger, loaders_choice, read, read_all
+from bench.sweep import summary
 from bench.tables import put_table, readme_table
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -40,22 +41,44 @@ def _pictures(records: list[Record], machine: dict, folder: Path) -> list[dict]:
     return made
 
 
+def _machine(record: Record) -> dict:
+    """What machine.json would say, from a record made there."""
+    return {key: record[key] for key in ("gpu", "torch", "cuda", "driver", "ceilings")}
+
+
+def _sweep(results: Path, slug: str, folder: Path) -> dict | None:
+    """The sweep's part of a card's page; None where there was none."""
+    cases = summary.load(results, slug)["cases"]
+    if not cases:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    wrong = [case for case in cases if case["verified"] is False or case.get("failure")]
+    return {
+        "counts": summary.counts(cases), "cases": len(cases), "classes": summary.classes(cases),
+        "slowest": [(case, summary.chain_of(case), summary.cause(case)) for case in summary.slowest(cases)],
+        "wrong": [(case, summary.complaints(case)) for case in wrong], "svg": pictures.sweep(cases, folder) if summary.timed(cases) else None,
+    }  # fmt: skip
+
+
 def build(results: Path, out: Path) -> Path:
     """Write `out`/index.html and the pictures under `out`/<gpu>/; returns the page."""
     statuses = ledger(results)
     states = {(s.gpu, s.spec, s.precision, s.target): s.state for s in statuses}
     cards = []
-    for slug, records in read_all(results).items():
-        machine = read(results / slug / "machine.json") or {**{k: records[0][k] for k in ("gpu", "torch", "cuda", "driver")}, "ceilings": records[0]["ceilings"]}
+    measured = read_all(results)
+    swept = [path.parent.name for path in results.glob(f"*/{SWEEP}")]
+    for slug in sorted({*measured, *swept}):
+        records = measured.get(slug, [])
+        machine = read(results / slug / "machine.json") or _machine(records[0] if records else summary.load(results, slug))
         for record in records:
             record["state"] = states.get((slug, record["spec"], record["precision"], record["target"]), "verified" if record["verified"] else "wrong")
             record["sorted_peers"] = sorted(record["peers"].items(), key=lambda item: item[1]["ms"])
             record.setdefault("verification", [])
         kernelbench = read(results / slug / "kernelbench.json")
         cards.append({
-            "slug": slug, "name": machine["gpu"], "machine": machine, "records": records, "pictures": _pictures(loaders_choice(records), machine, out / slug),
-            "missing": [f"{s.spec} {s.precision}" for s in statuses if s.gpu == slug and s.state == "missing"],
-            "kernelbench": kernelbench["runs"] if kernelbench else [],
+            "slug": slug, "name": machine["gpu"], "machine": machine, "records": records, "pictures": _pictures(loaders_choice(records), machine, out / slug) if records else [],
+            "missing": [f"{s.spec} {s.precision}" for s in statuses if records and s.gpu == slug and s.state == "missing"],
+            "kernelbench": kernelbench["runs"] if kernelbench else [], "sweep": _sweep(results, slug, out / slug),
         })  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     page = out / "index.html"

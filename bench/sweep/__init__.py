@@ -1,0 +1,1 @@
+"""Random specs from the whole grammar: drawn, generated, verified, timed. `python -m bench.sweep` is the command."""
