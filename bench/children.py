@@ -83,7 +83,8 @@ class _Crew:
                 for job in mine:
                     if job not in self.ended:
                         self.ended.add(job)
-                        self.on_result(job, {"failure": f"took longer than {self.limit_s:.0f} s" if hung else f"ended its process with code {child.returncode}"})
+                        why = f"took longer than {self.limit_s:.0f} s" if hung else f"ended its process with code {child.returncode}"
+                        self.on_result(job, {"failure": why})
                 if child.returncode and not any(path.read_text() == str(child.pid) for path in self.folder.glob("*.claim")):
                     raise RuntimeError(f"a child process ended with code {child.returncode} before it took a job")
                 if child.returncode and any(not (self.folder / f"{job}.claim").exists() for job in self.jobs):

@@ -42,6 +42,7 @@ from runtime.load import best_target
 from runtime.resources import usable_cores
 
 FAMILIES = ("benchmark", "normal", "offset", "constant groups", "nonfinite")
+EXAMINED = 0.6  # of the budget at most goes to building and verifying where times are wanted too, so that a call leaves complete cases
 CHILD_BYTES = 5 << 30  # device memory that a child may need: a context and draw.LARGE's footprint
 Key = tuple[bool, int, int]  # small, seed, index
 
@@ -103,7 +104,8 @@ class Sweep:
                 self.cases[key] = {**self.named(index), "verified": None, "failure": str(error), **_unplanned(work, self.seed, index)}
                 continue
             self.drawn[drawn.job] = drawn
-            fresh = self.named(index) | begin(Emitted(drawn.spec, drawn.folder, load_package(drawn.folder)), drawn.target, drawn.file.read_text(encoding="utf-8"))
+            emitted = Emitted(drawn.spec, drawn.folder, load_package(drawn.folder))
+            fresh = self.named(index) | begin(emitted, drawn.target, drawn.file.read_text(encoding="utf-8"))
             fresh["torch"] = self.machine.torch
             old = self.cases.get(key)
             if old is None or not old["verified"] or old.get("failure") or any(old.get(name) != fresh[name] for name in ("spec", "target", "key", "torch")):
@@ -141,7 +143,8 @@ class Sweep:
         setting = {"work": work, "device": self.device.type, **setting}
         complete = run_jobs(_child, setting, data, workers, limit_s, deadline, take, environment)
         self.save(final=True)
-        self.console.print(f"{work}: {ended} of {len(jobs)} cases in {time.time() - begun:.0f} s" + ("" if complete else "; out of time, run again to go on"))
+        rest = "" if complete else "; out of time, run again to go on"
+        self.console.print(f"{work}: {ended} of {len(jobs)} cases in {time.time() - begun:.0f} s{rest}")
 
     def save(self, final: bool) -> None:
         """Write sweep.json, once a second at most until the end."""
@@ -216,7 +219,7 @@ def _crew(device: torch.device) -> int:
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Folder for the records; default bench/results.")
 @click.option("--bundle", "archive", type=click.Path(dir_okay=False, path_type=Path), help="Keep a tar of the card's records here, renewed as they grow.")
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), default=Path("build/sweep"), show_default=True, help="Folder for specs and packages.")
-@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), envvar="PEERS_CACHE", help="Inductor's and Triton's caches ($PEERS_CACHE); default WORK/peers.")
+@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), envvar="PEERS_CACHE", help="Inductor's caches ($PEERS_CACHE); default WORK/peers.")
 @click.option("--budget-s", default=0.0, help="Stop cleanly when so many seconds are over; 0 means no limit.")
 @click.option("--limit-s", default=120.0, show_default=True, help="A case that takes longer is given up.")
 @click.option("--seconds", default=0.4, show_default=True, help="Time for the trials of one case.")
@@ -253,7 +256,8 @@ def main(
     to_verify = {job: peers.get(job, ()) for job in sweep.drawn if sweep.of(job)["verified"] is None}
     chosen = () if families == ("all",) else families or FAMILIES
     if to_verify:
-        sweep.run("examine", to_verify, workers or _crew(device), limit_s, deadline, {"families": chosen}, environment)
+        until = time.time() + EXAMINED * (deadline - time.time()) if deadline and timing else deadline
+        sweep.run("examine", to_verify, workers or _crew(device), limit_s, until, {"families": chosen}, environment)
     missing = {job: names for job, names in peers.items() if sweep.of(job)["verified"] and not set(names) <= set(sweep.of(job).get("asked", ()))}
     if missing and (deadline is None or time.time() < deadline):
         ceilings = measure_ceilings(device)

@@ -54,7 +54,8 @@ def limiter(floor: Mapping[str, Any]) -> str:
 def verdict(rows: list[Result]) -> Result:
     """What `judge` found, with the error and the allowed error of the family that comes nearest to breaking its promise."""
     worst = max(rows, key=lambda row: (not row["ok"], (row["rel_error"] or 0.0) / (row["allowed"] or 1.0)))
-    return {"verified": all(row["ok"] for row in rows), "error": worst["rel_error"], "allowed": worst["allowed"], "worst": worst["family"], "verification": rows}
+    found = {"error": worst["rel_error"], "allowed": worst["allowed"], "worst": worst["family"]}
+    return {"verified": all(row["ok"] for row in rows), **found, "verification": rows}
 
 
 def _subject(job: Mapping[str, Any], device: torch.device) -> tuple[Emitted, torch.nn.Module]:

@@ -63,7 +63,8 @@ def _pooled(draws: Sequence[Finding], factor: float) -> list[str]:
         if outside > most:
             problems.append(f"{outside} elements outside tolerance, {most} allowed over {len(draws)} draws")
     for which, label in (("group_mean", "mean"), ("group_std", "standard deviation")):
-        off, limit = _root_mean_square([getattr(f.ours, which) for f in draws]), factor * _root_mean_square([allowed_group(f.by, f.allowed, which) for f in draws])
+        off = _root_mean_square([getattr(f.ours, which) for f in draws])
+        limit = factor * _root_mean_square([allowed_group(f.by, f.allowed, which) for f in draws])
         if off > limit:
             problems.append(f"a group's {label} is off by {off:.2e} > {limit:.2e} over {len(draws)} draws")
     return problems

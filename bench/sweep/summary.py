@@ -64,7 +64,8 @@ def counts(cases: list[Case]) -> dict[str, int]:
     """Cases that are right, wrong, failed (neither verified nor timed to the end) and still to run."""
     failed = [case for case in cases if case.get("failure")]
     return {
-        "right": sum(case["verified"] is True and not case.get("failure") for case in cases), "wrong": sum(case["verified"] is False for case in cases), "failed": len(failed),
+        "right": sum(case["verified"] is True and not case.get("failure") for case in cases),
+        "wrong": sum(case["verified"] is False for case in cases), "failed": len(failed),
         "open": sum(case["verified"] is None and not case.get("failure") for case in cases),
     }  # fmt: skip
 

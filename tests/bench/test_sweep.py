@@ -111,7 +111,8 @@ def test_children_that_cannot_start_are_an_error(tmp_path):
 def _case(index, producer, precision, ours, peer, verified=True):
     best = {"ms": peer, "rel_error": 1e-7, "tflops": 1.0}
     return {
-        "seed": 0, "index": index, "small": False, "spec": "name: a\nchain:\n- linear: {name: p}\n- relu\n", "package": f"sweep_0_{index:03d}", "precision": precision,
+        "seed": 0, "index": index, "small": False, "spec": "name: a\nchain:\n- linear: {name: p}\n- relu\n", "package": f"sweep_0_{index:03d}",
+        "precision": precision,
         "producer": producer, "target": "sm_80", "key": "k", "flop": 1e9, "bytes": 1e7 * (index + 1), "route": "gemm_sm80", "limiter": "memory", "why": [],
         "verified": verified, "verification": [] if verified else [{"family": "normal", "ok": False, "problems": ["relative error"]}], "floor_ms": ours / 2,
         "ours": {"ms": ours}, "peers": {"eager": best}, "best_peer": "eager", "speedup": peer / ours, "best_torch": "eager", "speedup_torch": peer / ours,
@@ -119,7 +120,8 @@ def _case(index, producer, precision, ours, peer, verified=True):
 
 
 def test_the_summary_counts_and_names_the_slowest():
-    cases = [_case(0, "linear", "fp32", 1.0, 2.0), _case(1, "linear", "fp32", 1.0, 8.0), _case(2, "conv2d", "bf16", 1.0, 0.9), _case(3, "linear", "tf32", 1.0, 1.0, False)]
+    cases = [_case(0, "linear", "fp32", 1.0, 2.0), _case(1, "linear", "fp32", 1.0, 8.0), _case(2, "conv2d", "bf16", 1.0, 0.9)]
+    cases.append(_case(3, "linear", "tf32", 1.0, 1.0, verified=False))
     rows = {row["name"]: row for row in summary.classes(cases)}
     assert rows["linear, fp32"]["speedup"] == pytest.approx(4.0) and rows["conv2d, all precisions"]["below"] == 1
     assert summary.counts(cases) == {"right": 3, "wrong": 1, "failed": 0, "open": 0}
