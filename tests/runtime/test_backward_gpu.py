@@ -85,7 +85,7 @@ def test_every_kind_of_team(tmp_path, pooled):
         specs.append(make_spec(tmp_path, chain, batch, "fp32"))
     for backward in build_on_gpu(tmp_path, specs):
         source = backward.chain.source(offset=3.0)
-        check(backward, source, FACTOR)
+        check(backward, source, 4.0 if pooled else FACTOR)  # a window's two largest values may be as near as their rounding errors
         grad_y = torch.randn(backward.chain.spec.output_shape)
         first, again = backward.kernel(source, grad_y), backward.kernel(source, grad_y)
         assert all(torch.equal(first[name], again[name]) for name in first)
