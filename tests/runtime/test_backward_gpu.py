@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*torch.jit.*:
 GENERATED = Path(__file__).parents[2] / "generated"
 FACTOR = 1.5  # of eager's error: sums over a group are in fp32, as they are in eager
 FLIPS = 16  # values so near to a kink, or to their rival in a window, that their last bit decides on which side they fall
+LARGE = 1 << 20  # values of a gradient of which a few flips touch only a small share
 
 LINEAR = [
     {"linear": {"name": "gemm", "in_features": 64, "out_features": 96}}, {"add": {"name": "bias", "shape": [96]}}, "mish",
@@ -123,22 +124,33 @@ def pair(module):
 def compare(module, switch, flips=0):
     """Ours, whatever the process allows, against float64 and eager at what the precision promises; the same bits twice."""
     model, reference, x, grad_y = pair(module)
-    manifest = model._package.manifest
-    tf32 = manifest.precision == "tf32"
+    tf32 = model._package.manifest.precision == "tf32"
     switch(tf32, tf32)
     eager = gradients(reference, x, grad_y)[1]
     switch(False, False)
     exact = gradients(reference, x, grad_y, torch.float64)[1]
-    elements = torch.Size(next(iter(manifest.backward.values())).saved.shape).numel()
+    # One flip moves or drops one value of the gradient behind the producer; three quarters of them may be 0 (outside of bounds).
+    flipped = (2 * flips / (grad_y.numel() / 4)) ** 0.5
     for allowed in (False, True):
         switch(allowed, allowed)
         got, again = gradients(model, x, grad_y)[1], gradients(model, x, grad_y)[1]
         for name in exact:
             assert torch.equal(got[name], again[name]), f"{name}: two runs differ"
             assert got[name].dtype is x.dtype and got[name].shape == exact[name].shape
-            ours, theirs = error(got[name], exact[name]), error(eager[name], exact[name])
-            limit = FACTOR * theirs + max(1e-6, torch.finfo(x.dtype).eps / 4) + (flips / elements) ** 0.5
-            assert ours <= limit, f"{name}, TF32 {'allowed' if allowed else 'forbidden'}: error {ours:.3g}, eager's {theirs:.3g}, allowed {limit:.3g}"
+            measures = [(error, FACTOR, flipped)]
+            if flips and exact[name].numel() > LARGE:  # here cuDNN sums in an order of its own where TF32 is allowed elsewhere; TF32 would be off by 100
+                measures.append((bulk_error, 4.0, 0.0))
+            for measure, factor, more in measures:
+                ours, theirs = measure(got[name], exact[name]), measure(eager[name], exact[name])
+                limit = factor * theirs + max(1e-6, torch.finfo(x.dtype).eps / 4) + more
+                assert ours <= limit, f"{name}, TF32 {allowed=}: {measure.__name__} {ours:.3g}, eager's {theirs:.3g}, allowed {limit:.3g}"
+
+
+def bulk_error(got, exact):
+    """The error of the best 98 % of the values: what a few flips leave alone."""
+    difference = (got.double() - exact).abs().flatten()
+    bound = difference.kthvalue(int(0.98 * difference.numel())).values
+    return float(difference[difference <= bound].norm() / exact.norm())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
