@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu generate generate-all check-generated explain standalone from-module compile-all package verify bench report evidence evidence-peers sweep sanitize clean
+.PHONY: help demo test test-gpu generate generate-all check-generated explain standalone from-module compile-all package verify bench report evidence evidence-peers sweep tune sanitize clean
 
 WORKERS ?= 2
 # $(call python,emit|run|test|bench) starts a recipe: the interpreter that has what the command needs, or its set-up's error.
@@ -78,6 +78,11 @@ evidence: ## verify and time every checked-in package on this card; writes bench
 
 evidence-peers: ## the same with the autotuned peers, minutes a package (PEERS_CACHE= folder for Inductor's cache)
 	$(call python,run) -m bench.evidence --autotuned $(specs) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))
+
+tune: ## measure the planner's candidates for SPEC on this card and record them in codegen/tuned/ (PRECISION=, DEVICE=, BUDGET= seconds)
+	$(need-spec)
+	$(call python,run) -m bench.tune $(specs) $(if $(PRECISION),--precision $(PRECISION)) $(if $(DEVICE),--class $(DEVICE)) \
+		$(if $(ON),--device $(ON)) $(if $(BUDGET),--budget-s $(BUDGET))
 
 sweep: ## COUNT=100 random specs (SEED=0, SMALL=1 for a CPU): right? how fast beside PyTorch? (BUDGET= seconds; run again to go on)
 	$(call python,run) -m bench.sweep $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(filter-out 0,$(SMALL)),--small) \

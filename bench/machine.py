@@ -42,9 +42,9 @@ class Machine:
 def describe(device: torch.device) -> Machine:
     """The machine behind `device`."""
     if device.type == "cpu":
-        return Machine(f"CPU, {torch.get_num_threads()} threads, {platform.machine()}", "cpu", torch.__version__, None, None)
+        return Machine(f"CPU, {torch.get_num_threads()} threads, {platform.machine()}", "cpu", str(torch.__version__), None, None)
     name = torch.cuda.get_device_name(device)
-    return Machine(name, slug_of(name), torch.__version__, torch.version.cuda, _driver())
+    return Machine(name, slug_of(name), str(torch.__version__), torch.version.cuda, _driver())
 
 
 def slug_of(card: str) -> str:

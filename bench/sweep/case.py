@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def verdict(rows: list[Result]) -> Result:
 
 def _subject(job: Mapping[str, Any], device: torch.device) -> tuple[Emitted, torch.nn.Module]:
     folder = Path(job["folder"])
-    emitted = Emitted(load_spec(job["spec"]), folder, load_package(folder))
+    emitted = Emitted(load_spec(job["spec"], job.get("precision")), folder, load_package(folder))
     return emitted, construct(emitted, device, job["target"])
 
 
@@ -89,10 +89,10 @@ def measure_times(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
     return {key: record[key] for key in KEPT} | {"asked": job["peers"]}
 
 
-def guarded(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
-    """The job that the setting names; a failure of ours becomes a result, a lost CUDA context ends the process."""
+def guarded(job: Mapping[str, Any], setting: Mapping[str, Any], work: Callable[[Mapping[str, Any], Mapping[str, Any]], Result]) -> Result:
+    """`work(job, setting)`; a failure of ours becomes a result, a lost CUDA context ends the process."""
     try:
-        return {"examine": examine, "times": measure_times}[setting["work"]](job, setting)
+        return work(job, setting)
     except (RuntimeFailure, RuntimeError) as error:
         result = {"failure": f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')[:300]}"}
         if "CUDA error" in str(error) or "CUDA error" in repr(error.__cause__):
@@ -105,4 +105,4 @@ def guarded(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
 
 
 if __name__ == "__main__":
-    take_jobs(Path(sys.argv[1]), guarded)
+    take_jobs(Path(sys.argv[1]), lambda job, setting: guarded(job, setting, {"examine": examine, "times": measure_times}[setting["work"]]))

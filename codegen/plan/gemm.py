@@ -40,8 +40,12 @@ def choose_arithmetic(spec: Spec, device: DeviceClass) -> Arithmetic:
     """The spec's own `math`, else the fastest arithmetic that keeps the precision's promise on the device."""
     if spec.math is not None:
         return ARITHMETICS[spec.math]
-    names = [name for name in CANDIDATES[spec.precision.name] if spec.input_shape[1] >= SPLIT_MIN_K.get(name, 0)]
-    return min((ARITHMETICS[name] for name in names), key=lambda arithmetic: _total_ms(spec, device, arithmetic))
+    return min((ARITHMETICS[name] for name in arithmetics(spec)), key=lambda arithmetic: _total_ms(spec, device, arithmetic))
+
+
+def arithmetics(spec: Spec) -> list[str]:
+    """The arithmetics that keep the promise of the spec's precision."""
+    return [name for name in CANDIDATES[spec.precision.name] if spec.input_shape[1] >= SPLIT_MIN_K.get(name, 0)]
 
 
 def gemm_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
@@ -50,14 +54,14 @@ def gemm_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
     return choice.ms - (0.0 if choice.finished else _tail_ms(spec, device)) + device.launch_us / 1e3 + _scale_ms(spec, device, arithmetic)
 
 
-def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arithmetic) -> GemmPlan:
-    """The GEMM of a chain that starts with a linear, with all that its epilogue can take of the chain."""
-    choice = choose_tile(spec, device, arithmetic)
+def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arithmetic, recorded: Choice | None = None) -> GemmPlan:
+    """The GEMM of a chain that starts with a linear, with all that its epilogue can take of the chain; its tile is the `recorded` one or the planner's."""
+    choice = recorded or choose_tile(spec, device, arithmetic)
     tile = choice.tile
     statistics = None
     if not choice.finished and spec.group_channels > HELD_BY_NORM and spec.group_channels % tile.n == 0:
         statistics = TileStatistics(tile.n, spec.channels // tile.n, STATISTICS)
-    why = _why(spec, device, arithmetic, choice)
+    why = _why(spec, device, arithmetic, choice, recorded is not None)
     kernel = gemm_kernel(spec, arithmetic, choice, statistics is not None, notes=why)
     steps, buffers = [Launch(kernel)], []
     if kernel.scaled:
@@ -83,9 +87,9 @@ def _total_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
     return choose_tile(spec, device, arithmetic).ms + _scale_ms(spec, device, arithmetic)
 
 
-def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Choice) -> tuple[str, ...]:
+def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Choice, recorded: bool) -> tuple[str, ...]:
     tile = choice.tile
-    forced = "asked for" if spec.math else f"the fastest here for {device.name} at {spec.precision.name}"
+    forced = "asked for" if spec.math else "as measured" if recorded else f"the fastest here for {device.name} at {spec.precision.name}"
     blocks = math.ceil(spec.batch / tile.m) * math.ceil(spec.channels / choice.columns)
     reasons = [
         f"{arithmetic.name}, {arithmetic.summary}: {forced}",

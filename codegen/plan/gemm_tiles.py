@@ -184,6 +184,11 @@ def tile_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile,
 
 def choose_tile(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> Choice:
     """The tile with the least estimated time, the norm kernel's included where the tile cannot hold whole groups."""
+    return tile_choices(spec, device, arithmetic)[0]
+
+
+def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> list[Choice]:
+    """All tiles, with and without the norm in the epilogue, the least estimated time first."""
     width = spec.group_channels
     tail_bytes = 2 * spec.batch * spec.channels * spec.precision.itemsize
     tail = tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3
@@ -194,4 +199,4 @@ def choose_tile(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> Choi
         choices.append(Choice(tile, columns, fits, tile_ms(spec, device, arithmetic, tile, columns) + (0.0 if fits else tail)))
         if fits and columns < tile.n:  # the unused columns may cost more than a second kernel
             choices.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n) + tail))
-    return min(choices, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))  # the smaller of equals
+    return sorted(choices, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))  # the smaller of equals

@@ -8,7 +8,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+from codegen.numerics import ARITHMETICS
+from codegen.plan import tuned
+from codegen.plan.candidates import Candidate
 from codegen.plan.model import Buffer, Floor, Library, Plan
 from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS, DeviceClass, Target
@@ -20,9 +24,10 @@ class PlanError(Exception):
     """A valid spec that this target or device class has no kernel for; the message says why and what to do."""
 
 
-def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False) -> Plan:
+def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False, candidate: Candidate | None = None) -> Plan:
     """The plan of `spec` for a target and a device class (None: the target's default). Raises PlanError.
 
+    Where a class is named, what codegen/tuned/ holds of it decides between the planner's candidates; a `candidate` (of `candidates`) forces one.
     `debug` bounds every wait of the kernels that wait for others; it changes nothing elsewhere.
     """
     if target not in TARGETS:
@@ -32,9 +37,19 @@ def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False
     if name not in DEVICES or target not in DEVICES[name].targets:
         able = [d.name for d in DEVICES.values() if target in d.targets]
         raise PlanError(f"device class {name!r} does not go with target {target}; for it there are {', '.join(able)}")
-    if target == "sm_90a":
-        return _sm_90a(spec, chosen, DEVICES[name], debug)
-    return _cpu(spec, chosen, DEVICES[name]) if target == "cpu" else _sm_80(spec, chosen, DEVICES[name])
+    decision = tuned.decide(spec, target, name) if device and candidate is None else None
+    if decision:
+        if decision.candidate is None:
+            raise PlanError(decision.why)
+        found = _planned(spec, chosen, DEVICES[name], debug, decision.candidate)
+        return replace(found, why=(decision.why, *found.why))
+    return _planned(spec, chosen, DEVICES[name], debug, candidate)
+
+
+def _planned(spec: Spec, target: Target, device: DeviceClass, debug: bool, candidate: Candidate | None) -> Plan:
+    if target.name == "sm_90a":
+        return _sm_90a(spec, target, device, debug)
+    return _cpu(spec, target, device) if target.name == "cpu" else _sm_80(spec, target, device, candidate)
 
 
 def floor(spec: Spec, device: DeviceClass, products: int = 1, rate: float | None = None) -> Floor:
@@ -62,9 +77,13 @@ def _cpu(spec: Spec, target: Target, device: DeviceClass) -> Plan:
     return plan_cpu(spec, target, device)
 
 
-def _sm_80(spec: Spec, target: Target, device: DeviceClass) -> Plan:
+def _sm_80(spec: Spec, target: Target, device: DeviceClass, candidate: Candidate | None) -> Plan:
     if spec.producer.operator.name == "conv2d":
         return _library_route(spec, target, device, ("the convolution is torch's: this target has no convolution kernel of its own",))
+    if candidate is not None and candidate.gemm == "library":
+        return _library_route(spec, target, device, ("torch's GEMM, then the norm kernel",))
+    if candidate is not None and candidate.tile is not None:
+        return _generated_linear(spec, target, device, candidate)[0]
     library_ms = library_linear_ms(spec, device)
     ours = _generated_linear(spec, target, device)
     if spec.gemm is not None:
@@ -97,12 +116,12 @@ def library_linear_ms(spec: Spec, device: DeviceClass) -> float:
     return bound.ms + tail_bytes / (device.hbm * 1e6) + 2 * device.launch_us / 1e3
 
 
-def _generated_linear(spec: Spec, target: Target, device: DeviceClass) -> tuple[Plan, float]:
-    """Our GEMM, and the norm kernel behind it unless the chain ends in the GEMM; with its estimated time."""
+def _generated_linear(spec: Spec, target: Target, device: DeviceClass, candidate: Candidate | None = None) -> tuple[Plan, float]:
+    """Our GEMM, and the norm kernel behind it unless the chain ends in the GEMM; with the estimated time of the planner's own choice."""
     from codegen.plan.gemm import choose_arithmetic, gemm_ms, plan_gemm
 
-    arithmetic = choose_arithmetic(spec, device)
-    gemm = plan_gemm(spec, target, device, arithmetic)
+    arithmetic = choose_arithmetic(spec, device) if candidate is None else ARITHMETICS[candidate.math]
+    gemm = plan_gemm(spec, target, device, arithmetic, None if candidate is None else _recorded_tile(spec, device, candidate))
     steps, buffers, why = gemm.steps, gemm.buffers, gemm.why
     estimate = gemm_ms(spec, device, arithmetic)
     if not gemm.finished:
@@ -112,6 +131,18 @@ def _generated_linear(spec: Spec, target: Target, device: DeviceClass) -> tuple[
     rate = {"fp32": device.fp32, "tf32": device.tf32, "fp16": device.fp16, "bf16": device.fp16}[arithmetic.operand]
     bound = floor(spec, device, len(arithmetic.products), rate)
     return Plan(spec, target, device, steps, buffers, bound, why), estimate
+
+
+def _recorded_tile(spec: Spec, device: DeviceClass, candidate: Candidate) -> "Choice":  # noqa: F821
+    """The tile that the candidate names."""
+    from codegen.plan.gemm_tiles import tile_choices
+
+    for choice in tile_choices(spec, device, ARITHMETICS[candidate.math]):
+        if ((choice.tile.m, choice.tile.n), choice.finished) == (candidate.tile, candidate.finished):
+            return choice
+    raise PlanError(
+        f"the planner has no {candidate.label} any more; measure again (make tune SPEC={spec.path}) or take the record out of tuned/{device.name}.yaml"
+    )
 
 
 def _library_route(spec: Spec, target: Target, device: DeviceClass, why: tuple[str, ...]) -> Plan:

@@ -1,0 +1,209 @@
+"""`make tune SPEC=...`: which of the planner's candidates is the fastest on this card? Recorded in codegen/tuned/<device class>.yaml.
+
+    candidates -> generate, build -> verify each in a child -> time the right ones in turn -> record
+
+A spec whose candidates, sources and torch are those of its record is not measured again, so a run that is cut short is continued by the next.
+Plans follow the record where they name the device class: make generate SPEC=... DEVICE=h100.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from bench.children import Result, run_jobs
+from bench.machine import Machine, choose_device, describe
+from bench.sweep.__main__ import FAMILIES
+from bench.sweep.summary import complaints
+from codegen.emit import write_if_different
+from codegen.manifest import Package as Emission
+from codegen.numerics import PRECISIONS
+from codegen.plan import PlanError, plan, tuned
+from codegen.plan.candidates import Candidate, candidates
+from codegen.render import render
+from codegen.spec import Spec, SpecError, load_spec
+from codegen.targets import DEVICES
+from runtime import Package, RuntimeFailure
+from runtime.build import ensure_built, plan_build
+from runtime.devices import visible_capabilities
+from runtime.resources import usable_cores
+
+KEY_DIGITS = 12  # of the source key: enough to see that sources changed
+
+
+@dataclass(frozen=True)
+class Try:
+    """A candidate of a spec, generated: its package's folder and the key of its sources."""
+
+    spec: Spec
+    candidate: Candidate
+    folder: Path
+    key: str
+
+    @property
+    def job(self) -> str:
+        return self.folder.name
+
+
+def generate(spec: Spec, device: str, work: Path) -> list[Try]:
+    """Every candidate that has a plan, emitted into a folder of its own; two that emit the same sources are one."""
+    found: dict[str, Try] = {}
+    for candidate in candidates(spec, DEVICES[device]):
+        try:
+            package = Emission(spec, (plan(spec, candidate.target, device, candidate=candidate),))
+        except PlanError:
+            continue
+        folder = work / f"{spec.package}__{candidate.label}"
+        write_if_different(folder, render(package))
+        key = Package(folder).target(candidate.target).source_key[:KEY_DIGITS]
+        found.setdefault(key, Try(spec, candidate, folder, key))
+    return list(found.values())
+
+
+def up_to_date(record: dict[str, Any] | None, tries: list[Try], machine: Machine) -> bool:
+    """Does the record hold for these sources on this card and torch?"""
+    if record is None or (record["gpu"], record["torch"]) != (machine.gpu, machine.torch):
+        return False
+    return {row["key"] for row in record["candidates"]} == {one.key for one in tries}
+
+
+def record_of(spec: Spec, tries: list[Try], machine: Machine, verdicts: dict[str, Result], times: dict[str, float]) -> dict[str, Any]:
+    """The record: every candidate with its time and error, the fastest first, or with the reason for which it was rejected."""
+    rows = []
+    for one in tries:
+        found = verdicts[one.job]
+        row = {**one.candidate.data, "key": one.key}
+        if one.job in times:
+            row |= {"ms": times[one.job], "error": next(family["rel_error"] for family in found["verification"] if family["family"] == "benchmark")}
+        else:
+            row["rejected"] = complaints(found) or "could not be timed"
+        rows.append(row)
+    rows.sort(key=lambda row: (row.get("ms", float("inf")), row["key"]))
+    return {"spec": tuned.signature(spec), "gpu": machine.gpu, "torch": machine.torch, "candidates": rows}
+
+
+class Tuner:
+    """One run on one device: jobs go to children, a progress bar shows them."""
+
+    def __init__(self, console: Console, device: torch.device, limit_s: float, deadline: float | None) -> None:
+        self.console, self.device, self.limit_s, self.deadline = console, device, limit_s, deadline
+
+    def run(self, module: str, jobs: dict[str, Any], setting: dict[str, Any], what: str) -> dict[str, Result] | None:
+        """Results by job from children that run `module`; None where time ran out."""
+        found: dict[str, Result] = {}
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
+            bar = progress.add_task(what, total=len(jobs))
+
+            def take(job: str, result: Result) -> None:
+                found[job] = result
+                progress.advance(bar)
+
+            command = lambda folder: [sys.executable, "-m", module, str(folder)]  # noqa: E731
+            complete = run_jobs(command, {"device": self.device.type, **setting}, jobs, 1, self.limit_s, self.deadline, take)
+        return found if complete else None
+
+    def build(self, tries: list[Try]) -> None:
+        """Compile all candidates, several at once; what fails shows when its turn comes."""
+        capability = visible_capabilities()[self.device.index] if self.device.type == "cuda" else None
+
+        def one(item: Try) -> None:
+            try:
+                package = Package(item.folder)
+                ensure_built(plan_build(package, package.target(item.candidate.target), capability))
+            except RuntimeFailure:
+                pass
+
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            list(pool.map(one, tries))
+
+    def measure(self, spec: Spec, tries: list[Try], machine: Machine, seconds: float) -> dict[str, Any] | None:
+        """The record of a spec; None where time ran out before it was complete."""
+        verify = {
+            t.job: {"spec": spec.path, "precision": spec.precision.name, "folder": str(t.folder), "target": t.candidate.target, "peers": ()} for t in tries
+        }  # fmt: skip
+        verdicts = self.run("bench.sweep.case", verify, {"work": "examine", "families": FAMILIES}, f"{spec.package}: verifying")
+        if verdicts is None:
+            return None
+        right = {t.job: t for t in tries if verdicts[t.job].get("verified")}
+        if not right:
+            return record_of(spec, tries, machine, verdicts, {})
+        job = {
+            "spec": spec.path, "precision": spec.precision.name, "folders": {name: str(t.folder) for name, t in right.items()},
+            "targets": {name: t.candidate.target for name, t in right.items()},
+        }  # fmt: skip
+        timed = self.run("bench.tune.case", {"times": job}, {"seconds": seconds}, f"{spec.package}: timing")
+        if timed is None:
+            return None
+        if "failure" in timed["times"]:
+            raise click.ClickException(f"{spec.package}: the candidates could not be timed: {timed['times']['failure']}")
+        return record_of(spec, tries, machine, verdicts, timed["times"]["ms"])
+
+
+def _table(spec: Spec, record: dict[str, Any]) -> Table:
+    table = Table(title=f"{spec.package}: {record['spec']}", title_justify="left")
+    for column in ("target", "gemm", "math", "tile", "chain ends in", "ms", "error"):
+        table.add_column(column, overflow="fold")
+    for row in record["candidates"]:
+        end = {True: "the GEMM", False: "the norm kernel"}.get(row.get("finished"), "-")
+        tile = "x".join(map(str, row["tile"])) if "tile" in row else "-"
+        table.add_row(
+            row["target"], row.get("gemm", "-"), row.get("math", "-"), tile, end, f"{row['ms']:.4f}" if "ms" in row else row["rejected"],
+            "-" if row.get("error") is None else f"{row['error']:.1e}",
+        )  # fmt: skip
+    return table
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("specs", nargs=-1, required=True)
+@click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)), help="Precision (repeatable); else the spec's own.")
+@click.option("--class", "device_class", type=click.Choice(list(DEVICES)), help="The card's device class, where its name does not say it.")
+@click.option("--device", "device_name", type=click.Choice(["cpu", "cuda"]))
+@click.option("--work", type=click.Path(file_okay=False, path_type=Path), default=Path("build/tune"), show_default=True, help="Folder for the packages.")
+@click.option("--budget-s", default=0.0, help="Stop when so many seconds are over, with what is complete recorded; 0 means no limit.")
+@click.option("--limit-s", default=180.0, show_default=True, help="A candidate that takes longer is rejected.")
+@click.option("--seconds", default=2.0, show_default=True, help="Time for the trials of one spec.")
+@click.option("--force", is_flag=True, help="Measure again what is recorded.")
+def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, seconds, force) -> None:
+    """Measure the planner's candidates for SPECS on this card and record them for its device class."""
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    deadline = time.time() + budget_s if budget_s else None
+    try:
+        device = choose_device(device_name)
+        machine = describe(device)
+        name = device_class or ("host" if device.type == "cpu" else machine.slug)
+        if name not in DEVICES:
+            raise click.UsageError(f"{machine.gpu} is none of the device classes {', '.join(DEVICES)}; name the nearest with --class")
+        tuner = Tuner(console, device, limit_s, deadline)
+        for spec in [load_spec(path, precision) for path in specs for precision in precisions or (None,)]:
+            tries = generate(spec, name, work / name)
+            if not tries:
+                raise click.ClickException(f"{spec.package}: no candidate has a plan for {name}")
+            known = tuned.records(name)
+            if not force and up_to_date(known.get(tuned.signature(spec)), tries, machine):
+                console.print(f"{spec.package}: up to date")
+                continue
+            tuner.build(tries)
+            record = tuner.measure(spec, tries, machine, seconds)
+            if record is None:
+                console.print(f"{spec.package}: out of time and not recorded; run again to go on")
+                break
+            path = tuned.write(name, {**known, record["spec"]: record})
+            console.print(_table(spec, record))
+            console.print(f"{path}: recorded; make generate SPEC={spec.path} DEVICE={name} follows it")
+    except (SpecError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()
