@@ -194,10 +194,13 @@ def _nonfinite(d: Draw):
 
 
 def _nan_channel(d: Draw):
-    """One output channel's weights hold a NaN: its own group is lost in every sample, and no other."""
+    """One output channel's weights hold a NaN: its own group is lost in every sample, and no other.
+
+    A convolution's NaN is at a tap that meets x: what becomes of one that meets only padding is each library's own affair.
+    """
     parameters = d.parameters()
     weight = parameters[d.weight]
-    weight.view(weight.shape[0], -1)[weight.shape[0] // 2, 0] = float("nan")
+    weight[(weight.shape[0] // 2, 0, *(_first_tap(d.spec, axis) for axis in range(weight.dim() - 2)))] = float("nan")
     return d.x(), parameters
 
 
@@ -283,7 +286,7 @@ def _spike(d: Draw, x: torch.Tensor, parameters: Parameters, starts: torch.Tenso
     for axis in (0, 1):
         stride, padding, dilation = (_pair(values[name])[axis] for name in ("stride", "padding", "dilation"))
         size, outputs = x.shape[2 + axis], d.spec.producer.output_shape[2 + axis]
-        tap.append(min(-(-padding // dilation), weight.shape[2 + axis] - 1))
+        tap.append(_first_tap(d.spec, axis))
         begin = tap[axis] * dilation - padding
         reachable = min(outputs, (size - 1 - begin) // stride + 1)
         at = torch.zeros_like(rows) if first else d.integers(0, reachable, batch)
@@ -292,6 +295,12 @@ def _spike(d: Draw, x: torch.Tensor, parameters: Parameters, starts: torch.Tenso
     x[rows, :, pixel[0], pixel[1]] = x[rows, :, pixel[0], pixel[1]].index_fill(1, torch.arange(0, x.shape[1], each, device=d.device), 1.0)
     weight[:, 0] = 0.0
     weight[starts if first else starts + d.integers(0, width, len(starts)), 0, tap[0], tap[1]] = heights
+
+
+def _first_tap(spec: Spec, axis: int) -> int:
+    """The first place of a convolution's kernel along an axis (0: height) that meets x at the first output, or the last place where none does."""
+    padding, dilation = (_pair(spec.producer.values[name])[axis] for name in ("padding", "dilation"))
+    return min(-(-padding // dilation), spec.producer.parameters[0].shape[2 + axis] - 1)
 
 
 def _pair(value) -> tuple[int, int]:
