@@ -9,7 +9,8 @@ WORKERS ?= 2
 python = @py="$$(./.ci/python $(1))" && "$$py"
 specs = $(if $(SPEC),"$(SPEC)") $(SPECS)
 need-spec = @test -n '$(strip $(SPEC)$(SPECS))' || { echo "make $@ needs a spec: make $@ SPEC=specs/default.yaml (shipped: $$(cd codegen && echo specs/*.yaml))" >&2; exit 2; }
-emit-options = $(if $(PRECISION),--precision $(PRECISION)) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device $(DEVICE)) \
+prepack = $(if $(filter-out 0,$(PREPACK)),--prepack)
+emit-options = $(if $(PRECISION),--precision $(PRECISION)) $(prepack) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device $(DEVICE)) \
 	$(if $(OUT),--out "$(OUT)") $(if $(filter-out 0,$(DEBUG)),--debug) $(if $(filter-out 0,$(FORCE)),--force)
 
 help: ## this list
@@ -17,7 +18,7 @@ help: ## this list
 	@echo
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 	@echo
-	@echo "Variables: SPEC or SPECS (a list), PRECISION=fp32|tf32|fp16|bf16, TARGETS=\"cpu sm_80 sm_90a\", DEVICE=h100|a100|..., OUT=generated, DEBUG=1, FORCE=1, PYTHON=python3"
+	@echo "Variables: SPEC or SPECS (a list), PRECISION=fp32|tf32|fp16|bf16, PREPACK=1, TARGETS=\"cpu sm_80 sm_90a\", DEVICE=h100|a100|..., OUT=generated, DEBUG=1, FORCE=1, PYTHON=python3"
 
 demo-options = $(if $(PRECISION),--precision $(PRECISION)) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device-class $(DEVICE)) \
 	$(if $(OUT),--out "$(OUT)")
@@ -31,7 +32,7 @@ test: ## all tests that need no GPU
 test-gpu: ## the tests marked gpu, on a machine with a GPU
 	$(call python,test) -m pytest -m gpu
 
-generate: ## emit the packages of SPEC or SPECS (PRECISION=, TARGETS=, DEVICE=, OUT=, DEBUG=1, FORCE=1)
+generate: ## emit the packages of SPEC or SPECS (PRECISION=, PREPACK=1, TARGETS=, DEVICE=, OUT=, DEBUG=1, FORCE=1)
 	$(need-spec)
 	$(call python,emit) -m codegen.emit $(specs) $(emit-options)
 
@@ -49,10 +50,10 @@ standalone: ## also write <package>/standalone.py: one file that imports nothing
 	$(need-spec)
 	$(call python,emit) -m codegen.emit $(specs) $(emit-options) --standalone
 
-package: ## a wheel of SPEC that needs only torch: no compiler, no runtime (TARGETS="sm_80 cpu", PRECISION=, VERSION=, OUT=dist)
+package: ## a wheel of SPEC that needs only torch: no compiler, no runtime (TARGETS="sm_80 cpu", PRECISION=, PREPACK=1, VERSION=, OUT=dist)
 	$(need-spec)
 	@py="$$(./.ci/python run)"; made="$$(mktemp -d)"; trap 'rm -rf "$$made"' EXIT; \
-	"$$py" -m codegen.emit $(specs) $(if $(PRECISION),--precision $(PRECISION)) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device $(DEVICE)) --out "$$made" && \
+	"$$py" -m codegen.emit $(specs) $(if $(PRECISION),--precision $(PRECISION)) $(prepack) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device $(DEVICE)) --out "$$made" && \
 	"$$py" -m runtime package "$$made"/*/ --out "$(or $(OUT),dist)" $(if $(VERSION),--version "$(VERSION)")
 
 from-module: ## the spec of a PyTorch file in KernelBench's form, whose code is run (MODULE=path/to/file.py[:Model], NAME=, OUT=, PRECISION=, GENERATE=1, FORCE=1)
@@ -65,13 +66,13 @@ compile-all: ## compile the full matrix of shapes, precisions and targets with n
 
 bench-options = $(if $(PRECISION),--precision $(PRECISION)) $(if $(TARGETS),--target $(firstword $(TARGETS))) $(if $(ON),--device $(ON))
 
-verify: ## is SPEC's model right? against float64 and PyTorch, on ordinary and adversarial data (PRECISION=, TARGETS=, ON=cpu|cuda)
+verify: ## is SPEC's model right? against float64 and PyTorch, on ordinary and adversarial data (PRECISION=, PREPACK=1, TARGETS=, ON=cpu|cuda)
 	$(need-spec)
-	$(call python,run) -m bench.verify $(specs) $(bench-options)
+	$(call python,run) -m bench.verify $(specs) $(bench-options) $(prepack)
 
-bench: ## time SPEC's model beside PyTorch and other peers (PEERS=evidence|autotuned|all or names, PRECISION=, TARGETS=, ON=)
+bench: ## time SPEC's model beside PyTorch and other peers (PEERS=evidence|autotuned|all or names, PRECISION=, PREPACK=1, TARGETS=, ON=)
 	$(need-spec)
-	$(call python,run) -m bench.run $(specs) $(bench-options) $(if $(PEERS),--peers "$(PEERS)")
+	$(call python,run) -m bench.run $(specs) $(bench-options) $(prepack) $(if $(PEERS),--peers "$(PEERS)")
 
 evidence: ## verify and time every checked-in package on this card; writes bench/results/<gpu>/ (BUDGET= seconds; run again to go on)
 	$(call python,run) -m bench.evidence $(specs) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))

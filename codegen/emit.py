@@ -119,6 +119,7 @@ def check(out: Path) -> list[str]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("specs", nargs=-1)
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision; the package is then <name>_<precision>.")
+@click.option("--prepack", is_flag=True, help="Prepared weights whatever the spec says; the package is then <name>_prepacked.")
 @click.option("--target", "targets", multiple=True, type=click.Choice(list(TARGETS)), help="Emit for this target only (may be repeated).")
 @click.option("--device", type=click.Choice(list(DEVICES)), help="Plan for this class of card instead of each target's default.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the packages.  [default: generated, with --debug build/debug]")
@@ -128,7 +129,7 @@ def check(out: Path) -> list[str]:
 @click.option("--force", is_flag=True, help="Replace a package that was generated from another spec.")
 @click.option("--all", "everything", is_flag=True, help="Every package listed in <out>/index.yaml.")
 @click.option("--check", "checking", is_flag=True, help="Fail when a checked-in package differs from what its spec emits.")
-def main(specs, precision, targets, device, out, explaining, standalone, debug, force, everything, checking) -> None:
+def main(specs, precision, prepack, targets, device, out, explaining, standalone, debug, force, everything, checking) -> None:
     """Generate specialised kernels from SPECS (YAML files; `specs/default.yaml` finds the shipped one)."""
     out = out or Path("build/debug" if debug else "generated")
     try:
@@ -141,7 +142,7 @@ def main(specs, precision, targets, device, out, explaining, standalone, debug, 
         jobs = index.entries(out) if everything else [(spec, precision) for spec in specs]
         if not jobs:
             raise click.UsageError(f"name at least one spec; shipped: {', '.join(shipped())}")
-        packages = [make_package(load_spec(path, chosen), targets, device, debug) for path, chosen in jobs]
+        packages = [make_package(load_spec(path, chosen, prepack and not everything), targets, device, debug) for path, chosen in jobs]
         for package in packages:
             if explaining:
                 click.echo("\n".join([explain(p) for p in package.plans] + [f"not for {name}: {reason}" for name, reason in package.skipped]))

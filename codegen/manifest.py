@@ -68,6 +68,7 @@ def manifest_text(package: Package, files: dict[str, str]) -> str:
         "regenerate": package.regenerate,
         "batch": spec.batch,
         "precision": spec.precision.name,
+        **({"prepack": True} if spec.prepack else {}),
         "init_args": [[name, list(value) if isinstance(value, tuple) else value] for name, value in spec.args],
         "input": {"name": "x", "shape": list(spec.input_shape), "dtype": dtype},
         "output": {"shape": list(spec.output_shape), "dtype": dtype},
@@ -92,8 +93,14 @@ def _target(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
         **arch,
         "device_class": plan.device.name,
         "buffers": {buffer.name: _buffer(buffer) for buffer in plan.buffers},
-        "steps": [_step(step, plan) for step in plan.steps],
+        **({"prepare": _prepare(plan)} if plan.preparing else {}),
+        "steps": [_step(step, plan) for step in plan.steps if step not in plan.preparing],
     }
+
+
+def _prepare(plan: Plan) -> dict[str, Any]:
+    """What may be done ahead of calls, once for given parameters: the buffers to keep and the steps that fill them, which a call without them does first."""
+    return {"buffers": list(plan.prepared), "steps": [_step(step, plan) for step in plan.preparing]}
 
 
 def _backward(plan: Plan, files: dict[str, str]) -> dict[str, Any]:

@@ -20,7 +20,8 @@ def regenerate(spec: Spec, device: DeviceClass | None) -> str:
     """The command that makes a package again; `device` where it is not the target's default."""
     path = shlex.quote(spec.path)
     precision = "" if spec.precision.name == "fp32" else f" PRECISION={spec.precision.name}"
-    return f"make generate SPEC={path}{precision}" + (f" DEVICE={device.name}" if device else "")
+    prepack = " PREPACK=1" if spec.prepack_asked else ""
+    return f"make generate SPEC={path}{precision}{prepack}" + (f" DEVICE={device.name}" if device else "")
 
 
 def header_lines(plan: Plan, kernel: Kernel) -> list[str]:
@@ -59,6 +60,7 @@ def explanation(plan: Plan) -> dict[str, Any]:
             for kernel in plan.kernels
         ],
         "workspace_bytes": plan.workspace_bytes,
+        **({"prepared_bytes": plan.prepared_bytes} if plan.preparing else {}),
         "floor": {
             "flop": floor.flop, "bytes": floor.bytes, "compute_ms": round(floor.compute_ms, 5) or None, "memory_ms": round(floor.memory_ms, 5) or None,
             "ms": round(floor.ms, 5) or None,
@@ -98,7 +100,7 @@ def explain(plan: Plan) -> str:
             lines.append(f"  {number}. torch's own {step.operation} -> {step.out}")
             continue
         kernel = step.kernel
-        lines.append(f"  {number}. {kernel.file(plan.target)}: {kernel.summary}")
+        lines.append(f"  {number}. {kernel.file(plan.target)}: {kernel.summary}" + (", once for given parameters" if step.prepares else ""))
         if kernel.blocks:
             lines.append(
                 f"     {kernel.blocks} blocks of {kernel.threads} threads ({waves[kernel.function(plan.target)]} waves on {plan.device.sms} SMs), "
@@ -109,6 +111,8 @@ def explain(plan: Plan) -> str:
     for buffer in plan.buffers:
         lines.append(f"  {buffer.name}: " + (f"{buffer.bytes} bytes" if buffer.bytes else f"{buffer.shape} {buffer.dtype}"))
     lines.append(f"  workspace per call: {plan.workspace_bytes / 1e6:.2f} MB")
+    if plan.preparing:
+        lines.append(f"  prepared: {plan.prepared_bytes / 1e6:.2f} MB ({', '.join(plan.prepared)}), kept by each model on each device")
     lines += ["", "floor", f"  {floor.flop / 1e9:.2f} GFLOP, {floor.bytes / 1e6:.1f} MB read and written once"]
     if floor.ms:
         lines.append(f"  compute {floor.compute_ms:.4f} ms, memory {floor.memory_ms:.4f} ms: at least {floor.ms:.4f} ms on {plan.device.summary}")

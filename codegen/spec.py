@@ -68,11 +68,12 @@ class Spec:
     math: str | None = None
     gemm: str | None = None
     prepack: bool = False
+    prepack_asked: bool = False  # on the command line, not in the file
 
     @property
     def package(self) -> str:
-        """The folder and import name of what is emitted: the name, and the precision unless it is fp32."""
-        return self.name + self.precision.suffix
+        """The folder and import name of what is emitted: the name, the precision unless it is fp32, and whether weights are prepared."""
+        return self.name + self.precision.suffix + ("_prepacked" if self.prepack else "")
 
     @property
     def input_shape(self) -> Shape:
@@ -137,12 +138,16 @@ class Spec:
         return self if name == self.precision.name else replace(self, precision=PRECISIONS[name], math=None)
 
 
-def load_spec(path: str | Path, precision: str | None = None) -> Spec:
-    """Read and validate a spec file; `precision` overrides the file's. Raises SpecError (all problems at once)."""
+def load_spec(path: str | Path, precision: str | None = None, prepack: bool = False) -> Spec:
+    """Read and validate a spec file; `precision` overrides the file's, `prepack` asks for prepared weights where the file does not.
+
+    Raises SpecError (all problems at once).
+    """
     from codegen.spec_reader import read_spec  # the reader needs the types above
 
     found, shown = resolve(str(path))
-    return read_spec(found, shown, precision)
+    spec = read_spec(found, shown, precision)
+    return replace(spec, prepack=True, prepack_asked=True) if prepack and not spec.prepack else spec
 
 
 def resolve(path: str) -> tuple[Path, str]:

@@ -24,7 +24,7 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 
 | key | what it is |
 |--|--|
-| `name` | a Python identifier: the package under `generated/`. At a precision other than fp32 the package is `<name>_<precision>` |
+| `name` | a Python identifier: the package under `generated/`. At a precision other than fp32 the package is `<name>_<precision>`; with `prepack`, `_prepacked` follows |
 | `batch` | samples in x |
 | `precision` | {precisions} (default fp32); `PRECISION=` on the command line overrides it |
 | `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; for conv2d also `height` and `width` |
@@ -33,7 +33,7 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `targets` | a list out of {targets}; default: {defaults} |
 | `math` | forces an arithmetic: {maths} |
 | `gemm` | `library` (torch's GEMM in front of our norm kernel) or `generated`; default: the planner's choice |
-| `prepack` | `true`: `sm_90a` splits the weights by a kernel of their own ahead of the GEMM; the other targets convert nothing; default `false` |
+| `prepack` | `true`: at fp32 and tf32, `sm_90a` multiplies with a split copy of a linear's weights, which the model keeps and renews (docs/runtime.md, "Prepared weights"); elsewhere it changes nothing; default `false`; `PREPACK=1` on the command line asks for it too |
 
 A value in the chain is a literal or the name of an entry in `args`. `name` is the attribute that holds an operator's parameters: `state_dict` has
 the keys of the PyTorch module, in the same order. Anchors, aliases and tags are refused; all faults of a file are reported at once, each as

@@ -148,7 +148,7 @@ def _splits(spec: Spec, form: Form, prepack: bool) -> tuple[list[Launch], list[B
     steps, buffers = [Launch(x)], [Buffer(X_SPLIT, (form.parts * batch, k), "float16"), Buffer(X_UNSCALE, (padded,), "float32")]
     if prepack:
         weight = split_kernel(spec, "weight", form, spec.channels, spec.channels, 0)
-        steps.insert(0, Launch(weight))
+        steps.insert(0, Launch(weight, prepares=(WEIGHT_SPLIT, WEIGHT_UNSCALE)))
         buffers += [Buffer(WEIGHT_SPLIT, (form.parts * spec.channels, k), "float16"), Buffer(WEIGHT_UNSCALE, (spec.channels,), "float32")]
     return steps, buffers
 

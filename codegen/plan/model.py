@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,12 +49,21 @@ class Buffer:
     dtype: str = ""
     bytes: int = 0
 
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.bytes or math.prod(self.shape) * {"float32": 4, "float16": 2, "bfloat16": 2}[self.dtype]
+
 
 @dataclass(frozen=True)
 class Launch:
-    """A step that launches one of our kernels."""
+    """A step that launches one of our kernels.
+
+    One that reads parameters alone may be done ahead of calls: `prepares` names the buffers that it fills, which are then kept.
+    """
 
     kernel: Kernel
+    prepares: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -97,13 +107,21 @@ class Plan:
         return tuple(step.kernel for step in self.steps if isinstance(step, Launch))
 
     @property
+    def preparing(self) -> tuple[Launch, ...]:
+        """The steps that depend on parameters alone and may be done ahead of calls; they come first."""
+        return tuple(step for step in self.steps if isinstance(step, Launch) and step.prepares)
+
+    @property
+    def prepared(self) -> tuple[str, ...]:
+        """The buffers that preparing steps fill."""
+        return tuple(name for step in self.preparing for name in step.prepares)
+
+    @property
     def workspace_bytes(self) -> int:
-        """Bytes of temporaries allocated per call."""
-        sizes = {"float32": 4, "float16": 2, "bfloat16": 2}
-        total = 0
-        for buffer in self.buffers:
-            count = 1
-            for size in buffer.shape:
-                count *= size
-            total += buffer.bytes + (count * sizes[buffer.dtype] if buffer.dtype else 0)
-        return total
+        """Bytes of temporaries allocated per call, prepared buffers left out."""
+        return sum(buffer.size for buffer in self.buffers if buffer.name not in self.prepared)
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Bytes of prepared buffers; a call that cannot use what was prepared allocates as many."""
+        return sum(buffer.size for buffer in self.buffers if buffer.name in self.prepared)
