@@ -35,6 +35,7 @@ from codegen.emit import make_package, write_if_different
 from codegen.plan import PlanError
 from codegen.render import render
 from codegen.spec import Spec, load_spec
+from codegen.targets import DEVICES
 from runtime import Package, RuntimeFailure
 from runtime.build import ensure_built, plan_build
 from runtime.devices import visible_capabilities
@@ -67,16 +68,25 @@ class Drawn:
         return {"spec": str(self.file), "folder": str(self.folder), "target": self.target}
 
 
-def generate(index: int, seed: int, small: bool, targets: tuple[str, ...], capability: tuple[int, int] | None, work: Path) -> Drawn:
+@dataclass(frozen=True)
+class Aim:
+    """What to generate for: targets (none: the loader's choice), the card's capability (None: the CPU) and the device class to plan for."""
+
+    targets: tuple[str, ...]
+    capability: tuple[int, int] | None
+    device_class: str | None
+
+
+def generate(index: int, seed: int, small: bool, aim: Aim, work: Path) -> Drawn:
     """Draw case `index` and emit its package. Raises PlanError where no target serves it on the device."""
     specs = work / "specs"
     spec = draw(seed, index, SMALL if small else LARGE, specs)
     folder = work / "packages" / spec.package
-    package = make_package(spec, targets)
+    package = make_package(spec, aim.targets, aim.device_class)
     write_if_different(folder, render(package))
-    best = best_target(Package(folder), capability) if capability else Package(folder).target(targets[0])
+    best = best_target(Package(folder), aim.capability) if aim.capability else Package(folder).target(aim.targets[0])
     if best is None:
-        raise PlanError("; ".join(f"{name}: {reason}" for name, reason in package.skipped) or f"its targets do not run on capability {capability}")
+        raise PlanError("; ".join(f"{name}: {reason}" for name, reason in package.skipped) or f"its targets do not run on capability {aim.capability}")
     return Drawn(index, spec, specs / f"{spec.name}.yaml", folder, best.name)
 
 
@@ -94,12 +104,12 @@ class Sweep:
         self.drawn: dict[str, Drawn] = {}
         self.saved = 0.0
 
-    def draw(self, count: int, targets: tuple[str, ...], capability: tuple[int, int] | None, work: Path) -> None:
+    def draw(self, count: int, aim: Aim, work: Path) -> None:
         """Generate cases 0..count-1. A case recorded as right stays as it is where its spec, sources and torch are the same."""
         for index in range(count):
             key = (self.small, self.seed, index)
             try:
-                drawn = generate(index, self.seed, self.small, targets, capability, work)
+                drawn = generate(index, self.seed, self.small, aim, work)
             except PlanError as error:
                 self.cases[key] = {**self.named(index), "verified": None, "failure": str(error), **_unplanned(work, self.seed, index)}
                 continue
@@ -210,6 +220,7 @@ def _crew(device: torch.device) -> int:
 @click.option("--small", is_flag=True, help="Sizes that a CPU verifies in milliseconds.")
 @click.option("--device", "device_name", type=click.Choice(["cpu", "cuda"]))
 @click.option("--target", "targets", multiple=True, help="Emit this target alone (repeatable), else the loader chooses.")
+@click.option("--class", "device_class", type=click.Choice(list(DEVICES)), help="Plan for this class of card; default: the present one's where it is known.")
 @click.option("--family", "families", multiple=True, help=f"Verify on this family of data (repeatable), else on {', '.join(FAMILIES)}; `all` for all.")
 @click.option("--verify-only", is_flag=True, help="No times (never taken on a CPU).")
 @click.option("--build-only", is_flag=True, help="Generate and compile, then stop; needs no GPU with --capability.")
@@ -226,7 +237,7 @@ def _crew(device: torch.device) -> int:
 @click.option("--workers", type=int, help="Children that build and verify at once; default: by cores and memory.")
 @click.option("--force", is_flag=True, help="Run again what is recorded.")
 def main(
-    seed, count, small, device_name, targets, families, verify_only, build_only, capability, compile_count, no_compile, results, archive, work, cache, budget_s,
+    seed, count, small, device_name, targets, device_class, families, verify_only, build_only, capability, compile_count, no_compile, results, archive, work, cache, budget_s,
     limit_s, seconds, workers, force,
 ) -> None:  # fmt: skip
     """Draw COUNT random specs and find out of each whether it is right, and how fast beside PyTorch."""
@@ -242,7 +253,8 @@ def main(
     sweep = Sweep(console, device, describe(device), results, archive, seed, small)
     if force:
         sweep.cases = {key: case for key, case in sweep.cases.items() if key[:2] != (small, seed) or key[2] >= count}
-    sweep.draw(count, targets or (() if able else ("cpu",)), able, work)
+    card = device_class or (sweep.machine.slug if device.type == "cuda" and sweep.machine.slug in DEVICES else None)
+    sweep.draw(count, Aim(targets or (() if able else ("cpu",)), able, card), work)
     if build_only:
         sys.exit(bool(_build(list(sweep.drawn.values()), able, console)))
     timing = device.type == "cuda" and not verify_only

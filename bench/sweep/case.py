@@ -34,11 +34,11 @@ def begin(emitted: Emitted, target: str, text: str) -> Record:
     """What is known of a case whose spec reads `text` once it is generated."""
     plan, spec = emitted.manifest["plan"][target], emitted.spec
     floor = plan["floor"]
-    steps = emitted.manifest["targets"][target]["steps"]
+    made = emitted.manifest["targets"][target]
     return {
-        "spec": text, "package": spec.package, "precision": spec.precision.name,
-        "producer": spec.producer.operator.name, "target": target, "key": emitted.key(target), "flop": floor["flop"], "bytes": floor["bytes"],
-        "route": " + ".join(f"torch's {step['library']}" if "library" in step else step["launch"].removesuffix("_launch") for step in steps),
+        "spec": text, "package": spec.package, "precision": spec.precision.name, "producer": spec.producer.operator.name, "target": target,
+        "device_class": made["device_class"], "key": emitted.key(target), "flop": floor["flop"], "bytes": floor["bytes"],
+        "route": " + ".join(f"torch's {step['library']}" if "library" in step else step["launch"].removesuffix("_launch") for step in made["steps"]),
         "limiter": limiter(floor), "why": plan["why"], "verified": None,
     }  # fmt: skip
 
