@@ -136,25 +136,26 @@ class Sweep:
     def run(
         self, work: str, jobs: dict[str, tuple[str, ...]], workers: int, limit_s: float, deadline: float | None, setting: dict[str, Any],
         environment: dict[str, str],
-    ) -> None:  # fmt: skip
-        """Let children do `work` on `jobs` (peers by job) and record what comes of it."""
-        begun, ended = time.time(), 0
+    ) -> set[str]:  # fmt: skip
+        """Let children do `work` on `jobs` (peers by job) and record what comes of it. Returns the jobs that ended."""
+        begun, ended = time.time(), set()
 
         def take(job: str, result: Result) -> None:
-            nonlocal ended
-            ended += 1
+            ended.add(job)
             case = self.of(job)
             case.pop("failure", None)
             case.update(result)
             self.save(final=False)
-            self.console.print(f"[{ended}/{len(jobs)}] {job} ({case['producer']}, {case['target']}): {_outcome(case)}", highlight=False)
+            if work != "prepare" or "failure" in case:
+                self.console.print(f"[{len(ended)}/{len(jobs)}] {job} ({case['producer']}, {case['target']}): {_outcome(case)}", highlight=False)
 
         data = {job: self.drawn[job].task | {"peers": peers} for job, peers in jobs.items()}
         setting = {"work": work, "device": self.device.type, **setting}
         complete = run_jobs(_child, setting, data, workers, limit_s, deadline, take, environment)
         self.save(final=True)
         rest = "" if complete else "; out of time, run again to go on"
-        self.console.print(f"{work}: {ended} of {len(jobs)} cases in {time.time() - begun:.0f} s{rest}")
+        self.console.print(f"{work}: {len(ended)} of {len(jobs)} cases in {time.time() - begun:.0f} s{rest}")
+        return ended
 
     def save(self, final: bool) -> None:
         """Write sweep.json, once a second at most until the end."""
@@ -237,8 +238,8 @@ def _crew(device: torch.device) -> int:
 @click.option("--workers", type=int, help="Children that build and verify at once; default: by cores and memory.")
 @click.option("--force", is_flag=True, help="Run again what is recorded.")
 def main(
-    seed, count, small, device_name, targets, device_class, families, verify_only, build_only, capability, compile_count, no_compile, results, archive, work, cache, budget_s,
-    limit_s, seconds, workers, force,
+    seed, count, small, device_name, targets, device_class, families, verify_only, build_only, capability, compile_count, no_compile, results, archive, work,
+    cache, budget_s, limit_s, seconds, workers, force,
 ) -> None:  # fmt: skip
     """Draw COUNT random specs and find out of each whether it is right, and how fast beside PyTorch."""
     deadline = time.time() + budget_s if budget_s else None
@@ -267,10 +268,13 @@ def main(
     }  # fmt: skip
     to_verify = {job: peers.get(job, ()) for job in sweep.drawn if sweep.of(job)["verified"] is None}
     chosen = () if families == ("all",) else families or FAMILIES
+    many = workers or _crew(device)
+    until = time.time() + EXAMINED * (deadline - time.time()) if deadline and timing else deadline
+    untimed = {job: names for job, names in peers.items() if job not in to_verify and not set(names) <= set(sweep.of(job).get("asked", ()))}
+    ready = sweep.run("prepare", untimed, many, limit_s, until, {}, environment) if untimed else set()
     if to_verify:
-        until = time.time() + EXAMINED * (deadline - time.time()) if deadline and timing else deadline
-        sweep.run("examine", to_verify, workers or _crew(device), limit_s, until, {"families": chosen}, environment)
-    missing = {job: names for job, names in peers.items() if sweep.of(job)["verified"] and not set(names) <= set(sweep.of(job).get("asked", ()))}
+        ready |= sweep.run("examine", to_verify, many, limit_s, until, {"families": chosen}, environment)
+    missing = {job: names for job, names in peers.items() if job in ready and sweep.of(job)["verified"] and "failure" not in sweep.of(job)}
     if missing and (deadline is None or time.time() < deadline):
         ceilings = measure_ceilings(device)
         torch.cuda.empty_cache()
