@@ -105,8 +105,9 @@ __device__ __forceinline__ void warp_sum(float (&v)[kNumbers]) {
 // A slab's sum so far, which one thread owns, and one sample more.
 __device__ __forceinline__ void add(float* sum, float v, bool first_sample) { *sum = first_sample ? v : *sum + v; }
 
-// A team goes back through one group of each sample of a slab.
-__global__ void __launch_bounds__(kThreads) back(
+// A team goes back through one group of each sample of a slab. Two blocks must fit on an SM: asked for nothing, ptxas would rather spill than use
+// more registers than four leave it.
+__global__ void __launch_bounds__(kThreads, 2) back(
     const float* __restrict__ t0,
     const float* __restrict__ bias_data,
     const float* __restrict__ groupnorm_weight_data,
