@@ -40,5 +40,9 @@ class LaunchError(RuntimeFailure):
     """A launcher returned an error code."""
 
 
+class PreparationError(RuntimeFailure):
+    """Weights cannot be prepared: not in this package, not here, or not now."""
+
+
 class GradientError(RuntimeFailure):
     """A gradient was asked for that is not generated."""

@@ -5,13 +5,14 @@ torch's allocator on the current stream, and each launcher gets that stream.
 """
 
 import ctypes
+from dataclasses import dataclass
 from typing import Callable
 
 import torch
 import torch.nn.functional as functional
 
 from .errors import CallError, LaunchError
-from .package import Backward, Buffer, LaunchStep, LibraryStep, Manifest, TargetManifest, gradient_of
+from .package import Backward, Buffer, LaunchStep, LibraryStep, Manifest, Step, TargetManifest, gradient_of
 
 # What launchers refuse before they start anything; the texts are the conditions in the emitted sources.
 REFUSALS = {
@@ -34,19 +35,8 @@ def make_program(
     ``functions`` are the resolved launchers, ``saved`` names what the target's backward needs of a forward (None: an
     empty tensor is given). The program raises LaunchError with CUDA's message where a launch fails.
     """
-    names = [manifest.input.name, *(parameter.name for parameter in manifest.parameters)]
-    produced = {step.out for step in target.steps if isinstance(step, LibraryStep)}
-    allocations = []
-    for buffer in target.buffers:
-        names.append(buffer.name)
-        allocations.append(None if buffer.name in produced else _allocation(buffer))
-    for name in sorted(produced.difference(names, ("y",))):
-        names.append(name)
-        allocations.append(None)
-    names.append("y")
-    allocations.append(None if "y" in produced else (manifest.output.shape, dtype_named(manifest.output.dtype)))
-    slot_of = {name: index for index, name in enumerate(names)}
-    run = _runner(manifest, target, functions, device, slot_of, allocations)
+    slot_of, allocations = _slots(manifest, target, [manifest.input.name, *(parameter.name for parameter in manifest.parameters)])
+    run = _runner(manifest, (*target.prepare, *target.steps), functions, device, slot_of, allocations)
     kept = None if saved is None else slot_of[saved]
 
     def program(x, parameters, saving=False):
@@ -56,6 +46,43 @@ def make_program(
         return slots[-1]
 
     return program
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A target's program in two parts, for one device: what depends on parameters alone, and the rest.
+
+    ``reads`` are the positions of the parameters that the first part reads. ``allocate()`` gives new buffers,
+    ``fill(parameters, buffers)`` prepares them on the current stream, ``run(x, parameters, buffers) -> y`` does the rest; its
+    tensors are those of a program. ``stream_of()`` are the last two arguments of a launcher.
+    """
+
+    device: torch.device
+    reads: tuple[int, ...]
+    allocate: Callable[[], list[torch.Tensor]]
+    fill: Callable[[list, list], object]
+    run: Callable[[torch.Tensor, list, list], torch.Tensor]
+    stream_of: Callable[[], tuple[int, int | None]]
+
+
+def make_preparation(manifest: Manifest, target: TargetManifest, functions: dict[str, Callable], device: torch.device) -> Preparation | None:
+    """The target's program in two parts; None where nothing can be prepared."""
+    if not target.prepare:
+        return None
+    parameters = [parameter.name for parameter in manifest.parameters]
+    read = {name for step in target.prepare for name in step.args}
+    shapes = {buffer.name: _allocation(buffer) for buffer in target.buffers}
+    known = {name: index for index, name in enumerate((*parameters, *target.prepared))}
+    filling = _runner(manifest, target.prepare, functions, device, known, [])
+    rest = _runner(manifest, target.steps, functions, device, *_slots(manifest, target, [manifest.input.name, *known]))
+    return Preparation(
+        device,
+        tuple(index for index, name in enumerate(parameters) if name in read),
+        lambda: [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in map(shapes.get, target.prepared)],
+        lambda tensors, buffers: filling([*tensors, *buffers]),
+        lambda x, tensors, buffers: rest([x, *tensors, *buffers])[-1],
+        _stream_getter(device),
+    )
 
 
 def make_backward(manifest: Manifest, backward: Backward, functions: dict[str, Callable], device: torch.device):
@@ -70,7 +97,7 @@ def make_backward(manifest: Manifest, backward: Backward, functions: dict[str, C
     allocations = [_allocation(buffer) for buffer in backward.target.buffers]
     allocations += [(shape, dtype_named(dtype)) for _, shape, dtype in made]
     slot_of = {name: index for index, name in enumerate(names)}
-    run = _runner(manifest, backward.target, functions, device, slot_of, allocations)
+    run = _runner(manifest, backward.target.steps, functions, device, slot_of, allocations)
 
     def program(grad_y, saved, parameters):
         return tuple(run([grad_y, saved, *parameters])[-len(made) :])
@@ -84,13 +111,29 @@ def _allocation(buffer: Buffer) -> tuple[tuple[int, ...], torch.dtype]:
     return buffer.shape, dtype_named(buffer.dtype)
 
 
-def _runner(manifest: Manifest, target: TargetManifest, functions, device: torch.device, slot_of: dict[str, int], allocations: list):
-    """``run(first tensors) -> slots``: allocates what follows them and performs the target's steps."""
+def _slots(manifest: Manifest, target: TargetManifest, known: list[str]) -> tuple[dict[str, int], list]:
+    """The place of every tensor of a forward, the ``known`` ones first and y last, and what to allocate for each behind those."""
+    names, allocations = list(known), []
+    produced = {step.out for step in target.steps if isinstance(step, LibraryStep)}
+    for buffer in target.buffers:
+        if buffer.name not in known:
+            names.append(buffer.name)
+            allocations.append(None if buffer.name in produced else _allocation(buffer))
+    for name in sorted(produced.difference(names, ("y",))):
+        names.append(name)
+        allocations.append(None)
+    names.append("y")
+    allocations.append(None if "y" in produced else (manifest.output.shape, dtype_named(manifest.output.dtype)))
+    return {name: index for index, name in enumerate(names)}, allocations
+
+
+def _runner(manifest: Manifest, steps: tuple[Step, ...], functions, device: torch.device, slot_of: dict[str, int], allocations: list):
+    """``run(first tensors) -> slots``: allocates what follows them and performs ``steps``."""
     steps = [
         _launch(step, functions[step.function], slot_of, device)
         if isinstance(step, LaunchStep)
         else _library(step, slot_of, manifest, device)
-        for step in target.steps
+        for step in steps
     ]
     stream_of = _stream_getter(device)
     empty = torch.empty

@@ -13,7 +13,7 @@ import torch
 
 from .devices import Capability, check_driver, visible_capabilities
 from .errors import UnsupportedDeviceError
-from .launch import Program, make_backward, make_program
+from .launch import Preparation, Program, make_backward, make_preparation, make_program
 from .package import Backward, Manifest, Package, TargetManifest
 
 _functions: dict[tuple, dict[str, Callable]] = {}  # by build key and signatures
@@ -22,15 +22,16 @@ _locks_lock = threading.Lock()
 
 
 class Loaded:
-    """The programs of one package, by device; ``built`` names the targets that were built for this machine.
+    """The programs of one package, by device, and in two parts where weights can be prepared.
 
-    A copy of a module shares it. It cannot leave the process: a pickled one comes back empty, and the module that
+    ``built`` names the targets that were built for this machine. A copy of a module shares it. It cannot leave the process: a pickled one comes back empty, and the module that
     holds it loads again.
     """
 
-    def __init__(self, programs: dict[torch.device, Program] | None = None, built: tuple[str, ...] = ()):
+    def __init__(self, programs: dict[torch.device, Program] | None = None, built: tuple[str, ...] = (), preparations: dict | None = None):
         self.programs = programs or {}
         self.built = built
+        self.preparations: dict[torch.device, Preparation] = preparations or {}
 
     def __deepcopy__(self, memo):
         return self
@@ -47,7 +48,7 @@ def load(package: Package) -> Loaded:
     capabilities = visible_capabilities()
     chosen = choose_targets(package, capabilities, os.environ.get("TARGETS", ""))
     functions = [load_functions(package, target, capability) for target, capability in chosen]
-    programs = {}
+    programs, preparations = {}, {}
     devices = [(torch.device("cuda", index), capability) for index, capability in enumerate(capabilities)]
     for device, capability in [(torch.device("cpu"), None), *devices]:
         for (target, compiled_for), resolved in zip(chosen, functions):
@@ -55,7 +56,10 @@ def load(package: Package) -> Loaded:
                 backward = backward_for(package.manifest, device)
                 saved = None if backward is None or backward.recomputes else backward.saved.name
                 programs[device] = make_program(package.manifest, target, resolved, device, saved)
-    return Loaded(programs, tuple(dict.fromkeys(target.name for target, _ in chosen)))
+                preparation = make_preparation(package.manifest, target, resolved, device)
+                if preparation is not None:
+                    preparations[device] = preparation
+    return Loaded(programs, tuple(dict.fromkeys(target.name for target, _ in chosen)), preparations)
 
 
 def choose_targets(

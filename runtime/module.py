@@ -9,12 +9,13 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from .checks import expected, is_usable, usable, wrong_input, wrong_tensor
-from .errors import ArgumentError, CallError, GradientError, PackageError, UnsupportedDeviceError
+from .errors import ArgumentError, CallError, GradientError, PackageError, PreparationError, UnsupportedDeviceError
 from .gradients import ByReference, refuse_tangents
 from .launch import dtype_named
 from .load import Loaded, describe_targets, load
 from .operators import import_path, operators_for
 from .package import Manifest, Package
+from .prepared import PreparedWeights, is_written_unseen, key_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _is_compiling = torch.compiler.is_compiling
@@ -50,6 +51,7 @@ class GeneratedModule(nn.Module):
         self._package = package
         self._operators = operators_for(package, import_path(type(self), package))
         self._loaded = Loaded()
+        self._prepared = PreparedWeights()
         self._by_reference = False
         self._shape = torch.Size(manifest.input.shape)
         self._dtype = dtype_named(manifest.input.dtype)
@@ -76,6 +78,44 @@ class GeneratedModule(nn.Module):
             _reference_of(type(self), self._package)
         self._by_reference = asked
         return self
+
+    def prepare(self) -> "GeneratedModule":
+        """Prepares the weights as they are now, on the device where they are, and waits until that is done; returns the model.
+
+        A forward does so by itself where it notices a change. This is for what it cannot notice (docs/runtime.md), for the time before a
+        CUDA graph is captured, and for choosing when it happens. Nothing is done where the device's target multiplies with the
+        parameters as they are. Raises PreparationError for a package that was generated without prepared weights, for parameters whose
+        changes cannot be noticed, and during a capture.
+        """
+        manifest = self._package.manifest
+        if not manifest.prepack:
+            raise PreparationError(f"{manifest.name} was generated without prepared weights; run {manifest.regenerate} PREPACK=1, or set prepack: true in {manifest.spec}.")
+        if _watched():
+            raise PreparationError("prepare() launches kernels, and a mode, a transform or a trace is active; call it outside.")
+        device = self._gather()[0].device
+        if device not in self._loaded.programs:
+            raise PreparationError(
+                f"the parameters are on {device}, and {manifest.name} has no build for it here (built: {', '.join(self._loaded.built) or 'nothing'}); "
+                "move the model first, or call build() where the device is visible."
+            )
+        preparation = self._loaded.preparations.get(device)
+        if preparation is not None:
+            parameters, _, _ = self._collect(device)
+            tensors = [usable(parameter) for parameter in parameters]
+            key = key_of(preparation.reads, parameters, tensors)
+            if key is None or is_written_unseen(self):
+                names = ", ".join(self._names[index] for index in preparation.reads)
+                raise PreparationError(
+                    f"{names}: what is prepared has to be a dense nn.Parameter of the module itself, no inference tensor and not sharded, so "
+                    "that changes can be noticed; as it is, each call prepares for itself."
+                )
+            self._prepared.renew(preparation, parameters, tensors, key, asked=True)
+        return self
+
+    @property
+    def prepared_bytes(self) -> int:
+        """Bytes of prepared weights that the model holds now, on all devices."""
+        return self._prepared.nbytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The chain of the spec applied to ``x``, on the device and the current stream of ``x``.
@@ -104,7 +144,19 @@ class GeneratedModule(nn.Module):
                 reference = _reference_of(type(self), self._package)
                 return ByReference.apply(reference, self._names, self._operators.forward, x, *parameters)
             return self._operators.forward(x, *parameters)
-        return program(x if is_usable(x) else usable(x), [p if is_usable(p) else usable(p) for p in parameters])
+        x, tensors = x if is_usable(x) else usable(x), [p if is_usable(p) else usable(p) for p in parameters]
+        preparation = self._loaded.preparations.get(device) if self._loaded.preparations else None
+        if preparation is not None:
+            buffers = self._prepared.use(self, preparation, parameters, tensors)
+            if buffers is not None:
+                return preparation.run(x, tensors, buffers)
+        return program(x, tensors)
+
+    def _apply(self, fn, recurse: bool = True):
+        """What moves or converts the parameters writes to them in ways that PyTorch does not count."""
+        super()._apply(fn, recurse)
+        self._prepared.expire({parameter.device for parameter in self.parameters()})
+        return self
 
     def extra_repr(self) -> str:
         manifest = self._package.manifest

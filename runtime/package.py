@@ -65,7 +65,8 @@ class TargetManifest:
 
     ``arch`` is None for ``cpu``, ``native`` for "compile for the device's own architecture", else a fixed one.
     ``min_capability`` is the least compute capability for ``native``; a fixed architecture with a letter (``sm_90a``)
-    runs on exactly that capability.
+    runs on exactly that capability. ``prepare`` are steps that read parameters alone and fill the buffers ``prepared``:
+    done once for given parameters where those are kept, else at the beginning of a call.
     """
 
     name: str
@@ -76,11 +77,13 @@ class TargetManifest:
     min_capability: tuple[int, int] | None
     buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
+    prepare: tuple[LaunchStep, ...] = ()
+    prepared: tuple[str, ...] = ()
 
     @property
     def functions(self) -> dict[str, int]:
         """The launchers by name, each with the number of pointers it takes."""
-        return {step.function: len(step.args) for step in self.steps if isinstance(step, LaunchStep)}
+        return {step.function: len(step.args) for step in (*self.prepare, *self.steps) if isinstance(step, LaunchStep)}
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
         """Whether a device of this compute capability (None: the CPU) can run the target."""
@@ -134,6 +137,7 @@ class Manifest:
     targets: Mapping[str, TargetManifest]
     plan: Mapping[str, Any]
     backward: Mapping[str, Backward] = field(default_factory=dict)
+    prepack: bool = False
 
 
 class Package:
@@ -249,6 +253,7 @@ def _manifest(data: dict) -> Manifest:
         parameters=tuple(_tensor(entry["key"], entry) for entry in data["parameters"]),
         targets={name: _target(name, entry) for name, entry in data["targets"].items()},
         plan=data.get("plan", {}),
+        prepack=bool(data.get("prepack", False)),
     )
     for target in manifest.targets.values():
         _check_names(manifest, target)
@@ -292,6 +297,7 @@ def _target(name: str, data: dict) -> TargetManifest:
     if arch is not None:
         _match(_ARCH, arch, f"arch of {name}")
     capability = data.get("min_capability")
+    prepare = data.get("prepare", {"buffers": (), "steps": ()})
     return TargetManifest(
         name=name,
         sources=tuple(_match(_FILE_NAME, source, f"source of {name}") for source in data["sources"]),
@@ -301,6 +307,8 @@ def _target(name: str, data: dict) -> TargetManifest:
         min_capability=None if capability is None else (int(capability[0]), int(capability[1])),
         buffers=tuple(_buffer(key, entry) for key, entry in data.get("buffers", {}).items()),
         steps=tuple(_step(entry) for entry in data["steps"]),
+        prepare=tuple(_step(entry) for entry in prepare["steps"]),
+        prepared=tuple(prepare["buffers"]),
     )
 
 
@@ -328,11 +336,20 @@ def _check_names(manifest: Manifest, target: TargetManifest) -> None:
     """Every name a step uses must exist, and be written before it is read."""
     known = {manifest.input.name, "y", *(parameter.name for parameter in manifest.parameters)}
     buffers = {buffer.name for buffer in target.buffers}
+    for name in target.prepared:
+        if name not in buffers:
+            raise ValueError(f"target {target.name} prepares {name!r}, which is none of its buffers")
+    for step in target.prepare:
+        for name in step.args:
+            if not isinstance(step, LaunchStep) or name not in (*target.prepared, *(entry.name for entry in manifest.parameters), None):
+                raise ValueError(f"a preparing step of target {target.name} is no launch, or uses {name!r}, which is neither a parameter nor prepared")
     for step in target.steps:
         for name in step.args:
             if name is not None and name not in known and name not in buffers:
                 raise ValueError(f"a step of target {target.name} uses {name!r}, which nothing defines")
         if isinstance(step, LibraryStep):
+            if step.out in target.prepared:
+                raise ValueError(f"a step of target {target.name} writes {step.out!r}, which is prepared")
             known.add(step.out)
 
 
