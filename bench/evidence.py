@@ -1,6 +1,6 @@
 """`make evidence`, `make evidence-peers`: verify and time every checked-in package on this card and write bench/results/<gpu>/.
 
-The work is done in a child process, package by package. Each record is written as soon as it is complete, and one that is up to date is not
+First all packages are built and verified and their peers compiled, several at once; then each is timed alone, in a child process. Each record is written as soon as it is complete, and one that is up to date is not
 made again, so a run that is cut short is continued by the next. A package that crashes the child or hangs it is reported, and a new child
 goes on with the rest.
 """
@@ -14,28 +14,27 @@ import sys
 import tarfile
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
 import torch
 from rich.console import Console
 
+from bench.children import run_jobs
 from bench.machine import Machine, choose_device, describe
 from bench.measure import ceilings_record, measure, save_machine, with_verification
 from bench.peers import CHOICES, EVIDENCE
 from bench.records import RESULTS, Record, path_of, read, write_json
 from bench.run import ceilings_line
-from bench.subject import Emitted, Subject, built_target, construct, emit
+from bench.subject import Emitted, Subject, construct, emit
 from bench.timing import measure_ceilings
 from bench.verify import verify
 from codegen import index
 from codegen.spec import load_spec
 from runtime import Package, RuntimeFailure
-from runtime.build import ensure_built, plan_build
-from runtime.devices import visible_capabilities
 from runtime.load import best_target
 
+EXAMINING = 0.6  # of a budget, at most, goes to what is done before the timing
 BROKEN = 70  # exit code of a child whose CUDA context is lost
 Job = tuple[str, str]  # (spec path, precision)
 
@@ -57,35 +56,39 @@ def _target_for(emitted: Emitted, device: torch.device, target: str | None) -> s
     return best.name
 
 
-def _prebuild(jobs: list[Emitted], device: torch.device, target: str | None, console: Console) -> None:
-    """Compile what is not in the cache yet, several packages at once; failures show when the package's turn comes."""
-    capability = None if device.type == "cpu" else visible_capabilities()[device.index]
+def _examine(jobs: list[tuple[Job, bool]], options: dict, target: str | None, console: Console) -> dict[Job, Record]:
+    """Build the packages, verify those that ask for it and compile their peers, several at once. Returns what came out, by job.
 
-    def one(emitted: Emitted) -> None:
-        try:
-            package = Package(emitted.folder)
-            ensure_built(plan_build(package, package.target(_target_for(emitted, device, target)), capability))
-        except RuntimeFailure:
-            pass
-
+    What fails here is tried again when the package's turn comes, and reported there.
+    """
+    workers = max(1, min(6, (os.cpu_count() or 2) // 2, len(jobs)))
+    setting = {"device": options["device"], "target": target, "out": str(options["out"]), "peers": list(options["peers"])}
+    listed = {f"{number:03}": {"path": path, "precision": precision, "verify": wanted} for number, ((path, precision), wanted) in enumerate(jobs)}
+    found: dict[Job, Record] = {}
     start = time.perf_counter()
-    with ThreadPoolExecutor(max(1, min(8, (os.cpu_count() or 2) // 2))) as pool:
-        list(pool.map(one, jobs))
-    console.print(f"{len(jobs)} packages compiled or found in the cache in {time.perf_counter() - start:.0f} s")
+
+    def collect(name: str, result: dict) -> None:
+        if "failure" not in result:
+            found[jobs[int(name)][0]] = result
+
+    deadline = time.time() + EXAMINING * options["budget_s"] if options["budget_s"] else None
+    run_jobs(lambda folder: [sys.executable, "-m", "bench.examine", str(folder)], setting, listed, workers, options["limit_s"], deadline, collect)
+    console.print(f"{len(found)} of {len(jobs)} packages built, verified and their peers compiled, {workers} at a time, in {time.perf_counter() - start:.0f} s")
+    return found
 
 
-def make_record(emitted: Emitted, device: torch.device, machine: Machine, ceilings, target: str | None, peers, seconds: float, old: Record | None) -> Record:
-    """Verify, then measure. A verdict that still holds (same key) is kept when only the peers are asked for."""
+def make_record(
+    emitted: Emitted, device: torch.device, machine: Machine, ceilings, target: str | None, peers, seconds: float, verdict: Record | None
+) -> Record:  # fmt: skip
+    """Measure, and verify first where no `verdict` on the same sources is given."""
     ours = construct(emitted, device, target)
-    key = emitted.key(built_target(ours))
-    keep = old is not None and old["key"] == key and old.get("verification") and set(peers) != set(EVIDENCE)
-    findings = None if keep else verify(Subject(emitted, ours, device))
+    findings = None if verdict else verify(Subject(emitted, ours, device))
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     record = measure(emitted, ours, device, machine, ceilings, peers, seconds)
-    if keep:
-        record["verified"], record["verification"] = old["verified"], old["verification"]
+    if verdict:
+        record["verified"], record["verification"] = verdict["verified"], verdict["verification"]
     else:
         record = with_verification(record, findings)
     record["asked"] = list(peers)
@@ -129,14 +132,15 @@ def worker(jobs: list[Job], options: dict, state: Path) -> int:
             console.print(f"{emitted.spec.package} ({name}): up to date" + ("" if old["verified"] else ", [bold red]WRONG[/]"))
             wrong += not old["verified"]
             continue
-        pending.append(((path, precision), emitted, at, old))
+        kept = old if old and old["key"] == emitted.key(name) and old.get("verification") and autotuned else None
+        pending.append(((path, precision), emitted, at, kept))
     if not pending:
         return wrong
-    _prebuild([emitted for _, emitted, _, _ in pending], device, target, console)
+    examined = _examine([(job, kept is None) for job, _, _, kept in pending], options, target or ("cpu" if device.type == "cpu" else None), console)
     ceilings = measure_ceilings(device)
     console.print(ceilings_line(ceilings, machine))
     save_machine(results, machine, ceilings)
-    for number, (job, emitted, at, old) in enumerate(pending, 1):
+    for number, (job, emitted, at, kept) in enumerate(pending, 1):
         left = options["budget_s"] - (time.perf_counter() - start) if options["budget_s"] else float("inf")
         if left < longest * 1.1:
             console.print(f"stopped with {len(pending) - number + 1} packages left: the next may take {longest:.0f} s, {left:.0f} s remain; run again to go on")
@@ -144,7 +148,7 @@ def worker(jobs: list[Job], options: dict, state: Path) -> int:
         state.write_text(f"{job[0]} {job[1]}")
         began = time.perf_counter()
         try:
-            record = make_record(emitted, device, machine, ceilings, target, peers, options["seconds"], old)
+            record = make_record(emitted, device, machine, ceilings, target, peers, options["seconds"], kept or examined.get(job))
         except (RuntimeFailure, RuntimeError) as error:
             console.print(f"[bold red]{emitted.spec.package} could not be measured:[/] {str(error).strip().splitlines()[0]}", highlight=False)
             wrong += 1
@@ -231,7 +235,7 @@ def main(specs, precisions, autotuned, device, target, results, archive, budget_
         peers = CHOICES if autotuned else EVIDENCE
         options = {
             "device": device, "target": target, "results": results, "bundle": archive, "budget_s": budget_s, "seconds": seconds, "force": force,
-            "out": out, "peers": peers,
+            "out": out, "peers": peers, "limit_s": limit_s,
         }  # fmt: skip
         sys.exit(bool(worker(list(listed), options, state)))
     entries = index.entries(Path("generated"))
