@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ from bench import peers as peers_module
 from bench.machine import Machine, precision_flags
 from bench.metrics import Errors, compare
 from bench.peers import Peer
-from bench.records import FORMAT, Record, conclude
+from bench.records import FORMAT, PREPARED, Record, conclude
 from bench.subject import Emitted, Subject, built_target
 from bench.timing import Ceilings, Time, interleaved, overhead
 from bench.verify import Finding, rounded
@@ -31,7 +33,7 @@ def measure(
 ) -> Record:  # fmt: skip
     """Time `ours` and the peers, interleaved, on the spec's own inputs with its initial weights. Errors are against float64.
 
-    `launches` says whether to time the cost of launching too.
+    `launches` says whether to time the cost of launching too. Prepared weights are current before the timing begins, and reported apart.
     """
     spec, target = emitted.spec, built_target(ours)
     subject = Subject(emitted, ours, device)
@@ -41,6 +43,7 @@ def measure(
     exact = subject.run_exact(x)
     errors = lambda y: compare(y, exact, spec.precision.tolerance, spec.num_groups)  # noqa: E731
     del subject._exact
+    prepare = preparing(ours) if emitted.prepares(target) else None
     with torch.no_grad(), precision_flags(spec.precision.name) as flags:
         built, failed = peers_module.build(peer_names, emitted, subject.eager, x, report)
         us = Peer("ours", lambda: ours(x))
@@ -55,7 +58,7 @@ def measure(
     compute, memory = ceilings.floor_ms(spec.precision.name, floor["flop"], floor["bytes"])
     record: Record = {
         "format": FORMAT, "spec": spec.name, "path": spec.path, "package": spec.package, "precision": spec.precision.name, "target": target,
-        "key": emitted.key(target), **machine.facts, "weights": "prepared" if spec.prepack else "not prepared", "flags": flags, "verified": False,
+        "key": emitted.key(target), **machine.facts, "weights": PREPARED if prepare else "not prepared", "flags": flags, "verified": False,
         "flop": floor["flop"], "bytes": floor["bytes"], "floor_ms": rounded(max(compute, memory)),
         "floor": {"compute_ms": rounded(compute), "memory_ms": rounded(memory)}, "ceilings": ceilings_record(ceilings),
         "ours": {
@@ -71,15 +74,27 @@ def measure(
             name: {"host": rounded(o.host), "call": rounded(o.call), "replay": None if o.replay is None else rounded(o.replay)} for name, o in host.items()
         },
         "failed": failed,
+        **({"prepare": prepare} if prepare else {}),
     }  # fmt: skip
     return conclude(record)
 
 
-def _row(time: Time, errors: Errors | None, floor: dict) -> dict:
+def preparing(ours: nn.Module, trials: int = 9) -> dict:
+    """What prepared weights cost: the median time of `prepare()` in milliseconds, from the call until they are ready, and the bytes they occupy."""
+    ours.prepare()  # allocates
+    samples = []
+    for _ in range(trials):
+        start = time.perf_counter()
+        ours.prepare()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return {"ms": rounded(statistics.median(samples)), "bytes": ours.prepared_bytes}
+
+
+def _row(measured: Time, errors: Errors | None, floor: dict) -> dict:
     return {
-        "ms": rounded(time.ms), "spread": round(time.spread, 3), "trials": time.trials,
+        "ms": rounded(measured.ms), "spread": round(measured.spread, 3), "trials": measured.trials,
         "rel_error": None if errors is None else rounded(errors.relative), "max_error": None if errors is None else rounded(errors.largest),
-        "tflops": rounded(floor["flop"] / time.ms / 1e9), "gbs": rounded(floor["bytes"] / time.ms / 1e6),
+        "tflops": rounded(floor["flop"] / measured.ms / 1e9), "gbs": rounded(floor["bytes"] / measured.ms / 1e6),
     }  # fmt: skip
 
 

@@ -13,9 +13,9 @@ from codegen.render import render
 from codegen.spec import load_spec
 
 
-def generate(spec: str, precision: str | None = None, targets: tuple[str, ...] = (), device: str | None = None, out: Path = Path("generated")) -> Path:
+def generate(spec: str, precision: str | None = None, targets: tuple[str, ...] = (), device: str | None = None, out: Path = Path("generated"), prepack: bool = False) -> Path:
     """Emit one spec as `make generate` does; returns the package's folder. Raises SpecError or PlanError."""
-    package: Package = make_package(load_spec(spec, precision), targets, device)
+    package: Package = make_package(load_spec(spec, precision, prepack), targets, device)
     folder = out / package.spec.package
     write_if_different(folder, render(package))
     return folder

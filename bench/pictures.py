@@ -42,7 +42,7 @@ def speedups(records: list[Record], folder: Path) -> str:
     """Bars by system and precision: over the fastest of PyTorch's own, and a mark for the fastest peer of equal or better accuracy."""
     shown = [r for r in records if r["speedup_torch"]]
     figure, axis = plt.subplots(figsize=(5.4, 1.3 + 0.26 * max(len(shown), 1)))
-    labels = [f"{short(r['spec'])}, {r['precision']}" for r in shown]
+    labels = [f"{short(r['spec'])}, {r['precision']}" + (", prepared" if r["weights"] == "prepared" else "") for r in shown]
     places = list(range(len(shown)))[::-1]
     axis.barh(places, [r["speedup_torch"] for r in shown], 0.62, color=[COLOURS[r["precision"]] for r in shown], alpha=0.85)
     marked = [(r["speedup"], p) for r, p in zip(shown, places, strict=True) if r["speedup"]]

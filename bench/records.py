@@ -25,13 +25,15 @@ NOT_RECORDS = ("machine.json", "kernelbench.json", "sanitize.json", SWEEP)
 TORCH_PEERS = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")
 PREFERENCE = ("sm_90a", "sm_80", "cpu")  # the loader's order, the best first
 ACCURACY_MARGIN = 1.1
+PREPARED = "prepared"  # a record's weights; else "not prepared"
 
 Record = dict[str, Any]
 
 
-def path_of(results: Path, slug: str, spec: str, precision: str, target: str | None = None) -> Path:
-    """Where a record lies; `target` is named only for a target other than the loader's choice."""
-    return results / slug / (f"{spec}.{precision}.json" if target is None else f"{spec}.{precision}.{target}.json")
+def path_of(results: Path, slug: str, spec: str, precision: str, target: str | None = None, weights: str = "not prepared") -> Path:
+    """Where a record lies; `target` is named only for a target other than the loader's choice, `weights` only where they are prepared."""
+    parts = [spec, precision, *([target] if target else []), *([weights] if weights == PREPARED else [])]
+    return results / slug / f"{'.'.join(parts)}.json"
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -113,9 +115,9 @@ class Status:
         return self.state == "verified"
 
 
-def present_keys(spec_path: str, precision: str) -> dict[str, str]:
+def present_keys(spec_path: str, precision: str, prepack: bool = False) -> dict[str, str]:
     """source_key of every target of a package as its spec emits it today."""
-    package = make_package(load_spec(spec_path, precision))
+    package = make_package(load_spec(spec_path, precision, prepack))
     files = render(package)
     keys = {}
     for plan in package.plans:
@@ -134,12 +136,12 @@ def state_of(record: Record | None, keys: dict[str, str]) -> str:
 
 
 def ledger(results: Path = RESULTS, generated: Path = Path("generated")) -> list[Status]:
-    """The state of every package listed in generated/index.yaml on every card that has records."""
+    """The state of every package listed in generated/index.yaml on every card that has records. Records of prepared weights are of other packages."""
     cards = read_all(results)
     statuses = []
     for spec_path, precision in index.entries(generated):
         name, keys = load_spec(spec_path).name, present_keys(spec_path, precision)
         for card, records in cards.items():
-            mine = [r for r in records if (r["spec"], r["precision"]) == (name, precision)] or [None]
+            mine = [r for r in records if (r["spec"], r["precision"]) == (name, precision) and r["weights"] != PREPARED] or [None]
             statuses += [Status(name, precision, r["target"] if r else "-", card, state_of(r, keys)) for r in mine]
     return statuses

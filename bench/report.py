@@ -8,9 +8,9 @@ import click
 import jinja2
 
 from bench import pictures
-from bench.records import RESULTS, SWEEP, Record, ledger, loaders_choice, read, read_all
+from bench.records import PREPARED, RESULTS, SWEEP, Record, ledger, loaders_choice, read, read_all
 from bench.sweep import summary
-from bench.tables import put_table, readme_table
+from bench.tables import put_table, readme_table, state_today
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -71,7 +71,8 @@ def build(results: Path, out: Path) -> Path:
         records = measured.get(slug, [])
         machine = read(results / slug / "machine.json") or _machine(records[0] if records else summary.load(results, slug))
         for record in records:
-            record["state"] = states.get((slug, record["spec"], record["precision"], record["target"]), "verified" if record["verified"] else "wrong")
+            known = None if record["weights"] == PREPARED else states.get((slug, record["spec"], record["precision"], record["target"]))
+            record["state"] = known or (state_today(record) if record["weights"] == PREPARED else "verified" if record["verified"] else "wrong")
             record["sorted_peers"] = sorted(record["peers"].items(), key=lambda item: item[1]["ms"])
             record.setdefault("verification", [])
         kernelbench = read(results / slug / "kernelbench.json")

@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import Machine, choose_device, describe
-from bench.measure import measure, save_machine
+from bench.measure import measure, save_machine, with_verification
 from bench.peers import AUTOTUNED, CHOICES, EVIDENCE
 from bench.records import Record, path_of, write_json
-from bench.subject import construct, emit
+from bench.subject import Subject, construct, emit
 from bench.timing import Ceilings, measure_ceilings
+from bench.verify import verify
 from codegen.numerics import PRECISIONS
 from codegen.plan import PlanError
 from codegen.spec import SpecError
@@ -64,6 +65,8 @@ def show(console: Console, record: Record) -> None:
     console.print(table_of(record))
     floor = record["floor"]
     console.print(f"floor {record['floor_ms']:.4f} ms: arithmetic {floor['compute_ms']:.4f}, memory {floor['memory_ms']:.4f} at this card's measured rates")
+    if "prepare" in record:
+        console.print(f"weights are prepared ahead of the calls timed: {record['prepare']['ms']:.4f} ms, {record['prepare']['bytes'] / 1e6:.1f} MB kept")
     console.print("switches: " + ", ".join(f"{name}={value}" for name, value in record["flags"].items()))
     for name, row in record["overhead_us"].items():
         replay = "" if row["replay"] is None else f", in a CUDA graph {row['replay']:.1f} us"
@@ -80,13 +83,15 @@ def show(console: Console, record: Record) -> None:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("specs", nargs=-1, required=True)
 @click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)), help="Precision (repeatable); else the spec's own.")
+@click.option("--prepack", is_flag=True, help="With prepared weights whatever the spec says (package <name>_prepacked).")
 @click.option("--target", type=click.Choice(list(TARGETS)), help="Time this target; else the best one for the device.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]))
 @click.option("--peers", default="evidence", show_default=True, help=f"Groups ({', '.join(GROUPS)}) or peers ({', '.join(CHOICES)}), with commas.")
 @click.option("--seconds", default=3.0, show_default=True, help="Time for the trials of one table.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), help="Also write records under this folder.")
-def main(specs, precisions, target, device, peers, seconds, out, results) -> None:
+@click.option("--verify", "verifying", is_flag=True, help="Verify first, for the record.")
+def main(specs, precisions, prepack, target, device, peers, seconds, out, results, verifying) -> None:
     """Time the generated models of SPECS beside PyTorch and other peers."""
     console = Console(width=None if sys.stdout.isatty() else 180)
     try:
@@ -96,13 +101,16 @@ def main(specs, precisions, target, device, peers, seconds, out, results) -> Non
         console.print(ceilings_line(ceilings, machine))
         for path in specs:
             for precision in precisions or (None,):
-                emitted = emit(path, precision, target or ("cpu" if where.type == "cpu" else None), out)
+                emitted = emit(path, precision, target or ("cpu" if where.type == "cpu" else None), out, prepack)
                 ours = construct(emitted, where, target)
+                findings = verify(Subject(emitted, ours, where)) if verifying else []
                 with console.status(emitted.spec.package) as status:
                     record = measure(emitted, ours, where, machine, ceilings, names, seconds, lambda what: status.update(f"{emitted.spec.package}: {what}"))
+                if verifying:
+                    record = with_verification(record, findings)
                 show(console, record)
                 if results:
-                    write_json(path_of(results, machine.slug, emitted.spec.name, emitted.spec.precision.name, target), record)
+                    write_json(path_of(results, machine.slug, emitted.spec.name, emitted.spec.precision.name, target, record["weights"]), record)
                     save_machine(results, machine, ceilings)
     except (SpecError, PlanError, RuntimeFailure, RuntimeError) as error:
         raise click.ClickException(str(error)) from None

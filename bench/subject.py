@@ -37,19 +37,24 @@ class Emitted:
         """source_key of one target: what a measurement is evidence for."""
         return self.manifest["targets"][target]["source_key"]
 
+    def prepares(self, target: str) -> bool:
+        """Does this target multiply with prepared weights?"""
+        return "prepare" in self.manifest["targets"][target]
+
     def floor(self, target: str) -> dict:
         """The plan's FLOP and bytes."""
         return self.manifest["plan"][target]["floor"]
 
 
-def emit(spec_path: str, precision: str | None = None, target: str | None = None, out: Path = Path("generated")) -> Emitted:
-    """Generate a package and import it. With a `target` only that is emitted, into build/, and `out` stays as it is.
+def emit(spec_path: str, precision: str | None = None, target: str | None = None, out: Path = Path("generated"), prepack: bool = False) -> Emitted:
+    """Generate a package and import it. With a `target` only that is emitted, into build/, and `out` stays as it is. `prepack` asks for
+    prepared weights whatever the spec says.
 
     Raises SpecError or PlanError.
     """
-    spec = load_spec(spec_path, precision)
+    spec = load_spec(spec_path, precision, prepack)
     if target is None:
-        folder = generate(spec_path, precision, out=out)
+        folder = generate(spec_path, precision, out=out, prepack=prepack)
     else:
         folder = Path("build/bench") / target / spec.package
         write_if_different(folder, render(make_package(spec, (target,))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from bench.records import Record, Status, loaders_choice, present_keys, state_of
+from bench.records import PREPARED, Record, Status, loaders_choice, present_keys, state_of
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 _WORDS = {"verified": "yes", "wrong": "**no: wrong**", "changed": "unverified (sources changed since)", "missing": "unverified"}
@@ -26,9 +26,10 @@ def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
             "|--|--|--|--|--|--|--|--|--|--|",
         ]
         for r in loaders_choice(records):
-            state = states.get((card, r["spec"], r["precision"], r["target"])) or _state(r)
+            prepared = r["weights"] == PREPARED
+            state = (None if prepared else states.get((card, r["spec"], r["precision"], r["target"]))) or state_today(r)
             lines.append(
-                f"| {r['spec']} | {r['precision']} | {r['target']} | {r['ours']['ms']:.4f} | {r['ours']['rel_error']:.1e} | {_peer(r, 'best_torch')} "
+                f"| {r['spec']}{', weights prepared' if prepared else ''} | {r['precision']} | {r['target']} | {r['ours']['ms']:.4f} | {r['ours']['rel_error']:.1e} | {_peer(r, 'best_torch')} "
                 f"| {_times(r['speedup_torch'])} | {_peer(r, 'best_peer')} | {_times(r['speedup'])} | {_WORDS[state]} |"
             )
         missing = [f"{s.spec} {s.precision}" for s in statuses if s.gpu == card and s.state == "missing"]
@@ -37,18 +38,24 @@ def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
         return "No GPU has been measured yet: every kernel is unverified there. `make evidence` on a GPU fills this table."
     lines += [
         "*Torch's best* is the fastest of eager, eager in a CUDA graph and torch.compile at that precision. *Best peer* is the fastest that computes the whole "
-        "chain with equal or better accuracy: an error of at most 1.1 times the larger of ours and eager's. Weights are not prepared beforehand. *Target* is what the loader picks on that card; `make report` also shows "
+        "chain with equal or better accuracy: an error of at most 1.1 times the larger of ours and eager's. "
+        f"Weights are not prepared beforehand{_exception(cards)}. *Target* is what the loader picks on that card; `make report` also shows "
         "what was measured of the others."
     ]
     return "\n".join(lines)
 
 
-def _state(record: Record) -> str:
+def _exception(cards: dict[str, list[Record]]) -> str:
+    shown = any(r["weights"] == PREPARED for card, records in cards.items() if card != "cpu" for r in loaders_choice(records))
+    return ", except where a row says so: the time that takes is not in it (`make report`)" if shown else ""
+
+
+def state_today(record: Record) -> str:
     """The state of a package that is not checked in: its spec is read again where it still exists."""
     from codegen.spec import SpecError
 
     try:
-        return state_of(record, present_keys(record["path"], record["precision"]))
+        return state_of(record, present_keys(record["path"], record["precision"], record["weights"] == PREPARED))
     except SpecError:
         return "changed"
 

@@ -148,6 +148,7 @@ def _share(errors: Errors) -> str:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("specs", nargs=-1, required=True)
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision.")
+@click.option("--prepack", is_flag=True, help="With prepared weights whatever the spec says (package <name>_prepacked).")
 @click.option("--target", type=click.Choice(list(TARGETS)), help="Verify this target; else the best one for the device.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run; else the GPU where one is visible.")
 @click.option("--family", "families", multiple=True, type=click.Choice(list(FAMILIES)), help="Only this family of data (repeatable).")
@@ -155,14 +156,14 @@ def _share(errors: Errors) -> str:
 @click.option("--seed", default=1, show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Also write the findings here.")
-def main(specs, precision, target, device, families, repeats, seed, out, json_path) -> None:
+def main(specs, precision, prepack, target, device, families, repeats, seed, out, json_path) -> None:
     """Verify the generated models of SPECS (YAML files). Exit code 1 says that one is wrong."""
     console = Console(width=None if sys.stdout.isatty() else 180)
     try:
         where = choose_device("cpu" if target == "cpu" else device)
         results = {}
         for path in specs:
-            emitted = emit(path, precision, target or ("cpu" if where.type == "cpu" else None), out)
+            emitted = emit(path, precision, target or ("cpu" if where.type == "cpu" else None), out, prepack)
             ours = construct(emitted, where, target)
             subject = Subject(emitted, ours, where)
             with console.status(f"{emitted.spec.package}: verifying") as status:

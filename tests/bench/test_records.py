@@ -8,7 +8,7 @@ import pytest
 from bench import records
 from bench.machine import slug_of
 from bench.records import conclude, ledger, path_of, present_keys, read, state_of, write_json
-from bench.tables import BEGIN, END, claims, put_table, readme_table
+from bench.tables import BEGIN, END, claims, put_table, readme_table, state_today
 
 ROOT = Path(__file__).parents[2]
 SPEC, NAME = "specs/default.yaml", "gemm_groupnorm_hardtanh"
@@ -92,6 +92,24 @@ def test_the_table_shows_the_target_that_the_loader_picks(results):
     assert len(rows) == 1 and "| sm_90a |" in rows[0] and rows[0].endswith("| yes |")
 
 
+def test_prepared_weights_have_a_row_and_a_state_of_their_own(results):
+    """Their package is another one, with other sources."""
+    keys = present_keys(SPEC, "fp32", prepack=True)
+    assert keys["sm_90a"] != present_keys(SPEC, "fp32")["sm_90a"]
+    mine = {**record(keys["sm_90a"]), "target": "sm_90a", "weights": "prepared", "prepare": {"ms": 0.2, "bytes": 1}}
+    path = path_of(results, "h200", NAME, "fp32", "sm_90a", mine["weights"])
+    assert path.name == f"{NAME}.fp32.sm_90a.prepared.json" and path_of(results, "h200", NAME, "fp32", None, "prepared").name == f"{NAME}.fp32.prepared.json"
+    before = readme_table(records.read_all(results), ledger(results))
+    write_json(path, mine)
+    after = readme_table(records.read_all(results), ledger(results))
+    rows = [line for line in after.splitlines() if line.startswith(f"| {NAME}")]
+    assert [row.split(" | ")[0] for row in rows if " | fp32 | " in row] == [f"| {NAME}", f"| {NAME}, weights prepared"] and rows[1].endswith("| yes |")
+    assert "except where a row says so" in after and "except where" not in before
+    assert {s.target for s in ledger(results) if (s.spec, s.precision) == (NAME, "fp32")} == {"sm_80"}
+    write_json(path, {**mine, "key": "another"})
+    assert "unverified (sources changed since)" in readme_table(records.read_all(results), ledger(results))
+
+
 def test_the_table_goes_between_its_markers(tmp_path, results):
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
@@ -116,6 +134,8 @@ def test_the_readme_claims_no_kernel_that_is_unverified(monkeypatch):
     """Runs on the repository itself: what the table calls verified must be so for today's sources."""
     monkeypatch.chdir(ROOT)
     verified = {(s.spec, s.precision, s.target) for s in ledger() if s.verified}
+    prepared = [r for mine in records.read_all().values() for r in mine if r["weights"] == records.PREPARED and state_today(r) == "verified"]
+    verified |= {(f"{r['spec']}, weights prepared", r["precision"], r["target"]) for r in prepared}
     wrong = [claim[:3] for claim in claims(ROOT / "README.md") if claim[3] and claim[:3] not in verified]
     assert not wrong, f"the README calls these verified, but their sources changed since: {wrong}; run make report (and make evidence on a GPU)"
 

@@ -141,3 +141,10 @@ def test_a_shrunken_spec_keeps_the_chain_and_the_groups(path, tmp_path):
     assert [s.operator.name for s in tiny.chain] == [s.operator.name for s in spec.chain]
     assert (tiny.group_channels, tiny.precision) == (spec.group_channels, spec.precision)
     assert tiny.batch <= spec.batch and tiny.producer.parameters[0].shape <= spec.producer.parameters[0].shape
+
+
+def test_prepared_weights_are_named_with_their_cost(results, tmp_path):
+    path = results / "h200" / "gemm_groupnorm_hardtanh.fp32.json"
+    write_json(path.with_name("gemm_groupnorm_hardtanh.fp32.prepared.json"), {**read(path), "weights": "prepared", "prepare": {"ms": 0.21, "bytes": 268_000_000}})
+    page = build(results, tmp_path / "page").read_text()
+    assert page.count("gemm_groupnorm_hardtanh, weights prepared") == 2 and "0.21 ms, 268 MB kept" in page

@@ -395,4 +395,4 @@ def test_a_failed_preparation_is_not_taken_for_one(package, x):
 )
 def test_a_manifest_that_cannot_be(package, change, message):
     with pytest.raises(PackageError, match=message):
-        package.edit(lambda data: change(data["targets"]["cpu"])).manifest
+        assert package.edit(lambda data: change(data["targets"]["cpu"])).manifest
