@@ -16,6 +16,7 @@ from codegen.ops import Kind, Operator, Parameter, Shape
 from codegen.yaml_reader import Problem
 
 MAX_ELEMENTS = 2**31 - 1
+PREPACKED = "_prepacked"  # ends the name of a package with prepared weights
 
 
 class SpecError(Exception):
@@ -73,7 +74,7 @@ class Spec:
     @property
     def package(self) -> str:
         """The folder and import name of what is emitted: the name, the precision unless it is fp32, and whether weights are prepared."""
-        return self.name + self.precision.suffix + ("_prepacked" if self.prepack else "")
+        return self.name + self.precision.suffix + (PREPACKED if self.prepack else "")
 
     @property
     def input_shape(self) -> Shape:

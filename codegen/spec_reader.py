@@ -13,7 +13,7 @@ from typing import Any
 from codegen import numerics, ops
 from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator
 from codegen.reserved import RESERVED
-from codegen.spec import MAX_ELEMENTS, Spec, SpecError, Step
+from codegen.spec import MAX_ELEMENTS, PREPACKED, Spec, SpecError, Step
 from codegen.targets import TARGETS
 from codegen.yaml_reader import Node, Problem, YamlError, read
 
@@ -67,9 +67,10 @@ class _Reader:
         nodes = {key: value for key, (_, value) in entries.items()}
 
         name = self.identifier(nodes["name"], "name") if "name" in nodes else _INVALID
-        suffix = next((p.suffix for p in numerics.PRECISIONS.values() if p.suffix and name is not _INVALID and name.endswith(p.suffix)), None)
+        marks = {**{p.suffix: "precision" for p in numerics.PRECISIONS.values() if p.suffix}, PREPACKED: "prepared weights"}
+        suffix = next((suffix for suffix in marks if name is not _INVALID and name.endswith(suffix)), None)
         if suffix:
-            self.fault(nodes["name"], f"name: {name} ends in {suffix}, which marks a package's precision; choose another name")
+            self.fault(nodes["name"], f"name: {name} ends in {suffix}, which marks a package's {marks[suffix]}; choose another name")
         batch = self.size(nodes["batch"], "batch") if "batch" in nodes else _INVALID
         chosen = self.word(nodes["precision"], "precision", numerics.PRECISIONS) if "precision" in nodes else "fp32"
         if precision is not None:

@@ -73,7 +73,7 @@ def layer(request, tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("TARGETS", "sm_90a")
     torch.manual_seed(0)
     batch, chain = (1024, WIDE) if wide else (5000, CHAIN)
-    module = generate(tmp_path, chain, kind, batch, name="prepared_" + request.param.replace(" ", "_"), targets=("sm_90a",), prepack=True)
+    module = generate(tmp_path, chain, kind, batch, name=request.param.replace(" ", "_") + "_layer", targets=("sm_90a",), prepack=True)
     return Layer(module.ModelNew(), torch.randn(batch, chain[0]["linear"]["in_features"]), "gemm.weight")
 
 
