@@ -135,6 +135,11 @@ class GemmSm90aKernel(Kernel):
         return self.form.promote
 
     @property
+    def staggered(self) -> bool:
+        """Whether the warpgroups promote at different k. A group in both would not be constant where its rows of W are equal."""
+        return (64 * self.form.blocks) % self.group_width == 0
+
+    @property
     def dependent(self) -> bool:
         return self.guarded
 

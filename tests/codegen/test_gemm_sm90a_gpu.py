@@ -124,6 +124,24 @@ def test_one_far_value_or_a_far_mean_spoils_nothing(built, kind):
 
 
 @torch.no_grad()
+def test_a_constant_group_is_constant(built):
+    """Equal rows of W give equal sums wherever in a tile they are computed, so that the norm returns beta and not amplified rounding."""
+    shape, precision, ours, eager = built
+    kept = {key: value.clone() for key, value in ours.state_dict().items()}
+    try:
+        for key in ("gemm.weight", "gemm.bias", "bias"):
+            if key in kept:
+                ours.get_parameter(key).copy_(kept[key][:1].expand_as(kept[key]))
+        eager.load_state_dict(ours.state_dict())
+        x = draw(ours, shape, torch.randn)
+        y, reference = ours(x), exact(eager, x)
+    finally:
+        ours.load_state_dict(kept)
+        eager.load_state_dict(kept)
+    assert relative(y, reference) <= {"fp16": 2.0**-11, "bf16": 2.0**-8}.get(precision, 3e-7)
+
+
+@torch.no_grad()
 def test_runs_are_bitwise_equal(built):
     shape, _, ours, _ = built
     x = draw(ours, shape)
