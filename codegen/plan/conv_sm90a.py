@@ -81,9 +81,9 @@ def plan_conv_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: 
 
     Raises PlanError, with the reason, where this kernel cannot serve the chain.
     """
-    windows = _windows(spec)
-    arithmetic = _arithmetic(spec)
-    before_pool, rest = _after_norm(spec)
+    windows = windows_of(spec)
+    arithmetic = arithmetic_of(spec)
+    before_pool, rest = split_at_pool(spec)
     rising = direction(spec, before_pool)
     if rising is None:
         raise PlanError("an operator between the norm and the pool neither rises nor falls everywhere, so no single value of a window decides")
@@ -93,17 +93,18 @@ def plan_conv_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: 
     return Plan(spec, target, device, (Launch(kernel),), (), bound, _why(spec, geometry, arithmetic))
 
 
-def _after_norm(spec: Spec) -> tuple[tuple[ChainStep, ...], tuple[ChainStep, ...]]:
+def split_at_pool(spec: Spec) -> tuple[tuple[ChainStep, ...], tuple[ChainStep, ...]]:
     """The element-wise steps between the norm and the pool, and those behind the pool (all of them before it where there is no pool)."""
     at = next((i for i, step in enumerate(spec.after_norm) if step.operator.kind is Kind.POOL), None)
     return (spec.after_norm, ()) if at is None else (spec.after_norm[:at], spec.after_norm[at + 1 :])
 
 
-def _windows(spec: Spec) -> Windows:
+def windows_of(spec: Spec) -> Windows:
+    """The pooling windows of the chain. Raises PlanError where the convolution or its windows are not what a one-pass kernel takes."""
     values = spec.producer.values
     for key, plain in (("stride", (1, 1)), ("dilation", (1, 1)), ("groups", 1)):
         if values[key] != plain:
-            raise PlanError(f"conv2d's {key} is {values[key]}: the one-pass kernel for Hopper takes {key} {plain} only")
+            raise PlanError(f"conv2d's {key} is {values[key]}: the one-pass kernel takes {key} {plain} only")
     pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
     if len(pools) > 1:
         raise PlanError(f"{len(pools)} max_pool2d operators follow the norm, and the one-pass kernel takes one")
@@ -121,7 +122,8 @@ def _windows(spec: Spec) -> Windows:
     return Windows(size, output)
 
 
-def _arithmetic(spec: Spec) -> Arithmetic:
+def arithmetic_of(spec: Spec) -> Arithmetic:
+    """How a one-pass kernel multiplies at the spec's precision. Raises PlanError for a forced arithmetic that it does not have."""
     wanted = MATH[spec.precision.name]
     served = (None, wanted, "fp16x3") if spec.precision.name == "tf32" else (None, wanted)
     served += ("tf32",) if spec.precision.name == "tf32" else ()
@@ -330,4 +332,4 @@ def _why(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-__all__ = ["ConvKernel", "plan_conv_sm_90a"]
+__all__ = ["ConvKernel", "arithmetic_of", "plan_conv_sm_90a", "split_at_pool", "windows_of"]
