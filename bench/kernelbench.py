@@ -21,7 +21,7 @@ from codegen.emit import make_package
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 from codegen.standalone import render_standalone
-from codegen.torch_text import module_lines, reference_lines
+from codegen.torch_text import module_lines, parameters, reference_lines
 
 PROBLEMS = {
     30: "specs/default.yaml",
@@ -74,7 +74,6 @@ class Run:
 
 def reference_source(spec: Spec) -> str:
     """The layer as a reference file for the harness: Model, get_inputs, get_init_inputs; always fp32, the harness converts it itself."""
-    names = [name for name, _ in spec.args]
     body = "\n".join(f"        {line}" for line in module_lines(spec))
     forward = "\n".join(f"        {line}" for line in reference_lines(spec))
     return f"""import torch
@@ -83,7 +82,7 @@ import torch.nn.functional as F
 
 
 class Model(nn.Module):
-    def __init__({", ".join(["self", *names])}):
+    def __init__({", ".join(["self", *parameters(spec)])}):
         super().__init__()
 {body}
 
@@ -97,7 +96,7 @@ def get_inputs():
 
 
 def get_init_inputs():
-    return [{", ".join(repr(value) for _, value in spec.args)}]
+    return [{", ".join(map(repr, spec.init_values))}]
 """
 
 

@@ -19,7 +19,7 @@ from codegen.manifest import Package, manifest_text
 from codegen.plan.model import Kernel, Plan
 from codegen.report import header_lines
 from codegen.spec_writer import resolved_yaml
-from codegen.torch_text import module_lines, reference_lines, uses_functional
+from codegen.torch_text import module_lines, parameters, reference_lines, uses_functional
 
 TEMPLATES = Path(__file__).parent / "templates"
 _CONSTANT = re.compile(r"constexpr \w+ (k\w+) = ")
@@ -66,11 +66,10 @@ def render(package: Package) -> dict[str, str]:
     """All files of a package: sources, model.py, spec.yaml, manifest.json and __init__.py."""
     spec = package.spec
     files = {kernel.file(plan.target): render_kernel(plan, kernel) for plan in (*package.plans, *package.backward_plans) for kernel in plan.kernels}
-    names = [name for name, _ in spec.args]
     half = spec.precision.itemsize == 2
     files["model.py"] = render_template(
         "model/model.py.j2", spec=spec, package=package, modules=module_lines(spec), reference=reference_lines(spec), functional=uses_functional(spec),
-        names=names, keywords=[f"{name}={name}" for name in names], init=[repr(value) for _, value in spec.args], half=half,
+        names=parameters(spec), keywords=[f"{name}={name}" for name, _ in spec.args], init=[repr(value) for value in spec.init_values], half=half,
         cast=f".to(torch.{spec.precision.dtype})" if half else "",
     )  # fmt: skip
     files["__init__.py"] = render_template("model/init.py.j2", spec=spec)

@@ -54,8 +54,8 @@ class Step:
 class Spec:
     """A validated spec.
 
-    `args` are the constructor's arguments in order; `chain` starts with the producer; `values` says how get_inputs fills x ("rand" or
-    "randn"). `path` is the file as it was named on the command line, for messages and headers.
+    `args` are the constructor's arguments in order, the last of which may have their values as defaults: `defaults` names those. `chain`
+    starts with the producer; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as it was named on the command line, for messages and headers.
     """
 
     name: str
@@ -70,11 +70,17 @@ class Spec:
     gemm: str | None = None
     prepack: bool = False
     prepack_asked: bool = False  # on the command line, not in the file
+    defaults: tuple[str, ...] = ()
 
     @property
     def package(self) -> str:
         """The folder and import name of what is emitted: the name, the precision unless it is fp32, and whether weights are prepared."""
         return self.name + self.precision.suffix + (PREPACKED if self.prepack else "")
+
+    @property
+    def init_values(self) -> tuple[Any, ...]:
+        """What get_init_inputs gives: the arguments without those that have defaults."""
+        return tuple(value for name, value in self.args if name not in self.defaults)
 
     @property
     def input_shape(self) -> Shape:

@@ -29,6 +29,7 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `precision` | {precisions} (default fp32); `PRECISION=` on the command line overrides it |
 | `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; for conv2d also `height` and `width` |
 | `args` | the constructor's arguments of `ModelNew`, in order; every one is folded into the kernels, and `ModelNew` refuses other values |
+| `defaults` | further arguments behind those, each with its value as its default: `get_init_inputs` leaves them out |
 | `chain` | the operators, in order: `linear` or `conv2d`, element-wise operators, `group_norm`, then element-wise operators and pooling |
 | `targets` | a list out of {targets}; default: {defaults} |
 | `math` | forces an arithmetic: {maths} |

@@ -18,7 +18,7 @@ from codegen.targets import TARGETS
 from codegen.yaml_reader import Node, Problem, YamlError, read
 
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-_TOP = ("name", "batch", "precision", "input", "args", "chain", "targets", "math", "gemm", "prepack")
+_TOP = ("name", "batch", "precision", "input", "args", "defaults", "chain", "targets", "math", "gemm", "prepack")
 _INPUT_VALUES = ("rand", "randn")
 _INVALID = object()
 
@@ -47,6 +47,7 @@ class _Reader:
         self.root, self.shown = root, shown
         self.problems: list[Problem] = []
         self.args: dict[str, Any] = {}
+        self.arg_nodes: dict[str, Node] = {}
         self.used_args: set[str] = set()
 
     def fault(self, node: Node, message: str) -> Any:
@@ -81,8 +82,9 @@ class _Reader:
         else:
             overridden = False
         values, spatial = self.input(nodes.get("input"))
-        if "args" in nodes:
-            self.read_args(nodes["args"])
+        for key in ("args", "defaults"):
+            if key in nodes:
+                self.read_args(nodes[key], key)
         targets = self.targets(nodes["targets"]) if "targets" in nodes else None
         math_node = nodes.get("math")
         math_choice = None
@@ -92,8 +94,7 @@ class _Reader:
         prepack = self.flag(nodes["prepack"], "prepack") if "prepack" in nodes else False
         chain = self.chain(nodes["chain"], batch, spatial, nodes.get("input")) if "chain" in nodes else ()
         for unused in [a for a in self.args if a not in self.used_args]:
-            key_node = entries["args"][1].value[unused][0]
-            self.fault(key_node, f"{unused}: is never used in the chain")
+            self.fault(self.arg_nodes[unused], f"{unused}: is never used in the chain")
         if not self.problems and "chain" in nodes:
             self.check_names(chain, nodes["chain"])
             self.check_bounds(chain, nodes["chain"], numerics.PRECISIONS[chosen])
@@ -101,7 +102,7 @@ class _Reader:
             raise SpecError(self.shown, self.problems)
         return Spec(
             name=name, path=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], values=values, args=tuple(self.args.items()), chain=chain,
-            targets=targets, math=math_choice, gemm=gemm, prepack=prepack,
+            targets=targets, math=math_choice, gemm=gemm, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
         )  # fmt: skip
 
     def check_names(self, chain: tuple[Step, ...], node: Node) -> None:
@@ -181,13 +182,17 @@ class _Reader:
                 self.fault(key_node, f"{key}: unknown key of input{nearest(key, ('height', 'width', 'values'))}")
         return values, spatial
 
-    def read_args(self, node: Node) -> None:
+    def read_args(self, node: Node, what: str) -> None:
         if not node.is_mapping:
-            self.fault(node, f"args: {node.describe()}; expected a mapping from constructor argument to value")
+            self.fault(node, f"{what}: {node.describe()}; expected a mapping from constructor argument to value")
             return
         for key, (key_node, value) in node.value.items():
-            if self.identifier(key_node, "args") is _INVALID:
+            if self.identifier(key_node, what) is _INVALID:
                 self.used_args.add(key)
+            if key in self.arg_nodes:
+                self.fault(key_node, f"{key}: is an argument on line {self.arg_nodes[key].line} already")
+                continue
+            self.arg_nodes[key] = key_node
             if value.is_list:
                 self.args[key] = self.sizes(value, key)
             elif isinstance(value.value, bool):

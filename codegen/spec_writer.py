@@ -24,8 +24,10 @@ def resolved(spec: Spec) -> dict[str, Any]:
             data[key] = _plain(getattr(spec, key))
     if spec.prepack:
         data["prepack"] = True
-    if spec.args:
-        data["args"] = {name: _plain(value) for name, value in spec.args}
+    for key, listed in (("args", False), ("defaults", True)):
+        values = {name: _plain(value) for name, value in spec.args if (name in spec.defaults) == listed}
+        if values:
+            data[key] = values
     chain = []
     for step in spec.chain:
         arguments: dict[str, Any] = {"name": step.name} if step.name else {}

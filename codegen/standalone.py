@@ -12,7 +12,7 @@ from codegen.manifest import Package
 from codegen.plan import PlanError
 from codegen.plan.model import Launch, Library, Plan
 from codegen.targets import Target
-from codegen.torch_text import module_lines
+from codegen.torch_text import module_lines, parameters
 
 _PREFERENCE = ("sm_90a", "sm_80")
 
@@ -40,7 +40,7 @@ def render_standalone(package: Package, files: dict[str, str]) -> str:
     spec = package.spec
     return render_template(
         "model/standalone.py.j2", spec=spec, package=package, parts=[_part(plan, files) for plan in plans], modules=module_lines(spec),
-        needed=_needed(plans[-1].target), names=[name for name, _ in spec.args],
+        needed=_needed(plans[-1].target), names=[name for name, _ in spec.args], signature=parameters(spec),
         half=spec.precision.itemsize == 2, parameters=[key for key, _ in spec.parameters], init_args=tuple(value for _, value in spec.args),
     )  # fmt: skip
 

@@ -8,6 +8,11 @@ from codegen.spec import Spec, Step
 _DRAWS = {"randn": "torch.randn", "rand": "torch.rand", "ones": "torch.ones", "zeros": "torch.zeros"}
 
 
+def parameters(spec: Spec) -> list[str]:
+    """The constructors' parameters behind self, those with defaults last."""
+    return [f"{name}={value!r}" if name in spec.defaults else name for name, value in spec.args]
+
+
 def module_lines(spec: Spec) -> list[str]:
     """Statements that create the parameters, in the chain's order: the order of PyTorch's random draws."""
     lines = []

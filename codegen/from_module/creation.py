@@ -74,15 +74,26 @@ def bind(model: type, init: Any, path: str) -> Arguments:
         raise Refused([Fault(line, f"Model takes {signature}; a spec names every argument, *args has no names")])
     faults, arguments = [], []
     for name, value in zip(names, init, strict=False):
-        if isinstance(value, (bool, int, float)):
-            arguments.append((name, value))
-        elif isinstance(value, (list, tuple)) and value and all(isinstance(v, int) and not isinstance(v, bool) for v in value):
-            arguments.append((name, tuple(value)))
+        if _is_argument(value):
+            arguments.append((name, tuple(value) if isinstance(value, list) else value))
         else:
             faults.append(Fault(line, f"{name} = {value!r}: arguments of a spec are numbers, true or false, and lists of sizes"))
     if faults:
         raise Refused(faults)
     return arguments
+
+
+def defaults_of(model: type, given: Arguments) -> Arguments:
+    """The arguments of Model.__init__ that get_init_inputs leaves at their defaults, as far as a spec can hold those."""
+    listed = list(inspect.signature(model).parameters.values())[len(given) :]
+    return [(p.name, tuple(p.default) if isinstance(p.default, list) else p.default) for p in listed if p.kind is not p.POSITIONAL_ONLY and _is_argument(p.default)]
+
+
+def _is_argument(value: Any) -> bool:
+    """Can a spec's args hold it?"""
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+    return isinstance(value, (bool, int, float))
 
 
 def line_of_init(model: type, path: str) -> int:
@@ -91,12 +102,13 @@ def line_of_init(model: type, path: str) -> int:
     return code.co_firstlineno if code is not None and code.co_filename == path else 0
 
 
-def construct_for_tracing(model: type, init: list[Any], arguments: Arguments, path: str) -> nn.Module:
-    """Model with marked arguments, without memory for its parameters where it allows that. Raises Refused."""
+def construct_for_tracing(model: type, init: list[Any], arguments: Arguments, defaults: Arguments, path: str) -> nn.Module:
+    """Model with marked arguments and defaults, without memory for its parameters where it allows that. Raises Refused."""
     marked = [tagged(name, value) if type(value) in (int, float) else value for (name, _), value in zip(arguments, init, strict=True)]
-    for device, values in (("meta", marked), ("cpu", marked)):
+    marked_defaults = {name: tagged(name, value) for name, value in defaults}
+    for device in ("meta", "cpu"):
         with contextlib.suppress(Exception), torch.device(device):
-            return model(*values)
+            return model(*marked, **marked_defaults)
     return construct(model, init, path)[0]
 
 

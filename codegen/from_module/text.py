@@ -12,6 +12,9 @@ from codegen.from_module.graph import Entry
 from codegen.ops import OPERATORS, Argument
 
 
+ALIKE = 0.6  # the share of letters that two names have in common from which on they count as alike
+
+
 @dataclass(frozen=True)
 class Text:
     """A spec's text; `origin` maps its 1-based lines to those of the problem file."""
@@ -20,15 +23,16 @@ class Text:
     origin: dict[int, int]
 
 
-def references(entries: list[Entry], arguments: Arguments) -> dict[tuple[int, str], str]:
+def references(entries: list[Entry], arguments: Arguments, defaults: Arguments) -> dict[tuple[int, str], str]:
     """Which values of the chain (entry's index, argument) are arguments of the constructor.
 
     First those whose value is known to be the argument's. An argument that reaches the chain on no such way (a flag, a list, or a file that repeats
-    the number) stands for the equal value whose name is most like its own.
+    the number) stands for the equal value whose name is most like its own; one that is left at its default only where the names are alike.
     """
+    optional = {name for name, _ in defaults}
     found = {(i, key): source for i, entry in enumerate(entries) for key, value in entry.values.items() if (source := source_of(value))}
     candidates = []
-    for name, value in arguments:
+    for name, value in (*arguments, *defaults):
         if name in found.values():
             continue
         for i, entry in enumerate(entries):
@@ -36,8 +40,9 @@ def references(entries: list[Entry], arguments: Arguments) -> dict[tuple[int, st
                 slot = (i, argument.name)
                 if slot in found or argument.name not in entry.values or _is_implied(i, entry, argument.name, found):
                     continue
-                if _stands_for(value, entry.values[argument.name], argument):
-                    candidates.append((_likeness(name, entry, argument.name), -i, name, slot))
+                likeness = _likeness(name, entry, argument.name)
+                if _stands_for(value, entry.values[argument.name], argument) and (name not in optional or likeness >= ALIKE):
+                    candidates.append((likeness, -i, name, slot))
     for _, _, name, slot in sorted(candidates, key=lambda c: c[:3], reverse=True):
         if slot not in found and name not in found.values():
             found[slot] = name
@@ -86,10 +91,11 @@ def unreached(arguments: Arguments, found: dict[tuple[int, str], str], line: int
 
 
 def spec_text(
-    name: str, origin: str, precision: str | None, shape: tuple[int, ...], values: str, arguments: Arguments, entries: list[Entry], init_line: int
-) -> Text:
+    name: str, origin: str, precision: str | None, shape: tuple[int, ...], values: str, arguments: Arguments, defaults: Arguments, entries: list[Entry],
+    init_line: int,
+) -> Text:  # fmt: skip
     """The spec of a chain that takes x of `shape`, filled as `values` says; `origin` is the file's name, for the first line."""
-    found = references(entries, arguments)
+    found = references(entries, arguments, defaults)
     shown = "".join(c for c in origin if c.isprintable())
     rows: list[tuple[str, int]] = [
         (f"# From {shown}: {' -> '.join(entry.operator for entry in entries)}", 0),
@@ -101,9 +107,10 @@ def spec_text(
     about_x = [f"{key}: {size}" for key, size in zip(("height", "width"), shape[2:], strict=False)] + ([] if values == "rand" else [f"values: {values}"])
     if about_x:
         rows.append((f"input: {{{', '.join(about_x)}}}", 0))
-    if arguments:
-        rows.append(("args:", 0))
-        rows += [(f"  {key}: {literal(value)}", init_line) for key, value in arguments]
+    for key, listed in (("args", arguments), ("defaults", defaults)):
+        if listed:
+            rows.append((f"{key}:", 0))
+            rows += [(f"  {name}: {literal(value)}", init_line) for name, value in listed]
     rows.append(("chain:", 0))
     width = max(len(entry.operator) for entry in entries) + 1
     for i, entry in enumerate(entries):

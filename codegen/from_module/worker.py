@@ -47,9 +47,10 @@ def _answer(path: str, model_name: str, name: str, precision: str | None, check:
     model, get_inputs, get_init_inputs = members(module, model_name)
     init = call(get_init_inputs, path)
     arguments = creation.bind(model, init, path)
+    defaults = creation.defaults_of(model, arguments)
     init_line = creation.line_of_init(model, path)
 
-    traced = graph.trace(creation.construct_for_tracing(model, init, arguments, path), path, source)
+    traced = graph.trace(creation.construct_for_tracing(model, init, arguments, defaults, path), path, source)
     original, records = creation.construct(model, init, path)
     faults = traced.faults + (creation.unused_faults(original, traced.used, records) if traced.whole else [])
     try:
@@ -69,11 +70,14 @@ def _answer(path: str, model_name: str, name: str, precision: str | None, check:
         faults.append(Fault(0, "forward applies no operator"))
     if faults:
         raise Refused(faults)
-    unreached_arguments = unreached(arguments, references(entries, arguments), init_line)
+    found = references(entries, arguments, defaults)
+    unreached_arguments = unreached(arguments, found, init_line)
     if unreached_arguments:
         raise Refused(unreached_arguments)
+    kept = [(key, value) for key, value in defaults if key in found.values()]
+    notes += [Fault(init_line, f"{key} = {value!r}: this default reaches no operator, so ModelNew has no such argument") for key, value in defaults if (key, value) not in kept]
 
-    text = spec_text(name, Path(path).name, precision, tuple(x.shape), values, arguments, entries, init_line)
+    text = spec_text(name, Path(path).name, precision, tuple(x.shape), values, arguments, kept, entries, init_line)
     spec = read_back(text, name)
     if spec.input_shape != tuple(x.shape):
         raise Refused([Fault(entries[0].line, f"get_inputs gives x of {tuple(x.shape)}; the chain takes {spec.input_shape}")])

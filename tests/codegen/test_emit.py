@@ -17,6 +17,7 @@ from codegen.manifest import source_key
 from codegen.render import render
 from codegen.spec import load_spec, shipped
 from codegen.spec_docs import example, reference
+from codegen.standalone import render_standalone
 
 TOP = Path(__file__).parents[2]
 CASES = index.entries(TOP / "generated")
@@ -101,6 +102,18 @@ chain:
   - linear: {name: gemm, in_features: 64, out_features: 64}
   - group_norm: {name: norm, num_groups: 4}
 """
+
+
+def test_defaults_are_defaults_of_every_constructor(tmp_path):
+    path = tmp_path / "layer.yaml"
+    path.write_text(LAYER.replace("num_groups: 4}", "num_groups: groups, eps: eps}").replace("chain:", "args: {groups: 4}\ndefaults: {eps: 1.0e-3}\nchain:"))
+    package = make_package(load_spec(path), ("cpu", "sm_80"))
+    files = render(package)
+    assert files["model.py"].count("def __init__(self, groups, eps=0.001):") == 2 and "return [4]\n" in files["model.py"]
+    assert "super().__init__(PACKAGE, groups=groups, eps=eps)" in files["model.py"]
+    assert json.loads(files["manifest.json"])["init_args"] == [["groups", 4], ["eps", 0.001]]
+    text = render_standalone(package, files)
+    assert "def __init__(self, groups, eps=0.001):" in text and "given = (groups, eps,)" in text and "folded = (4, 0.001)" in text
 
 
 def test_a_package_of_another_spec_is_not_replaced(tmp_path):

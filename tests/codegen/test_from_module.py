@@ -154,9 +154,14 @@ def test_values_that_are_computed_from_arguments_are_written_out(tmp_path):
     assert chain(tmp_path, text)[0]["linear"] == {"name": "fc", "in_features": "width_in", "out_features": "width_out"}
 
 
-def test_an_argument_with_a_default_that_is_not_given_is_a_literal(tmp_path):
-    data = yaml.safe_load(read(tmp_path, LINEAR.replace("high):", "high, eps=1e-3):").replace("groups, width_out)", "groups, width_out, eps)")).yaml)
-    assert data["chain"][1]["group_norm"]["eps"] == 1e-3 and "eps" not in data["args"]
+def test_an_argument_that_is_left_at_its_default_is_one_of_the_specs_defaults(tmp_path):
+    text = LINEAR.replace("high):", "high, eps=1e-3, dim=1, mode='fast'):").replace("groups, width_out)", "groups, width_out, eps)")
+    found = read(tmp_path, text)
+    data = yaml.safe_load(found.yaml)
+    assert data["defaults"] == {"eps": 1e-3} and data["chain"][1]["group_norm"]["eps"] == "eps" and "eps" not in data["args"]
+    (note,) = found.notes
+    assert note.message.startswith("dim = 1: this default reaches no operator")
+    assert spec_of(tmp_path, found).defaults == ("eps",)
 
 
 def test_flags_refer_to_their_argument(tmp_path):

@@ -189,6 +189,30 @@ def test_the_shown_path_does_not_depend_on_where_the_command_runs(monkeypatch, t
     assert resolve(str(tmp_path / "own.yaml"))[1] == ".../own.yaml"
 
 
+DEFAULTS = GOOD.replace("num_groups: num_groups}", "num_groups: num_groups, eps: eps}").replace("chain:", "defaults: {eps: 1.0e-3}\nchain:")
+
+
+def test_defaults_are_the_last_arguments(tmp_path):
+    spec = read(tmp_path, DEFAULTS)
+    assert spec.args[-1] == ("eps", 1e-3) and spec.defaults == ("eps",) and spec.init_values == (8, 6, 3) and spec.norm.values["eps"] == 1e-3
+    again = read(tmp_path, resolved_yaml(spec))
+    assert (again.args, again.defaults) == (spec.args, spec.defaults)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("{eps: 1.0e-3}", "{eps: 1.0e-3, num_groups: 3}", 4, "num_groups: is an argument on line 3 already"),
+        ("{eps: 1.0e-3}", "{eps: 1.0e-3, slope: 3.0}", 4, "slope: is never used"),
+        ("{eps: 1.0e-3}", "{eps: small}", 4, "expected a finite number"),
+        ("{eps: 1.0e-3}", "[eps]", 4, "defaults: a list; expected a mapping"),
+    ],
+)
+def test_faults_of_defaults(tmp_path, old, new, line, message):
+    found = problems(tmp_path, DEFAULTS.replace(old, new))
+    assert any(re.search(rf":{line}:\d+: ", text) and message in text for text in found), found
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_mangled_spec_is_read_or_refused(tmp_path_factory, data):
