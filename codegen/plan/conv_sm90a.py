@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from codegen.chain import Apply, Constant, applies, describe
 from codegen.numerics import ARITHMETICS, Arithmetic
 from codegen.ops import Kind
-from codegen.plan.conv_geometry import REGISTERS, Geometry, Layout, Windows, candidates, ceil_div, channel_tile, choose
+from codegen.plan.conv_geometry import PREFERENCE, REGISTERS, Geometry, Layout, Windows, candidates, ceil_div, channel_tile, choose
 from codegen.plan.conv_steps import Step, steps, uses_none
 from codegen.plan.model import Kernel, Launch, Plan
 from codegen.plan.norm_chain import Operand, ValueFunction, norm_constants, norm_operands, operand_of, prepare_function, unique_operands
@@ -33,8 +33,9 @@ SHORT_ROWS = 64  # a narrower tile leaves the tensor cores half idle
 class ConvKernel(Kernel):
     """What templates/conv_sm90a reads.
 
-    `operands` are the parameter tensors beside the weights; `direction` is the C expression of a channel's sign. `transforms`: accumulators are
-    turned into the norm's input one by one, and each tile's statistics are taken in two walks; otherwise a shift rides in an unused part of K.
+    `operands` are the parameter tensors beside the weights; `direction` is the C expression of a channel's sign. `two_walks`: a
+    tile's statistics are taken in two walks; otherwise a shift rides in an unused part of K. `transforms`: accumulators are turned into the norm's
+    input one by one; otherwise what is left of them is, a strip's extremes and a sample's moments.
     `scaled`: x is multiplied by a power of two and split, so its range is checked. `fold_lines` update `factor` and `offset`, `finish` does the rest.
     """
 
@@ -51,6 +52,7 @@ class ConvKernel(Kernel):
     direction: str
     direction_operands: tuple[Operand, ...]
     bias: Operand | None
+    two_walks: bool
     transforms: bool
     scaled: bool
     split: bool
@@ -64,11 +66,16 @@ class ConvKernel(Kernel):
         return self.prepare_operands if self.transforms else (self.bias,) if self.bias else ()
 
     @property
+    def rests(self) -> bool:
+        """Whether weights are kept in three parts."""
+        return any(half.weights.startswith("rest") for step in self.steps for half in (step.first, step.second))
+
+    @property
     def channels_at_once(self) -> int:
         """Channels whose results a thread has under way: few where weights and accumulators leave few registers."""
-        if self.transforms and self.geometry.multiply_registers == max(registers for _, registers, *_ in REGISTERS):
+        if self.two_walks and self.geometry.multiply_registers == max(registers for _, registers, *_ in REGISTERS):
             return 2
-        return 4 if len(self.finish.lines) > 2 else 8
+        return 4 if len(self.finish.lines) > 2 else 8 if self.transforms else 16
 
     def parameters(self, c_type: str) -> str:
         """The launcher's tensors, four to a line."""
@@ -138,7 +145,7 @@ def _geometry(spec: Spec, target: Target, device: DeviceClass, windows: Windows,
         raise PlanError(f"a group of {spec.group_channels} channels is wider than the 64 that one CTA computes")
     bias = any(parameter.suffix == "bias" for parameter in spec.producer.parameters)
     channel_floats = 2 + bias + sum(len(step.parameters) for step in spec.before_norm)
-    listed = list(candidates(spec, device, windows, arithmetic.parts, _transforms(spec, arithmetic), channels, channel_floats))
+    listed = list(candidates(spec, device, windows, arithmetic.parts, _two_walks(spec, arithmetic), channels, channel_floats))
     if not listed:
         raise PlanError("the weights of this convolution, with a tile's accumulators, exceed the registers of a warpgroup")
     listed = [g for g in listed if layout in (None, g.layout)]
@@ -149,9 +156,9 @@ def _geometry(spec: Spec, target: Target, device: DeviceClass, windows: Windows,
     return chosen
 
 
-def _transforms(spec: Spec, arithmetic: Arithmetic) -> bool:
-    """Whether accumulators become the norm's input in registers: where operators precede the norm, and where fp32 is promised, since values
-    less a shift that the first rows chose have lost the bits that a mean nearer to them would have kept."""
+def _two_walks(spec: Spec, arithmetic: Arithmetic) -> bool:
+    """Whether each tile gets a mean of its own: where operators precede the norm, and where fp32 is promised, since values less a shift that
+    the first rows chose have lost the bits that a mean nearer to them would have kept."""
     return bool(spec.before_norm) or arithmetic.parts == 2
 
 
@@ -184,7 +191,7 @@ def _fold(spec: Spec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tupl
 def _kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising, after: Sequence[ChainStep], debug: bool) -> ConvKernel:
     producer = spec.producer
     keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
-    transforms = _transforms(spec, arithmetic)
+    two_walks = _two_walks(spec, arithmetic)
     prepare = prepare_function(spec, True, keys.get("bias"))
     fold_lines, fold_operands, left = _fold(spec, after)
     finish_operands = tuple(operand_of(item) for item in left if item.parameter)
@@ -196,7 +203,7 @@ def _kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, r
     signs = ValueFunction("", "", (), rising.factors)
     operands = unique_operands(prepare, ValueFunction("", "", (), fold_operands), finish, signs)
     bias = next((o for o in operands if o.key == keys.get("bias")), None)
-    listed = steps(producer.values["kernel_size"], g.octets, g.pitch, g.plane, g.parts, not transforms)
+    listed = steps(producer.values["kernel_size"], g.octets, g.pitch, g.plane, g.parts, not two_walks)
     scaled = spec.precision.itemsize == 4
     applied = applies(spec, (*spec.before_norm, *after))
     return ConvKernel(
@@ -204,7 +211,7 @@ def _kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, r
         constants=_constants(spec, g, windows, arithmetic, applied), summary=_summary(spec), smem_bytes=g.smem_bytes, max_registers=max_registers(g),
         threads=g.threads, blocks=g.clusters * g.layout.cluster, notes=_notes(spec, g, arithmetic), geometry=g, steps=listed, needs_none=uses_none(listed),
         operands=operands, applied=applied, prepare=prepare, prepare_operands=prepare.operands if prepare else (), finish=finish, fold_lines=fold_lines,
-        fold_operands=fold_operands, direction=rising.expression, direction_operands=rising.factors, bias=bias, transforms=transforms, scaled=scaled,
+        fold_operands=fold_operands, direction=rising.expression, direction_operands=rising.factors, bias=bias, two_walks=two_walks, transforms=bool(spec.before_norm), scaled=scaled,
         split=arithmetic.parts == 2, padded=producer.values["padding"][0] > 0,
         operand_type="__nv_bfloat16" if spec.precision.name == "bf16" else "__half", debug=debug,
     )  # fmt: skip
@@ -246,6 +253,8 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
         c("kPooledWidth", windows.output[1], "values of a row of y"),
         c("kPooledPlane", "kPooledHeight * kPooledWidth", "values of a channel of y"),
         c("kGroupChannels", spec.group_channels, f"{spec.channels} channels / {spec.num_groups} groups"),
+        c("kMerged", g.merged, "channels of a group whose moments meet in a warp"),
+        c("kSetsOfGroup", spec.group_channels // g.merged, "kGroupChannels / kMerged"),
         c("kGroupSize", spec.group_size, "kGroupChannels x kOutHeight x kOutWidth"),
         c("kChannels", g.channels, "output channels of a CTA" + (", padded to the 64 rows of a tile" if g.channels < 64 else ": the rows of a tile")),
         *([c("kChannelTiles", g.channel_tiles, "kOutChannels / kChannels")] if g.channel_tiles > 1 else []),
@@ -275,22 +284,26 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
             c("kRawValues", g.raw_stage_bytes // spec.precision.itemsize, "kInChannels x kChunkRows x kWidth"),
             c("kConvertBarrier", g.layout.warpgroups + 2, "named barrier of the converting warpgroup"),
         ] if g.raw_stages else [c("kPrefetchChunks", 3, "chunks between what is loaded and what is brought into the L2 cache")]),
+        *([c("kTurnBarrier", g.layout.warpgroups + 3, "named barrier of the first multiplying warpgroup's turn")] if g.turns else []),
+        *([c("kPixelsAtOnce", g.pixels_at_once, "of them, whose values a thread holds")] if g.raw_stages else []),
         c("kChunkPixels", ceil_div(g.chunk * width, 128), "pixels of a chunk for each converting thread"),
         c("kPlanePixels", "(kRing + kRepeats) * kPitch", "pixels of a plane"),
         c("kPlanes", g.planes, "kOctets" + (", high and low parts" if g.parts == 2 else "")),
-        c("kConstantPixels", g.constants_bytes // 16, "pixels of equal values, for what is added to every column"),
+        *([c("kConstantPixels", g.constants_bytes // 16, "pixels of equal values, for what is added to every column")] if g.constants else []),
         *([c("kFolds", g.folds, f"pieces of {g.fold} columns in a window of {windows.size[1]}")] if g.folds > 1 else []),
         c("kRowThreads", g.row_threads, "threads that write a row of y together"),
         c("kEntries", g.entries, "extremes of a channel in a strip"),
         c("kSlotPitch", g.slot_pitch, "values from one channel to the next: odd, for the banks"),
         c("kSlotValues", "kChannels * kSlotPitch", "extremes of a strip"),
         c("kStripBarriers", g.strip_barriers, "strips that the converter may be behind"),
-        c("kConstantsAt", g.operand_bytes, "kPlanes x kPlanePixels x 16 bytes"),
-        c("kSlotsAt", g.operand_bytes + g.constants_bytes, "+ kConstantPixels x 16"),
+        *([c("kConstantsAt", g.operand_bytes, "kPlanes x kPlanePixels x 16 bytes")] if g.constants else []),
+        c("kSlotsAt", g.operand_bytes + g.constants_bytes, "+ kConstantPixels x 16" if g.constants else "kPlanes x kPlanePixels x 16 bytes"),
         *([c("kRawAt", g.operand_bytes + g.constants_bytes + g.slots_bytes, "+ kUnits x kSlotValues x 4")] if g.raw_stages else []),
         c("kSharedAt", g.smem_bytes - g.shared_bytes, f"+ kRawStages x {g.raw_stage_bytes}" if g.raw_stages else "+ kUnits x kSlotValues x 4"),
         c("kSharedBytes", g.smem_bytes, "+ struct Shared"),
-        c("kConstant", "1.0f" if bf16 else "32768.0f", "of the constant pixels" + ("" if bf16 else ": 65504 times it exceeds any sum of products"), "float"),
+        *([
+            c("kConstant", "1.0f" if bf16 else "32768.0f", "of the constant pixels" + ("" if bf16 else ": 65504 times it exceeds any sum of products"), "float"),
+        ] if g.constants else []),
         *([] if bf16 else [c("kWeightExponent", 4, "a channel's largest weight is scaled to 16 .. 32")]),
         *([
             c("kInputScale", "64.0f", "x is scaled by it before it becomes fp16", "float"),
@@ -322,6 +335,10 @@ def _why(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
     reasons = [
         "one read of x: the sign of a channel's factors decides whether a window's largest or smallest value counts, before the statistics are known",
         f"{used} CTAs on {used} SMs, the busiest computes {g.strips_computed} strips of {g.strips * g.items} in {g.items} samples",
+        f"{g.layout.warpgroups} warpgroups multiply, as many as the registers allow with {g.tile_values} accumulators and the weights of a thread"
+        + ("; they take turns at the tensor cores" if g.turns else ""),
+        f"x comes by the copy engine, {g.chunk} rows at a time, {g.raw_stages} times ahead" if g.layout.bulk else "x comes through registers",
+        f"of the cuts that fit, in this order: {PREFERENCE}",
     ]
     if spec.before_norm:
         reasons.append(f"{', '.join(describe(step) for step in spec.before_norm)} before the norm: statistics see their results")

@@ -60,18 +60,30 @@ def steps(kernel: tuple[int, int], octets: int, pitch: int, plane: int, parts: i
         base = octets * plane if low_pixels else 0
         return [Half(f"{weights}[{index}]", base + offset, f"{weights} {label}{' low x' if low_pixels else ''}") for index, offset, label in taps]
 
-    corrections = halves("low", False) + halves("high", True) if parts == 2 else []
     main = halves("high", False)
+    pairs = _correction_pairs(halves("low", False), halves("high", True)) if parts == 2 else []
     tail = [Half("shift", CONSTANTS, "shift")] if shifted else []
-    none = Half("none", CONSTANTS, "nothing")
     if (len(main) + len(tail)) % 2:
-        tail.insert(0, none)
+        # Operands in two parts fill the free half with the smallest products of the last tap.
+        tail.insert(0, halves("low", True)[-1] if parts == 2 else Half("none", CONSTANTS, "nothing"))
     ordered = main[: len(main) - len(tail)]
     for half, partner in zip(main[len(main) - len(tail) :], tail, strict=True):
         ordered += [half, partner]
-    pairs = [(a, b, True) for a, b in zip(corrections[::2], corrections[1::2], strict=True)]
-    pairs += [(a, b, False) for a, b in zip(ordered[::2], ordered[1::2], strict=True)]
-    return tuple(Step(a, b, corrects) for a, b, corrects in pairs)
+    if parts == 2 and needs_rest(len(taps)):
+        pairs += zip(halves("rest", False), halves("rest", True), strict=True)
+    listed = [Step(a, b, True) for a, b in pairs]
+    return (*listed, *(Step(a, b, False) for a, b in zip(ordered[::2], ordered[1::2], strict=True)))
+
+
+def needs_rest(taps: int) -> bool:
+    """Do weights need a third part? Two parts lose up to 2^-24 of a weight, the same for every pixel: sums of 8 products that nearly cancel show it."""
+    return taps == 1
+
+
+def _correction_pairs(first: list[Half], second: list[Half]) -> list[tuple[Half, Half]]:
+    """Pairs of neighbours, as in the main products: an instruction's weights are four registers in a row, so other pairs would cost copies."""
+    pairs = [*zip(first[:-1:2], first[1::2], strict=True), *zip(second[:-1:2], second[1::2], strict=True)]
+    return [*pairs, (first[-1], second[-1])] if len(first) % 2 else pairs
 
 
 def uses_none(listed: tuple[Step, ...]) -> bool:
