@@ -1,7 +1,8 @@
 """The routes through a target, and the choice among them.
 
     cpu      torch's GEMM or convolution, then one C++ pass
-    sm_80    our GEMM with the whole chain in its epilogue; our GEMM, then the norm kernel; torch's GEMM or convolution, then the norm kernel
+    sm_80    our GEMM with the whole chain in its epilogue; our GEMM, then the norm kernel; torch's GEMM or convolution, then the norm kernel;
+             our convolution, which keeps a value of each pooling window and statistics, then a kernel that normalises them
     sm_90a   one wgmma kernel for the whole chain, of a linear or of a convolution
 """
 
@@ -79,7 +80,7 @@ def _cpu(spec: Spec, target: Target, device: DeviceClass) -> Plan:
 
 def _sm_80(spec: Spec, target: Target, device: DeviceClass, candidate: Candidate | None) -> Plan:
     if spec.producer.operator.name == "conv2d":
-        return _library_route(spec, target, device, ("the convolution is torch's: this target has no convolution kernel of its own",))
+        return _conv_sm_80(spec, target, device, candidate.gemm if candidate is not None else spec.gemm)
     if candidate is not None and candidate.gemm == "library":
         return _library_route(spec, target, device, ("torch's GEMM, then the norm kernel",))
     if candidate is not None and candidate.tile is not None:
@@ -97,6 +98,25 @@ def _sm_80(spec: Spec, target: Target, device: DeviceClass, candidate: Candidate
         spec, target, device,
         (f"torch's GEMM, then the norm kernel: {library_ms:.3f} ms estimated, against {ours_ms:.3f} ms with mma.sync in our own",),
     )  # fmt: skip
+
+
+def _conv_sm_80(spec: Spec, target: Target, device: DeviceClass, wanted: str | None) -> Plan:
+    """Our convolution where it serves the chain and its estimate is below the library's; `wanted` is "generated", "library" or neither."""
+    from codegen.plan.conv_sm80 import library_conv_ms, one_pass_ms, plan_conv_sm_80
+
+    if wanted == "library":
+        return _library_route(spec, target, device, ("torch's convolution asked for, then the norm kernel",))
+    try:
+        ours = plan_conv_sm_80(spec, target, device)
+    except PlanError as reason:
+        return _library_route(spec, target, device, (f"torch's convolution, then the norm kernel; not in one pass: {reason}",))
+    ours_ms, library_ms = one_pass_ms(spec, device, ours), library_conv_ms(spec, device)
+    if wanted == "generated" or ours_ms < library_ms * LIBRARY_MARGIN:
+        compared = f"{ours_ms:.3f} ms estimated, against {library_ms:.3f} ms with torch's convolution and the norm kernel"
+        return replace(ours, why=(*ours.why, f"the convolution in one pass: {compared}"))
+    return _library_route(
+        spec, target, device, (f"torch's convolution, then the norm kernel: {library_ms:.3f} ms estimated, against {ours_ms:.3f} ms in one pass of our own",)
+    )
 
 
 def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool) -> Plan:

@@ -1,0 +1,306 @@
+"""Planning for mma.sync: a chain that starts with `conv2d`, in one read of x and two kernels.
+
+    conv2d -> element-wise -> group_norm -> monotone or affine element-wise -> max_pool2d -> element-wise
+
+The first kernel multiplies without im2col and keeps of each pooling window the one value before the norm that decides (the sign of what multiplies
+the normalised value is known before the statistics are), and the statistics of every part of a sample. The second normalises what was kept.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from codegen.chain import Apply, Constant, applies, describe, unique_constants
+from codegen.numerics import Arithmetic
+from codegen.plan.conv_geometry import Windows, ceil_div
+from codegen.plan.conv_sm80_geometry import Geometry, candidates, choose
+from codegen.plan.conv_sm90a import arithmetic_of, split_at_pool, windows_of
+from codegen.plan.model import Buffer, Kernel, Launch, Plan
+from codegen.plan.norm_chain import (
+    NormKernel,
+    Operand,
+    ValueFunction,
+    channel_mode,
+    finish_function,
+    norm_constants,
+    prepare_function,
+    unique_operands,
+)
+from codegen.plan.norm_pool import Direction, direction
+from codegen.plan.routes import PlanError, floor
+from codegen.spec import Spec
+from codegen.targets import DeviceClass, Target
+
+KEPT, STATISTICS = "kept", "part_statistics"  # buffers: a value of each window before the norm, and moments (float4) by sample, channel and part
+BUSY = 0.55  # of the tensor cores' rate with mma.sync, what this kernel reaches beside its epilogue
+LIBRARY_BUSY = 0.75  # of the fp32 rate, what the library's convolution of few channels reaches, whatever the type of its operands
+FINISH_THREADS = 256
+FEWEST_HALVES = 4  # of K, 8 each, at fp32: a lone tap's result was off by 6e-7 on an H200 where large values cancel, twice what is allowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvKernel(Kernel):
+    """What templates/conv_sm80/conv.cu.j2 reads.
+
+    `operands` are the parameter tensors beside the weights; `direction` is the C expression of a channel's sign. `scaled`: x and the weights are
+    multiplied by powers of two before they become fp16; `split`: in two parts. Without `transforms` one fused multiply-add turns an accumulator
+    into the norm's input: at most a bias lies between. `guard_rows`, `guard_columns`: pixels of a part may lie outside x.
+    """
+
+    geometry: Geometry
+    operands: tuple[Operand, ...]
+    applied: tuple[Apply, ...]
+    prepare: ValueFunction | None
+    bias: Operand | None
+    direction: str
+    direction_operands: tuple[Operand, ...]
+    transforms: bool
+    scaled: bool
+    split: bool
+    guard_rows: bool
+    guard_columns: bool
+    operand: str  # fp16 or bf16
+
+    @property
+    def channel_operands(self) -> tuple[Operand, ...]:
+        """What a lane needs of a channel, beside its sign and its scale."""
+        return self.prepare.operands if self.transforms and self.prepare else ()
+
+    def pointers(self, c_type: str) -> list[str]:
+        """The launcher's tensors."""
+        return [f"const {c_type}* {name}" for name in ("x", "weight", *self.operand_names)] + ["float* kept", "float4* statistics"]
+
+    def device_parameters(self, c_type: str) -> list[str]:
+        """The same as parameters of the CUDA kernel."""
+        return [parameter.replace("* ", "* __restrict__ ") for parameter in self.pointers(c_type)]
+
+    def operand_parameters(self, c_type: str) -> list[str]:
+        """Those of `operands` alone."""
+        return [f"const {c_type}* __restrict__ {name}" for name in self.operand_names]
+
+    @property
+    def operand_names(self) -> list[str]:
+        return [o.pointer for o in self.operands]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishKernel(NormKernel):
+    """What templates/conv_sm80/finish.cu.j2 reads: the norm of the values that were kept."""
+
+    @property
+    def parameter_widths(self) -> tuple[int, ...]:
+        """The widths at which parameters are loaded: vectors of them where each kept value is a channel of its own."""
+        return (self.width,) if self.channel_mode == "vector" else ()
+
+    def device_parameters(self, c_type: str) -> list[str]:
+        """Parameters of the CUDA kernel: the input is fp32 whatever the storage type."""
+        listed = (f"const {c_type}* __restrict__ {operand.pointer}" for operand in self.operands)
+        return ["const float* __restrict__ kept", "const float4* __restrict__ statistics", *listed, f"{c_type}* __restrict__ output"]
+
+
+def plan_conv_sm_80(spec: Spec, target: Target, device: DeviceClass, geometry: Geometry | None = None) -> Plan:
+    """The plan of a chain that starts with `conv2d`, in one read of x; a `geometry` forces one (for measurements).
+
+    Raises PlanError, with the reason, where these kernels cannot serve the chain.
+    """
+    windows, arithmetic = windows_of(spec), arithmetic_of(spec)
+    before_pool, _ = split_at_pool(spec)
+    rising = Direction((), False) if windows.size == (1, 1) else direction(spec, before_pool)
+    if rising is None:
+        raise PlanError("an operator between the norm and the pool neither rises nor falls everywhere, so no single value of a window decides")
+    taps = math.prod(spec.producer.values["kernel_size"])
+    if arithmetic.parts == 2 and ceil_div(spec.input_shape[1], 8) * taps < FEWEST_HALVES:
+        raise PlanError(
+            f"{taps} tap{'s' if taps > 1 else ''} of {spec.input_shape[1]} channels are too few for fp32: what the tensor core cuts off does not average out"
+        )
+    g = geometry or _geometry(spec, target, device, windows, arithmetic)
+    conv = _conv_kernel(spec, device, g, windows, arithmetic, rising)
+    finish = _finish_kernel(spec, g, windows)
+    kept = Buffer(KEPT, (spec.batch, spec.channels, *windows.output), "float32")
+    statistics = Buffer(STATISTICS, (spec.batch, spec.channels, g.sample_parts, 4), "float32")
+    bound = floor(spec, device, len(arithmetic.products), device.fp16)
+    return Plan(spec, target, device, (Launch(conv), Launch(finish)), (kept, statistics), bound, _why(spec, g, arithmetic))
+
+
+def one_pass_ms(spec: Spec, device: DeviceClass, plan: Plan) -> float:
+    """Estimate of `plan`: its tiles (idle columns and channels included) on the tensor cores, x once, what was kept written and read, y written."""
+    g = plan.kernels[0].geometry
+    tiles = spec.batch * g.sample_parts * g.units * g.window_rows / g.tile_rows
+    flop = 2.0 * tiles * g.tile * g.channels * g.channel_tiles * g.steps * 16
+    compute = flop * (3 if g.parts == 2 else 1) / (device.fp16 * device.mma_share * BUSY * 1e9)
+    memory = (plan.floor.bytes + 2 * plan.workspace_bytes) / (device.hbm * 1e6)
+    return compute + memory + 2 * device.launch_us / 1e3
+
+
+def library_conv_ms(spec: Spec, device: DeviceClass) -> float:
+    """Estimate of the library's convolution and the norm kernel: multiply-adds at fp32's rate (the library has no better kernel for rows of few
+    channels), the convolution's result written and read once, x read, y written."""
+    bound = floor(spec, device)
+    result = math.prod(spec.producer.output_shape) * spec.precision.itemsize
+    return bound.flop / (device.fp32 * LIBRARY_BUSY * 1e9) + (bound.bytes + 2 * result) / (device.hbm * 1e6) + 2 * device.launch_us / 1e3
+
+
+def _geometry(spec: Spec, target: Target, device: DeviceClass, windows: Windows, arithmetic: Arithmetic) -> Geometry:
+    bias = any(parameter.suffix == "bias" for parameter in spec.producer.parameters)
+    listed = list(candidates(spec, windows, arithmetic.parts, 3 + bias + sum(len(step.parameters) for step in spec.before_norm)))
+    if not listed:
+        raise PlanError(
+            f"pooling windows of {windows.size[1]} columns are wider than a warp's tile of 32" if windows.size[1] > 32
+            else "the weights of this convolution, with a tile's accumulators, exceed the registers of a warp"
+        )  # fmt: skip
+    chosen = choose(listed, spec.batch, target, device)
+    if chosen is None:
+        least = min(g.smem_bytes for g in listed)
+        raise PlanError(f"the rows of x of one pooled row take {least} bytes of shared memory a block; there are {target.smem_bytes}")
+    return chosen
+
+
+def _conv_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising: Direction) -> ConvKernel:
+    producer = spec.producer
+    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
+    prepare = prepare_function(spec, True, keys.get("bias"))
+    signs = ValueFunction("", "", (), rising.factors)
+    operands = unique_operands(prepare, signs)
+    padding = producer.values["padding"]
+    items = applies(spec, spec.before_norm)
+    blocks = min(spec.batch * g.sample_parts * g.channel_tiles, device.sms * g.blocks_per_sm)
+    last_row = g.sample_parts * g.part_strips * g.window_rows + g.halo - padding[0]
+    kernel = ConvKernel(
+        name="conv", template="conv_sm80/conv.cu.j2", arguments=("x", keys["weight"], *(o.key for o in operands), KEPT, STATISTICS), constants=(),
+        summary="the convolution on tensor cores without im2col, in one read of x: statistics, and one value of each pooling window",
+        smem_bytes=g.smem_bytes, max_registers=g.max_registers, threads=g.threads, blocks=blocks, notes=_notes(spec, g, arithmetic), geometry=g,
+        operands=operands, applied=items, prepare=prepare, bias=next((o for o in operands if o.key == keys.get("bias")), None),
+        direction=rising.expression, direction_operands=rising.factors, transforms=bool(spec.before_norm), scaled=spec.precision.itemsize == 4,
+        split=arithmetic.parts == 2, guard_rows=padding[0] > 0 or last_row > spec.input_shape[2], guard_columns=padding[1] > 0,
+        operand="bf16" if spec.precision.name == "bf16" else "fp16",
+    )  # fmt: skip
+    return replace(kernel, constants=_constants(spec, kernel, windows))
+
+
+def _constants(spec: Spec, kernel: ConvKernel, windows: Windows) -> tuple[Constant, ...]:
+    g, values = kernel.geometry, spec.producer.values
+    _, in_channels, height, width = spec.input_shape
+    out_height, out_width = spec.norm.input_shape[2:]
+    size, padding = values["kernel_size"], values["padding"]
+    pooled = windows.size != (1, 1)
+    window = "max_pool2d's kernel_size and stride" if pooled else "no pooling"
+
+    def c(name: str, value: object, why: str, kind: str = "int") -> Constant:
+        return Constant(name, str(value), why, kind)
+
+    listed = [
+        c("kBatch", spec.batch, "samples"),
+        c("kInChannels", in_channels, "in_channels"),
+        c("kHeight", height, "rows of x"),
+        c("kWidth", width, "values of a row of x"),
+        c("kInPlane", "kHeight * kWidth", "values of a channel of x"),
+        c("kKernelHeight", size[0], "conv2d's kernel_size"),
+        c("kKernelWidth", size[1], "conv2d's kernel_size"),
+        c("kTaps", "kKernelHeight * kKernelWidth", "filter taps"),
+        *([c("kPaddingHeight", padding[0], "conv2d's padding")] if padding[0] else []),
+        *([c("kPaddingWidth", padding[1], "conv2d's padding")] if padding[1] else []),
+        c("kOutChannels", spec.channels, "out_channels"),
+        c("kOutHeight", out_height, "rows of the convolution's result"),
+        c("kOutWidth", out_width, "columns of the convolution's result"),
+        c("kWindowHeight", windows.size[0], window),
+        c("kWindowWidth", windows.size[1], window),
+        c("kPooledHeight", windows.output[0], "rows of a channel of y"),
+        c("kPooledWidth", windows.output[1], "values of a row of y"),
+        c("kPooledPlane", "kPooledHeight * kPooledWidth", "values of a channel of y"),
+        c("kChannelWarps", g.channel_warps, "warps beside each other along the output channels"),
+        c("kColumnWarps", g.column_warps, "warps that share a part's units"),
+        c("kThreads", g.threads, "32 x kChannelWarps x kColumnWarps"),
+        c("kMinBlocks", g.blocks_per_sm, f"blocks of an SM: {g.max_registers} registers a thread"),
+        c("kRowTiles", g.row_tiles, "16 output channels each: what one instruction multiplies"),
+        c("kChannels", g.channels, "output channels of a block: 16 x kRowTiles x kChannelWarps"),
+        *([c("kChannelTiles", g.channel_tiles, "kOutChannels / kChannels, rounded up")] if g.channel_tiles > 1 else []),
+        c("kOctets", g.octets, "planes of 8 input channels: kInChannels / 8, rounded up"),
+        c("kHalves", "kOctets * kTaps", "halves of an instruction's K: a filter tap of 8 input channels each"),
+        c("kSteps", "(kHalves + 1) / 2", "instructions along K"),
+        *([c("kTileRows", g.tile_rows, "conv rows of a tile")] if g.tile_rows > 1 else []),
+        c("kTileOctets", g.tile // 8, "8 pixels each: one ldmatrix reads them of a filter tap"),
+        c("kTileColumns", g.tile_columns, "columns of a tile" + ("" if g.tile_rows == 1 else f": {g.tile} pixels in all")),
+        c("kUsedColumns", g.used_columns, "of them, those that belong to it: whole windows"),
+        *([c("kColumnTiles", g.column_tiles, "tiles beside each other")] if g.column_tiles > 1 else []),
+        c("kLastColumns", out_width - (g.column_tiles - 1) * g.used_columns, f"columns of the {'last ' if g.column_tiles > 1 else ''}tile that exist"),
+        c("kStrips", g.strips, "strips of a sample: kWindowHeight conv rows each, the last may be short"),
+        c("kPartStrips", g.part_strips, "strips of a part, whose rows of x a block holds at once"),
+        c("kParts", g.sample_parts, "parts of a sample"),
+        c("kUnits", g.units, "units of a part: a tile's columns of a strip each"),
+        c("kPartRows", g.part_rows, "rows of x of a part: kPartStrips x kWindowHeight + kKernelHeight - 1"),
+        c("kPitch", g.pitch, "pixels of a row in shared memory: kWidth" + (" and the padding" if padding[1] else "")),
+        c("kPartPixels", "kPartRows * kPitch", "pixels of a plane"),
+        c("kPlanePixels", g.plane, f"kPartPixels + {g.slack} that the last tile reads and drops" if g.slack else "kPartPixels"),
+        c("kLoads", g.loads, "pixels that a thread has on their way"),
+        *([c("kLowPlanes", "kOctets * kPlanePixels", "the low parts lie behind the high ones")] if g.parts == 2 else []),
+        c("kZeroPixel", g.planes * g.plane, "behind the planes: what an odd number of taps leaves over of K"),
+        c("kFold", g.fold, "columns of a window that meet in a lane" if g.fold > 1 else "a column of a window each"),
+        c("kPieces", g.pieces, "extremes of a channel in a unit"),
+        c("kPiecePitch", g.piece_pitch, "values from one channel's to the next's: odd, for the banks"),
+        c("kTileWindows", g.used_columns // windows.size[1], "pooling windows of a unit"),
+        c("kWindowPieces", windows.size[1] // g.fold, "extremes of a window"),
+        c("kSharedAt", g.operand_bytes, "the planes and the zero pixel, 16 bytes a pixel" if g.weight_bytes < g.operand_bytes else "the weights on their way, more than the planes"),
+        c("kSharedBytes", g.smem_bytes, "+ struct Shared"),
+        *([
+            c("kFirstScale", "64.0f", "x is scaled by it before it becomes fp16, where that suits the part", "float"),
+            c("kLargestFirst", "1023.0f", "kFirstScale x it is below fp16's 65504", "float"),
+            c("kSmallestFirst", "0.00390625f", "a part whose largest value is below it would lose digits to fp16's range", "float"),
+            c("kTargetExponent", 14, "other scales bring the largest value to 2^14 or up to twice that"),
+            c("kLargestExponent", 48, "beyond 2^48, or below 2^-48, scales would leave fp32's range: such parts are multiplied in fp32"),
+        ] if kernel.scaled else []),
+        *unique_constants(kernel.applied),
+    ]  # fmt: skip
+    return tuple(listed)
+
+
+def _finish_kernel(spec: Spec, g: Geometry, windows: Windows) -> FinishKernel:
+    finish = finish_function(spec, spec.after_norm, "finish_value", "The norm and what follows it, for a value that was kept.")
+    plane = math.prod(windows.output)
+    size = spec.group_channels * plane
+    width = math.gcd(4, size)
+    threads = next((count for count in (32, 64, 128) if count * width >= size), FINISH_THREADS)
+    groups = spec.batch * spec.num_groups
+    items = applies(spec, spec.after_norm)
+    constants = (
+        Constant("kNumGroups", str(spec.num_groups), "groups of a sample"),
+        Constant("kGroupChannels", str(spec.group_channels), f"{spec.channels} channels / kNumGroups"),
+        Constant("kGroupSize", str(spec.group_size), "values of a group before pooling: kGroupChannels x {} x {}".format(*spec.norm.input_shape[2:])),
+        Constant("kSets", str(spec.group_channels * g.sample_parts), f"moments of a group: kGroupChannels x {g.sample_parts} parts of a sample"),
+        Constant("kPooledPlane", str(plane), "values of a channel of y"),
+        Constant("kPooledSize", "kGroupChannels * kPooledPlane", "values of a group in y"),
+        Constant("kVector", str(width), "values of one access"),
+        Constant("kThreads", str(threads), "threads of a block, which takes a group"),
+        Constant("kWarps", str(threads // 32), "kThreads / 32"),
+        Constant("kBlocks", str(groups), f"{spec.batch} samples x kNumGroups"),
+        *norm_constants(spec, items),
+    )
+    return FinishKernel(
+        name="conv_finish", template="conv_sm80/finish.cu.j2", entry="conv_finish", arguments=(KEPT, STATISTICS, *(o.key for o in finish.operands), "y"),
+        constants=constants, summary=f"merges a group's statistics, then normalises the {size} values that were kept of it, and what follows",
+        max_registers=64, threads=threads, blocks=groups, input="kept", output="output", operands=unique_operands(finish), applied=items, prepare=None,
+        finish=finish, width=width, io_widths=(width,), channel_mode=channel_mode(plane, width), groups=groups, min_blocks=1,
+    )  # fmt: skip
+
+
+def _notes(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
+    parts = f"a block takes parts of a sample in turn: {g.part_strips} of {g.strips} rows of y, {g.part_rows} rows of x"
+    if g.channel_tiles > 1:
+        parts += f", {g.channels} of {spec.channels} channels"
+    tile = f"{g.tile_rows} x {g.tile_columns}" if g.tile_rows > 1 else str(g.tile_columns)
+    return (
+        f"{arithmetic.summary}; a warp keeps the weights of {16 * g.row_tiles} channels in registers and multiplies {tile} pixels at a time",
+        parts,
+    )
+
+
+def _why(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
+    reasons = ["one read of x: the sign of a channel's factors decides whether a window's largest or smallest value counts, before the statistics are known"]
+    if spec.before_norm:
+        reasons.append(f"{', '.join(describe(step) for step in spec.before_norm)} before the norm: statistics see their results")
+    if spec.precision.name == "tf32" and arithmetic.parts == 1:
+        reasons.append("one product of fp16 operands has TF32's 10 mantissa bits at twice its rate; a part out of its scales' range is computed in fp32")
+    return tuple(reasons)
+
+
+__all__ = ["ConvKernel", "FinishKernel", "library_conv_ms", "one_pass_ms", "plan_conv_sm_80"]

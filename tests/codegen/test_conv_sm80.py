@@ -1,0 +1,207 @@
+"""The one-pass convolution for mma.sync without a GPU: its cut, its choice, its arithmetic in an emulation, and what is emitted compiles within its plan."""
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from codegen.plan import PlanError, plan
+from codegen.plan.conv_sm80 import library_conv_ms, one_pass_ms, plan_conv_sm_80
+from codegen.plan.model import Library
+from codegen.render import render_kernel
+from codegen.spec import load_spec
+from codegen.targets import DEVICES, TARGETS
+from tests.codegen.conv_cases import FAMILY, chain
+from tests.codegen.conv_sm80_emulated import DTYPES, Emulated
+from tests.codegen.norm_harness import reference, relative_error
+from tests.compile_matrix import faults
+
+MAIN = "specs/conv2d_groupnorm_scale_maxpool_clamp.yaml"
+SMALL = "specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml"
+EMULATED = {
+    "main": chain(size=20, batch=2, after=({"clamp": {"min": 0.0, "max": 1.0}},)),
+    "before": FAMILY["before"] | {"batch": 1},
+    "padded": FAMILY["padded"] | {"batch": 1},
+    "odd_width": FAMILY["odd_width"] | {"batch": 1},
+    "no_pool": FAMILY["no_pool"] | {"batch": 2},
+    "pointwise": FAMILY["pointwise"] | {"batch": 1},
+    "one_group": FAMILY["one_group"] | {"batch": 2},
+    "tall_tiles": chain(cin=3, cout=80, size=(24, 19), kernel=4, groups=5, pool=2, batch=1),
+}
+
+
+def read(data, folder, precision="fp32"):
+    path = folder / "case.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return load_spec(path, precision)
+
+
+def planned(spec, device="a100", **options):
+    return plan_conv_sm_80(spec, TARGETS["sm_80"], DEVICES[device], **options)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
+def test_benchmark_shape_is_read_once_and_fits_every_card(precision):
+    spec = load_spec(MAIN, precision)
+    chosen = plan(spec, "sm_80")
+    conv, finish = chosen.kernels
+    g = conv.geometry
+    assert not any(isinstance(step, Library) for step in chosen.steps)
+    assert [buffer.shape for buffer in chosen.buffers] == [(128, 64, 31, 31), (128, 64, g.sample_parts, 4)]
+    assert conv.smem_bytes <= TARGETS["sm_80"].smem_bytes and g.blocks_per_sm * (conv.smem_bytes + 1024) <= DEVICES["a100"].smem_per_sm
+    assert g.used_columns == 32 and g.row_tiles == 2 and g.channels == 64 and finish.blocks == 128 * 16
+
+
+@given(
+    st.integers(1, 16), st.sampled_from([16, 32, 48, 80, 128, 160]), st.integers(6, 150), st.integers(6, 260), st.integers(1, 5), st.integers(0, 2),
+    st.integers(0, 9), st.sampled_from(["fp32", "tf32", "fp16", "bf16"]), st.sampled_from(["a100", "rtx3090", "h100"]),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_cut_covers_the_sample(tmp_path_factory, cin, cout, height, width, kernel, padding, pool, precision, device):
+    if min(height, width) + 2 * padding - kernel + 1 < max(pool, 1):
+        return
+    spec = read(chain(cin, cout, (height, width), kernel, cout // 8, 3, pool=pool, padding=padding), tmp_path_factory.mktemp("spec"), precision)
+    try:
+        g = planned(spec, device).kernels[0].geometry
+    except PlanError:
+        return
+    rows, columns = spec.norm.input_shape[2:]
+    window = max(pool, 1)
+    assert g.tile in (16, 32) and g.used_columns <= g.tile_columns and g.used_columns % window == 0
+    assert g.column_tiles * g.used_columns >= columns > (g.column_tiles - 1) * g.used_columns
+    assert rows % g.tile_rows == 0 and window % g.tile_rows == 0
+    assert g.strips * window >= rows > (g.strips - 1) * window
+    assert g.sample_parts * g.part_strips >= g.strips > (g.sample_parts - 1) * g.part_strips
+    assert g.channels * g.channel_tiles >= spec.channels > g.channels * (g.channel_tiles - 1) and g.threads >= g.channels
+    # What the last tile of a part reads lies in its plane.
+    last = (g.part_strips * window - g.tile_rows) * g.pitch + (g.column_tiles - 1) * g.used_columns
+    last += (g.tile_rows - 1 + kernel - 1) * g.pitch + g.tile_columns - 1 + kernel - 1
+    assert last < g.plane
+    assert g.smem_bytes <= TARGETS["sm_80"].smem_bytes
+    assert g.blocks_per_sm * g.threads * min(255, g.max_registers) <= 65536
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"stride": 2}, "stride"),
+        ({"pool": {"kernel_size": 3, "stride": 2}}, "overlap"),
+        ({"pool": {"kernel_size": [1, 33]}}, "wider than a warp's tile"),
+        ({"cin": 128}, "registers"),
+        ({"kernel": 1}, "too few for fp32"),
+    ],
+)
+def test_other_chains_keep_the_library_and_say_why(tmp_path, change, says):
+    spec = read(chain(**change), tmp_path)
+    with pytest.raises(PlanError, match=says):
+        planned(spec)
+    chosen = plan(spec, "sm_80")
+    assert isinstance(chosen.steps[0], Library) and any(says in reason for reason in chosen.why)
+
+
+def test_the_cheaper_way_is_taken_and_either_can_be_asked_for(tmp_path):
+    spec = read(chain(size=128, batch=128), tmp_path)
+    for device in ("a100", "rtx3090", "h100"):
+        ours = planned(spec, device)
+        cheaper = one_pass_ms(spec, DEVICES[device], ours) < 0.95 * library_conv_ms(spec, DEVICES[device])
+        chosen = plan(spec, "sm_80", device)
+        assert isinstance(chosen.steps[0], Library) != cheaper and any("estimated" in reason for reason in chosen.why)
+    assert isinstance(plan(read(chain() | {"gemm": "library"}, tmp_path), "sm_80").steps[0], Library)
+    assert not isinstance(plan(read(chain(size=16, batch=1) | {"gemm": "generated"}, tmp_path), "sm_80", "rtx3090").steps[0], Library)
+
+
+def test_a_pool_free_chain_may_end_in_operators_without_a_direction(tmp_path):
+    assert len(planned(read(chain(size=16, pool=0, after=("gelu",)), tmp_path)).kernels) == 2
+    with pytest.raises(PlanError, match="neither rises nor falls"):
+        data = chain()
+        data["chain"].insert(2, "gelu")
+        planned(read(data, tmp_path))
+
+
+def draw(spec, kind, generator):
+    x = torch.randn(spec.input_shape, generator=generator)
+    if kind == "offset":
+        x = x + 10
+    elif kind == "outlier":
+        x[:, :, 0, 0] = 900.0
+    elif kind == "large":
+        x = x * 1e5
+    elif kind == "small":
+        x = x * 1e-6
+    elif kind == "beyond scales":
+        x = x * 1e16
+    elif kind == "special":
+        x[0, 0, 3, 3], x[-1, -1, 4, 0] = float("nan"), float("inf")
+    return x.to(DTYPES[spec.precision.dtype])
+
+
+def expected(spec, x, values, dtype):
+    keys = {parameter.suffix: spec.producer.key(parameter) for parameter in spec.producer.parameters}
+    bias = values[keys["bias"]].to(dtype) if "bias" in keys else None
+    result = torch.nn.functional.conv2d(x.to(dtype), values[keys["weight"]].to(dtype), bias, padding=spec.producer.values["padding"])
+    return reference(spec, result, values, False, True, dtype)
+
+
+def rounded(t):
+    """To 10 bits of mantissa, to nearest."""
+    return ((t.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def allowed(spec, x, values, exact):
+    """What the precision promises on this input; in 16 bits, the storage type's rounding of the result."""
+    if spec.precision.itemsize == 2:
+        return {"fp16": 1e-3, "bf16": 8e-3}[spec.precision.name]
+    if spec.precision.name == "tf32":
+        coarse = values | {"conv.weight": rounded(values["conv.weight"])}
+        return max(1.1 * relative_error(expected(spec, rounded(x), coarse, torch.float64), exact), 3e-7)
+    return max(1.1 * relative_error(expected(spec, x, values, torch.float32), exact), 3e-7)
+
+
+def cases(names, precisions):
+    """All but a lone tap at fp32, which is refused."""
+    return [(name, precision) for name in names for precision in precisions if (name, precision) != ("pointwise", "fp32")]
+
+
+@pytest.mark.parametrize(("name", "precision"), cases(EMULATED, ("fp32", "tf32", "fp16", "bf16")))
+def test_emulated_kernels_keep_the_promise(tmp_path, name, precision):
+    spec = read(EMULATED[name], tmp_path, precision)
+    emulated = Emulated(planned(spec), tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    values = {
+        key: (torch.randn(shape, generator=generator) * (0.3 if key == "conv.weight" else 1)).to(DTYPES[spec.precision.dtype]) for key, shape in spec.parameters
+    }
+    values["norm.weight"][0] = 0.0
+    kinds = ("normal", "offset", "outlier", "special") + (
+        ("large", "small", "beyond scales") if precision in ("fp32", "tf32") and name in ("main", "padded") else ()
+    )
+    for kind in kinds:
+        if (name, kind) == ("before", "offset"):
+            continue  # hardtanh makes nearly all values alike: the norm then shows the rounding of the few others, and nothing else
+        x = draw(spec, kind, generator)
+        y, exact = emulated(x, values), expected(spec, x, values, torch.float64)
+        if kind == "special":
+            eager = expected(spec, x, values, torch.float32)
+            assert torch.equal(torch.isnan(y), torch.isnan(eager)) and torch.equal(torch.isinf(y), torch.isinf(eager))
+            continue
+        assert relative_error(y, exact) <= allowed(spec, x, values, exact), kind
+        assert torch.equal(y, emulated(x, values))
+
+
+@pytest.mark.parametrize(("name", "precision"), cases(FAMILY, ("fp32", "tf32", "fp16")))
+def test_family_compiles_within_its_plan(tmp_path, name, precision):
+    chosen = planned(read(FAMILY[name], tmp_path, precision))
+    assert not (found := [text for kernel in chosen.kernels for text in faults(chosen, kernel, tmp_path)]), "\n".join(found)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("path", [MAIN, SMALL])
+def test_shipped_specs_compile_within_their_plan(tmp_path, path, precision):
+    chosen = planned(load_spec(path, precision))
+    assert not (found := [text for kernel in chosen.kernels for text in faults(chosen, kernel, tmp_path)]), "\n".join(found)
+
+
+def test_only_scaled_operands_have_a_route_beyond_their_scales():
+    for precision, has in (("fp32", True), ("tf32", True), ("fp16", False), ("bf16", False)):
+        chosen = planned(load_spec(MAIN, precision))
+        assert ("exact_tile" in render_kernel(chosen, chosen.kernels[0])) == has

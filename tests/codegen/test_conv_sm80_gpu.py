@@ -1,0 +1,46 @@
+"""The one-pass convolution for mma.sync on a GPU, held to what the one for Hopper is held to: the family, precisions, adversarial data."""
+
+import pytest
+import yaml
+
+torch = pytest.importorskip("torch")
+
+from codegen.manifest import Package
+from codegen.plan.conv_sm80 import plan_conv_sm_80
+from codegen.spec import load_spec
+from codegen.targets import DEVICES, TARGETS
+from tests.codegen.conv_cases import FAMILY, chain
+from tests.codegen.gpu_models import built_models
+from tests.codegen.test_conv_sm90a_gpu import (  # noqa: F401  tests of any one-pass convolution, on the models of this module
+    PRECISIONS,
+    full_precision_eager,
+    test_error_is_within_the_promise,
+    test_infinity_and_nan_come_out_where_they_do_in_pytorch,
+    test_runs_are_bitwise_equal,
+    test_samples_that_fp16_cannot_hold_keep_their_accuracy,
+    test_weights_of_any_size_keep_their_accuracy,
+)
+
+pytestmark = pytest.mark.gpu
+
+CASES = {
+    **FAMILY,
+    "many_turns": chain(size=128, batch=140, after=({"clamp": {"min": 0.0, "max": 1.0}},)),
+    "tiles_of_channels": chain(cout=160, groups=20, size=24, pool=2, batch=40),
+    "tall_tiles": chain(cin=3, cout=80, size=(24, 19), kernel=4, groups=5, pool=2, batch=20),
+}
+
+
+@pytest.fixture(scope="module", params=[(n, p) for n in CASES for p in PRECISIONS if (n, p) != ("pointwise", "fp32")], ids="-".join)
+def built(request, tmp_path_factory):
+    """(spec, ModelNew, Model): the emitted package's, with the same random parameters on the GPU, with gamma 0 and negative ones among them."""
+    name, precision = request.param
+    folder = tmp_path_factory.mktemp(f"{name}_{precision}")
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(CASES[name] | {"name": f"conv_{name}"}, sort_keys=False))
+    spec = load_spec(path, precision)
+    ours, eager = built_models(Package(spec, (plan_conv_sm_80(spec, TARGETS["sm_80"], DEVICES["a100"]),)), folder)
+    with torch.no_grad():
+        for model in (ours, eager):
+            model.norm.weight[0] = 0.0
+    return spec, ours, eager
