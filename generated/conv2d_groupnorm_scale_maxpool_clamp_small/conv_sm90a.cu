@@ -11,7 +11,7 @@
 //   three fp16 products of scaled operands split in two, promoted; tiles of 64 channels x 64 pixels
 //   a CTA takes a sample: 1 round of 15 strips over 3 warpgroups, one more converts x
 //   pooled values before the norm wait in shared memory (14400 bytes) and are written while the next sample is multiplied
-//   128 blocks of 512 threads, 73408 bytes of shared memory
+//   128 blocks of 512 threads, 71616 bytes of shared memory
 //
 // Generated from specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml
 
@@ -40,6 +40,8 @@ constexpr int kPooledHeight = 15;  // rows of a channel of y
 constexpr int kPooledWidth = 15;  // values of a row of y
 constexpr int kPooledPlane = kPooledHeight * kPooledWidth;  // values of a channel of y
 constexpr int kGroupChannels = 2;  // 16 channels / 8 groups
+constexpr int kMerged = 2;  // channels of a group whose moments meet in a warp
+constexpr int kSetsOfGroup = 1;  // kGroupChannels / kMerged
 constexpr int kGroupSize = 1800;  // kGroupChannels x kOutHeight x kOutWidth
 constexpr int kChannels = 16;  // output channels of a CTA, padded to the 64 rows of a tile
 constexpr int kOctets = 1;  // planes of 8 input channels: kInChannels / 8, rounded up
@@ -63,21 +65,19 @@ constexpr int kChunkRows = 16;  // rows that are converted at once
 constexpr int kRawStages = 4;  // chunks on their way from memory
 constexpr int kRawValues = 1536;  // kInChannels x kChunkRows x kWidth
 constexpr int kConvertBarrier = 5;  // named barrier of the converting warpgroup
+constexpr int kPixelsAtOnce = 1;  // of them, whose values a thread holds
 constexpr int kChunkPixels = 4;  // pixels of a chunk for each converting thread
 constexpr int kPlanePixels = (kRing + kRepeats) * kPitch;  // pixels of a plane
 constexpr int kPlanes = 2;  // kOctets, high and low parts
-constexpr int kConstantPixels = 64;  // pixels of equal values, for what is added to every column
 constexpr int kRowThreads = 16;  // threads that write a row of y together
 constexpr int kEntries = 15;  // extremes of a channel in a strip
 constexpr int kSlotPitch = 15;  // values from one channel to the next: odd, for the banks
 constexpr int kSlotValues = kChannels * kSlotPitch;  // extremes of a strip
 constexpr int kStripBarriers = 15;  // strips that the converter may be behind
-constexpr int kConstantsAt = 27648;  // kPlanes x kPlanePixels x 16 bytes
-constexpr int kSlotsAt = 28672;  // + kConstantPixels x 16
-constexpr int kRawAt = 43072;  // + kUnits x kSlotValues x 4
-constexpr int kSharedAt = 67648;  // + kRawStages x 6144
-constexpr int kSharedBytes = 73408;  // + struct Shared
-constexpr float kConstant = 32768.0f;  // of the constant pixels: 65504 times it exceeds any sum of products
+constexpr int kSlotsAt = 27648;  // kPlanes x kPlanePixels x 16 bytes
+constexpr int kRawAt = 42048;  // + kUnits x kSlotValues x 4
+constexpr int kSharedAt = 66624;  // + kRawStages x 6144
+constexpr int kSharedBytes = 71616;  // + struct Shared
 constexpr int kWeightExponent = 4;  // a channel's largest weight is scaled to 16 .. 32
 constexpr float kInputScale = 64.0f;  // x is scaled by it before it becomes fp16
 constexpr float kLargestInput = 1023.0f;  // kInputScale x it is below fp16's 65504
@@ -138,6 +138,7 @@ __device__ __forceinline__ void take_registers() {
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void sync_group(int group) { named_barrier(group + 1, 128); }
 
+// The one arrival that a barrier waits for, and the bytes that are still to come.
 __device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
@@ -229,7 +230,7 @@ struct alignas(16) Channel {
 struct Shared {
   Channel channels[kMultiplyGroups][64];
   Coefficients coefficients[kMultiplyGroups][kChannels];
-  Moments moments[2][kChannels][1][kMultiplyGroups];  // of the sample being multiplied and the one before
+  Moments moments[2][kChannels / kMerged][1][kMultiplyGroups];  // of the sample being multiplied and the one before
   uint64_t row_ready[kRing];
   uint64_t strip_done[kStripBarriers];
   uint64_t moments_ready[2];
@@ -305,37 +306,50 @@ __device__ __forceinline__ void store_pixel(const float (&v)[8], int slot, int c
   }
 }
 
+// The ring's row `rows` behind row `slot`; a chunk is shorter than the ring.
+__device__ __forceinline__ int slot_behind(int slot, int rows) {
+  const int next = slot + rows;
+  return next < kRing ? next : next - kRing;
+}
+
 __device__ __forceinline__ float* raw_stage(int stage) { return reinterpret_cast<float*>(memory + kRawAt) + stage * kRawValues; }
 
-// One thread: asks the copy engine for a chunk; its channels lie one behind the other. Rows beyond x are left out.
+// The converting warps ask the copy engine for a chunk, every fourth channel each: issuing a copy takes long. Channels lie one behind the other.
 __device__ __forceinline__ void fetch_chunk(const float* x, const Work& work, const Chunk& chunk, int stage) {
+  if (threadIdx.x % 32 != 0) return;
+  const int warp = threadIdx.x % 128 / 32;
   const int top = chunk.top(work);
   constexpr int first = 0;
   const int rows = chunk.rows(work);
+  const int bytes = rows * kWidth * static_cast<int>(sizeof(float));
   uint64_t* ready = &shared().raw_ready[stage];
-  expect_bytes(ready, kInChannels * rows * kWidth * static_cast<int>(sizeof(float)));
+  if (warp == 0) expect_bytes(ready, kInChannels * bytes);
   const float* from = x + work.sample_of(chunk.item) * kInChannels * kInPlane + (top + first) * kWidth;
   float* to = raw_stage(stage) + first * kWidth;
-#pragma unroll 1
-  for (int c = 0; c < kInChannels; ++c) copy_run(to + c * kChunkRows * kWidth, from + c * kInPlane, rows * kWidth * static_cast<int>(sizeof(float)), ready);
+  for (int c = warp; c < kInChannels; c += 4) copy_run(to + c * kChunkRows * kWidth, from + c * kInPlane, bytes, ready);
 }
 
 // From a stage into the ring; the chunk's first row is row `stream` of all that this CTA converts.
 __device__ __forceinline__ void convert_chunk(const Work& work, const Chunk& chunk, int stage, int stream, float& largest) {
   const int rows = chunk.rows(work);
+  const int first_slot = stream % kRing;
+  const float* from = raw_stage(stage);
+#pragma unroll 1
+  for (int first = 0; first < kChunkPixels; first += kPixelsAtOnce) {
+    float v[kPixelsAtOnce][8];  // all loads before the first store: their latencies overlap
 #pragma unroll
-  for (int i = 0; i < kChunkPixels; ++i) {
-    const int pixel = threadIdx.x % 128 + i * 128;
-    const int row = pixel / kWidth;
-    if (row >= rows) break;
-    const float* from = raw_stage(stage) + pixel;
-    {
-      float v[8];
+    for (int i = 0; i < kPixelsAtOnce; ++i) {
+      const int pixel = threadIdx.x % 128 + (first + i) * 128;
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
-        v[c] = c < kInChannels ? from[c * kChunkRows * kWidth] : float(0);
+        v[i][c] = c < kInChannels ? from[c * kChunkRows * kWidth + pixel] : float(0);
       }
-      store_pixel(v, (stream + row) % kRing, pixel % kWidth, largest);
+    }
+#pragma unroll
+    for (int i = 0; i < kPixelsAtOnce; ++i) {
+      const int pixel = threadIdx.x % 128 + (first + i) * 128;
+      const int row = pixel / kWidth;
+      if (row < rows) store_pixel(v[i], slot_behind(first_slot, row), pixel % kWidth, largest);
     }
   }
 }
@@ -362,13 +376,13 @@ struct Room {
 // Converts every row that this CTA's strips read, in order, as the ring has room.
 __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
   Shared& s = shared();
-  const bool leader = threadIdx.x % 32 == 0;
+  const int lane = threadIdx.x % 32;
   Room room;
   int stream = 0;  // rows converted
   float largest = 0.0f;
   Chunk ahead = {0, 0};
   for (int stage = 0; stage < kRawStages && ahead.exists(work); ++stage, ahead = ahead.next(work)) {
-    if (threadIdx.x % 128 == 0) fetch_chunk(x, work, ahead, stage);
+    fetch_chunk(x, work, ahead, stage);
   }
   int stage = 0, phase = 0;
   for (Chunk chunk = {0, 0}; chunk.exists(work);) {
@@ -379,13 +393,11 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
     convert_chunk(work, chunk, stage, stream, largest);
     fence_operands();
     __syncwarp();
-    if (leader) {
-      for (int r = 0; r < rows; ++r) arrive(&s.row_ready[(stream + r) % kRing]);
-    }
+    if (lane < rows) arrive(&s.row_ready[slot_behind(stream % kRing, lane)]);  // a lane for each row
 
     named_barrier(kConvertBarrier, 128);  // every thread has read the stage
     if (ahead.exists(work)) {
-      if (threadIdx.x % 128 == 0) fetch_chunk(x, work, ahead, stage);
+      fetch_chunk(x, work, ahead, stage);
       ahead = ahead.next(work);
     }
     if (++stage == kRawStages) {
@@ -396,7 +408,7 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
     if (next.item != chunk.item) {
       // Whoever reads it after the last sample knows whether fp16's range was enough. The maximum of bits is that of values.
       const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
-      if (leader) atomicMax(&s.largest[chunk.item], bits);
+      if (lane == 0) atomicMax(&s.largest[chunk.item], bits);
       largest = 0.0f;
     }
     chunk = next;
@@ -405,10 +417,11 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
 
 // --- weights: fragments of 8 along K, in registers for the whole kernel ---
 
-// 2^e of a channel with the largest weight `largest`: brings it to 2^kWeightExponent or up to twice that. Infinite weights stay infinite.
+// 2^e of a channel with the largest weight `largest`: brings it to 2^kWeightExponent or up to twice that. Infinite weights stay infinite, and below
+// 2^-64 they count for nothing beside eps.
 __device__ __forceinline__ float weight_scale(float largest) {
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return __uint_as_float(static_cast<uint32_t>(127 + kWeightExponent - max(exponent, -96)) << 23);
+  return __uint_as_float(static_cast<uint32_t>(127 + kWeightExponent - max(exponent, -64)) << 23);
 }
 
 // A lane's rows of the fragment: lane / 4 of its warp's 16, and 8 more.
@@ -430,22 +443,27 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
 
     // A fragment's register holds two neighbouring input channels of one output channel.
     const float* from = a.weight + (channel * kInChannels + lane % 4 * 2) * kTaps;
-    auto value = [&](int half, int next) {
-      const int at = half / kTaps * 8 + next;
-      return lane % 4 * 2 + at < kInChannels ? to_float(from[at * kTaps + half % kTaps]) : 0.0f;
-    };
+    float values[kHalves][2];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+      for (int next = 0; next < 2; ++next) {
+        const int at = half / kTaps * 8 + next;
+        values[half][next] = lane % 4 * 2 + at < kInChannels ? to_float(from[at * kTaps + half % kTaps]) : 0.0f;
+      }
+    }
     float largest = 0.0f;
-#pragma unroll 9
-    for (int half = 0; half < kHalves; ++half) largest = fmaxf(largest, fmaxf(fabsf(value(half, 0)), fabsf(value(half, 1))));
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) largest = fmaxf(largest, fmaxf(fabsf(values[half][0]), fabsf(values[half][1])));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
     const float scale = weight_scale(largest);
     own.unscale = 1.0f / (scale * kInputScale);  // powers of two: exact
-    const float factor = scale;
+    const float factor = own.sign * scale;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      const float first = value(half, 0) * factor;
-      const float second = value(half, 1) * factor;
+      const float first = values[half][0] * factor;
+      const float second = values[half][1] * factor;
       high[half][h] = pack(first, second);
       const float2 rounded = unpack(high[half][h]);
       low[half][h] = pack(first - rounded.x, second - rounded.y);
@@ -455,6 +473,16 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
 }
 
 // --- statistics ---
+
+// Adds `v` to `sum`, and what rounding loses of it to `rest`: many equal small terms behind a large one would all be rounded the same way.
+__device__ __forceinline__ void accumulate(float& sum, float& rest, float v) {
+  const float next = __fadd_rn(sum, v);
+  const float part = __fsub_rn(next, sum);
+  rest += __fsub_rn(sum, __fsub_rn(next, part)) + __fsub_rn(v, part);
+  sum = next;
+}
+// The sum in one number; an infinite one has no rest.
+__device__ __forceinline__ float whole(float sum, float rest) { return isinf(sum) ? sum : sum + rest; }
 
 // Moments of the union of sets (Chan, Golub and LeVeque, 1983), in the order in which they are stored: the same bits on every run. The mean of
 // the sets' distances from a first mean is what rounding left of it, so one far set costs the others nothing; equal means stay exact.
@@ -468,15 +496,15 @@ __device__ __forceinline__ Moments merge(const Moments* sets, int count) {
     if (sets[i].count != 0.0f) moment = fmaf(sets[i].count, __fsub_rn(sets[i].mean, origin), moment);
   }
   const float mean = origin + moment / total;
-  float left = 0.0f, m2 = 0.0f;
+  float left = 0.0f, m2 = 0.0f, m2_rest = 0.0f;
   for (int i = first; i < count; ++i) {
     if (sets[i].count == 0.0f) continue;
     const float delta = __fsub_rn(sets[i].mean, mean) + sets[i].rest;
     left = fmaf(sets[i].count, delta, left);
-    m2 += fmaf(sets[i].count * delta, delta, sets[i].m2);
+    accumulate(m2, m2_rest, fmaf(sets[i].count * delta, delta, sets[i].m2));
   }
   const float rest = left / total;
-  return {total, mean, rest, fmaf(-rest, left, m2)};
+  return {total, mean, rest, fmaf(-rest, left, whole(m2, m2_rest))};
 }
 
 // What a channel's values meet after the norm's statistics are known.
@@ -497,22 +525,27 @@ __device__ __forceinline__ Coefficients coefficients_of(const Moments& group, in
 // What a lane has seen of one sample: the values of each of its two channels.
 struct Tally {
   float values;
-  float mean[2], rest[2], m2[2];
+  float mean[2], rest[2], m2[2], m2_rest[2];
 };
 
-// Moments of the union, by differences of means alone: their rounding is as small as the spread. An empty `b` changes nothing.
-__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
-  const float count = a.count + b.count;
-  const float share = a.count == 0.0f ? 1.0f : __fdividef(b.count, count);
+// Moments of the union of `count` values, of which b's are `share`, by differences of means alone: their rounding is as small as the spread.
+__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b, float count, float share) {
   const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
   const float mean = fmaf(d, share, a.mean);
   return {count, mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * (a.count * share) * all};
 }
 
-// The moments of the four lanes that share a channel, merged in the order of the lanes.
-__device__ __forceinline__ Moments quad_merge(Moments own) {
+// The same; an empty `b` changes nothing.
+__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
+  const float count = a.count + b.count;
+  return merge(a, b, count, a.count == 0.0f ? 1.0f : __fdividef(b.count, count));
+}
+
+// The moments of kLanes lanes, merged in their order by distances kFirst, 2 kFirst and so on; all of them receive the same bits.
+template <int kFirst, int kLanes>
+__device__ __forceinline__ Moments lane_merge(Moments own) {
 #pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
+  for (int bit = kFirst; bit < kLanes; bit *= 2) {
     const Moments other = {__shfl_xor_sync(0xffffffffu, own.count, bit), __shfl_xor_sync(0xffffffffu, own.mean, bit),
                            __shfl_xor_sync(0xffffffffu, own.rest, bit), __shfl_xor_sync(0xffffffffu, own.m2, bit)};
     own = threadIdx.x & bit ? merge(other, own) : merge(own, other);
@@ -533,37 +566,23 @@ __device__ __forceinline__ bool exists(int j, int next, int columns) {
 // and loses less while the sum is small.
 __device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], uint32_t tile, const uint32_t (&high)[kHalves][2],
                                               const uint32_t (&low)[kHalves][2]) {
-  const uint32_t constants = operand_address(memory + kConstantsAt);
-  const uint32_t none[2] = {0u, 0u};
   wgmma_fence();
   wgmma(acc, low[0], low[1], pixels(tile, 1), false);  // low 0,0, low 0,1
   wgmma(acc, low[2], low[3], pixels(tile + 2, 30), true);  // low 0,2, low 1,0
   wgmma(acc, low[4], low[5], pixels(tile + 33, 1), true);  // low 1,1, low 1,2
   wgmma(acc, low[6], low[7], pixels(tile + 64, 1), true);  // low 2,0, low 2,1
-  wgmma(acc, low[8], high[0], pixels(tile + 66, 798), true);  // low 2,2, high 0,0 low x
-  wgmma(acc, high[1], high[2], pixels(tile + 865, 1), true);  // high 0,1 low x, high 0,2 low x
-  wgmma(acc, high[3], high[4], pixels(tile + 896, 1), true);  // high 1,0 low x, high 1,1 low x
-  wgmma(acc, high[5], high[6], pixels(tile + 898, 30), true);  // high 1,2 low x, high 2,0 low x
-  wgmma(acc, high[7], high[8], pixels(tile + 929, 1), true);  // high 2,1 low x, high 2,2 low x
+  wgmma(acc, high[0], high[1], pixels(tile + 864, 1), true);  // high 0,0 low x, high 0,1 low x
+  wgmma(acc, high[2], high[3], pixels(tile + 866, 30), true);  // high 0,2 low x, high 1,0 low x
+  wgmma(acc, high[4], high[5], pixels(tile + 897, 1), true);  // high 1,1 low x, high 1,2 low x
+  wgmma(acc, high[6], high[7], pixels(tile + 928, 1), true);  // high 2,0 low x, high 2,1 low x
+  wgmma(acc, low[8], high[8], pixels(tile + 66, 864), true);  // low 2,2, high 2,2 low x
   wgmma(acc, high[0], high[1], pixels(tile, 1), true);  // high 0,0, high 0,1
   wgmma(acc, high[2], high[3], pixels(tile + 2, 30), true);  // high 0,2, high 1,0
   wgmma(acc, high[4], high[5], pixels(tile + 33, 1), true);  // high 1,1, high 1,2
   wgmma(acc, high[6], high[7], pixels(tile + 64, 1), true);  // high 2,0, high 2,1
-  wgmma(acc, high[8], none, pixels(tile + 66, constants - (tile + 66)), true);  // high 2,2, nothing
+  wgmma(acc, high[8], low[8], pixels(tile + 66, 864), true);  // high 2,2, low 2,2 low x
   wgmma_commit();
   wgmma_wait(acc);
-}
-
-// Accumulators -> the norm's input, with the channel's sign.
-__device__ __forceinline__ void transform_tile(float (&acc)[kAccumulators], const Channel* channels) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const Channel own = channels[row_of(h)];
-#pragma unroll
-    for (int i = h * 2; i < kAccumulators; i += i % 2 ? 3 : 1) {
-      acc[i] = own.sign * prepare_value(acc[i] * own.unscale, own.c_conv_bias);
-    }
-  }
 }
 
 // Values of a channel that this lane holds of a tile.
@@ -595,6 +614,8 @@ constexpr int kLaneExtremes = kTileOctets;
 __device__ __forceinline__ void take_tile(const float (&acc)[kAccumulators], int columns, float (&extremes)[kLaneExtremes][2], Tally& tally) {
   const float values = values_of(columns);
   const float inverse = __fdividef(1.0f, fmaxf(values, 1.0f));
+  const float count = tally.values + values;
+  const float share = tally.values == 0.0f ? 1.0f : __fdividef(values, count);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const float mean = reference(acc, h);
@@ -609,13 +630,15 @@ __device__ __forceinline__ void take_tile(const float (&acc)[kAccumulators], int
       even = fmaf(first, first, even);
       odd = fmaf(second, second, odd);
     }
-    const float rest = left * inverse;
-    const Moments all = merge({tally.values, tally.mean[h], tally.rest[h], tally.m2[h]}, {values, mean, rest, fmaf(-rest, left, even + odd)});
-    tally.mean[h] = all.mean, tally.rest[h] = all.rest, tally.m2[h] = all.m2;
+    const float correction = left * inverse;
+    float whole_mean = mean, rest = 0.0f;
+    accumulate(whole_mean, rest, correction);
+    const Moments all = merge({tally.values, tally.mean[h], tally.rest[h], 0.0f}, {values, whole_mean, rest, fmaf(-correction, left, even + odd)}, count, share);
+    tally.mean[h] = all.mean, tally.rest[h] = all.rest;
+    accumulate(tally.m2[h], tally.m2_rest[h], all.m2);
   }
-  tally.values += values;
+  tally.values = count;
 }
-
 // Extremes of a strip's columns -> its slot. Two columns met in a lane.
 __device__ __forceinline__ void store_extremes(float* slot, const float (&extremes)[kLaneExtremes][2]) {
   const int quad = threadIdx.x % 4;
@@ -635,12 +658,25 @@ __device__ __forceinline__ void store_extremes(float* slot, const float (&extrem
 // Hands this warpgroup's moments of a sample to all of them, itself included.
 __device__ __forceinline__ void publish_moments(const Channel* channels, const Tally& tally, const Work& work, int item, int group) {
   Shared& s = shared();
+  Moments both[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int channel = row_of(h);
-    Moments own = quad_merge({tally.values, tally.mean[h], tally.rest[h], tally.m2[h]});
+    Moments own = lane_merge<1, 4>({tally.values, tally.mean[h], tally.rest[h], whole(tally.m2[h], tally.m2_rest[h])});
+    // From accumulators to the norm's input.
+    const float unscale = channels[channel].unscale;
+    own.mean *= unscale, own.rest *= unscale, own.m2 *= unscale * unscale;
+    accumulate(own.mean, own.rest, channels[channel].sign * channels[channel].c_conv_bias);
     own.mean *= channels[channel].sign, own.rest *= channels[channel].sign;
-    if (threadIdx.x % 4 == 0 && channel < kChannels) s.moments[item % 2][channel][0][group] = own;
+    own = lane_merge<4, 4 * kMerged>(own);
+    both[h] = own;
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int channel = row_of(h);
+    const Moments& own = both[h];
+    const int set = channel / kMerged;
+    if (threadIdx.x % (4 * kMerged) == 0 && channel < kChannels) s.moments[item % 2][set][0][group] = own;
   }
   sync_group(group);
   if (threadIdx.x % 128 == 0) arrive(&s.moments_ready[item % 2]);
@@ -652,8 +688,16 @@ __device__ __forceinline__ void finish_statistics(const Work& work, int item, in
   wait(&s.moments_ready[item % 2], item / 2 & 1);
   const int channel = threadIdx.x % 128;
   if (channel < kChannels) {
-    const Moments total = merge(&s.moments[item % 2][channel / kGroupChannels * kGroupChannels][0][0], kGroupChannels * 1 * kMultiplyGroups);
-    s.coefficients[group][channel] = coefficients_of(total, channel, a);
+    const Moments total = merge(&s.moments[item % 2][channel / kGroupChannels * kSetsOfGroup][0][0], kSetsOfGroup * 1 * kMultiplyGroups);
+    Coefficients own = coefficients_of(total, channel, a);
+    // The slots hold accumulators, so the mean becomes one: less the bias, over the scale, which is a power of two.
+    const Channel& units = s.channels[group][channel];
+    accumulate(own.mean, own.rest, -units.sign * units.c_conv_bias);
+    const float rest = own.rest;
+    own.rest = 0.0f;
+    accumulate(own.mean, own.rest, rest);
+    own.mean /= units.unscale, own.rest /= units.unscale, own.factor *= units.unscale;
+    s.coefficients[group][channel] = own;
   }
   sync_group(group);
 }
@@ -663,7 +707,7 @@ __device__ __forceinline__ void write_row(float* y, const float* slot, const Coe
   constexpr int kAtOnce = 128 / kRowThreads;  // channels
   const int first = threadIdx.x % 128 / kRowThreads;
   for (int column = threadIdx.x % kRowThreads; column < kPooledWidth; column += kRowThreads) {
-#pragma unroll 8
+#pragma unroll 16
     for (int i = 0; i < kChannels / kAtOnce; ++i) {
       const int channel = i * kAtOnce + first;
       const Coefficients c = coefficients[channel];
@@ -705,6 +749,7 @@ __device__ __forceinline__ void exact_sample(const Arguments& a, const Work& wor
   for (int group = 0; group < kChannels / kGroupChannels; group += 1) {
     const int first_channel = group * kGroupChannels;
     Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
+    float m2_rest = 0.0f;
 #pragma unroll 1
     for (int i = threadIdx.x; i < kGroupSize; i += kMultiplyThreads) {
       const int channel = first_channel + i / (kOutHeight * kOutWidth);
@@ -716,8 +761,9 @@ __device__ __forceinline__ void exact_sample(const Arguments& a, const Work& wor
       const float mean = __fadd_rn(own.mean, step);
       own.rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
       own.mean = mean;
-      own.m2 = fmaf(delta, __fsub_rn(v, mean) - own.rest, own.m2);
+      accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.rest));
     }
+    own.m2 = whole(own.m2, m2_rest);
     named_barrier(kExactBarrier, kMultiplyThreads);
     scratch[threadIdx.x] = own;
     named_barrier(kExactBarrier, kMultiplyThreads);
@@ -776,11 +822,10 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
       for (int row = 0; row < rows; row += kTileRows) {
         const int first = stream + top + row;  // row of x at the tile's top
         const int last = first + kKernelHeight + kTileRows - 2;
+        const uint32_t tile = operand_address(memory) + first % kRing * kPitch;
         wait(&s.row_ready[last % kRing], last / kRing & 1);
         float acc[kAccumulators];
-        const uint32_t tile = operand_address(memory) + first % kRing * kPitch;
         multiply_tile(acc, tile, high, low);
-        transform_tile(acc, channels);
         take_tile(acc, columns, extremes, tally);
       }
       if (rows == 0) {  // a part may have fewer strips; rows must be waited for in order all the same
@@ -817,11 +862,9 @@ __global__ void __launch_bounds__(kThreads, 1) conv(const __grid_constant__ Argu
   Shared& s = shared();
   const Work work;
 
-  // Zeros in the planes (the padding stays so), the constant pixels, barriers.
+  // Zeros in the planes (the padding stays so), barriers.
   uint4* pixels_of = reinterpret_cast<uint4*>(memory);
   for (int i = threadIdx.x; i < kPlanes * kPlanePixels; i += kThreads) pixels_of[i] = make_uint4(0u, 0u, 0u, 0u);
-  const uint32_t pair = pack(kConstant, kConstant);
-  for (int i = threadIdx.x; i < kConstantPixels; i += kThreads) pixels_of[kConstantsAt / 16 + i] = make_uint4(pair, pair, pair, pair);
   for (int i = threadIdx.x; i < kItems; i += kThreads) s.largest[i] = 0u;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kRing; ++i) barrier_init(&s.row_ready[i], 4);             // the converting warps

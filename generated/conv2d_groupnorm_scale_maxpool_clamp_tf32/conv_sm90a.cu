@@ -11,7 +11,7 @@
 //   one fp16 product; tiles of 64 channels x 128 pixels
 //   a cluster of 2 CTAs takes a sample, a part of its rows each: 2 rounds of 16 strips over 3 warpgroups, one more converts x
 //   pooled values before the norm wait in shared memory (126976 bytes) and are written while the next sample is multiplied
-//   128 blocks of 512 threads, 217344 bytes of shared memory
+//   128 blocks of 512 threads, 228624 bytes of shared memory
 //
 // Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml PRECISION=tf32
 
@@ -40,6 +40,8 @@ constexpr int kPooledHeight = 31;  // rows of a channel of y
 constexpr int kPooledWidth = 31;  // values of a row of y
 constexpr int kPooledPlane = kPooledHeight * kPooledWidth;  // values of a channel of y
 constexpr int kGroupChannels = 4;  // 64 channels / 16 groups
+constexpr int kMerged = 4;  // channels of a group whose moments meet in a warp
+constexpr int kSetsOfGroup = 1;  // kGroupChannels / kMerged
 constexpr int kGroupSize = 63504;  // kGroupChannels x kOutHeight x kOutWidth
 constexpr int kChannels = 64;  // output channels of a CTA: the rows of a tile
 constexpr int kOctets = 1;  // planes of 8 input channels: kInChannels / 8, rounded up
@@ -57,13 +59,14 @@ constexpr int kMultiplyGroups = 3;  // warpgroups that multiply, each a strip at
 constexpr int kThreads = 512;  // 128 x (kMultiplyGroups + 1)
 constexpr int kMultiplyRegisters = 152;  // of a multiplying thread
 constexpr int kConvertRegisters = 56;  // of a converting thread
-constexpr int kRing = 16;  // rows of x in shared memory: what kMultiplyGroups strips read, and a chunk on its way
+constexpr int kRing = 18;  // rows of x in shared memory: what kMultiplyGroups strips read, and a chunk on its way
 constexpr int kRepeats = 2;  // first rows of the ring, kept a second time behind it: a tile's rows are never torn apart
-constexpr int kChunkRows = 2;  // rows that are converted at once
-constexpr int kRawStages = 4;  // chunks on their way from memory
-constexpr int kRawValues = 2048;  // kInChannels x kChunkRows x kWidth
+constexpr int kChunkRows = 4;  // rows that are converted at once
+constexpr int kRawStages = 3;  // chunks on their way from memory
+constexpr int kRawValues = 4096;  // kInChannels x kChunkRows x kWidth
 constexpr int kConvertBarrier = 5;  // named barrier of the converting warpgroup
-constexpr int kChunkPixels = 2;  // pixels of a chunk for each converting thread
+constexpr int kPixelsAtOnce = 2;  // of them, whose values a thread holds
+constexpr int kChunkPixels = 4;  // pixels of a chunk for each converting thread
 constexpr int kPlanePixels = (kRing + kRepeats) * kPitch;  // pixels of a plane
 constexpr int kPlanes = 1;  // kOctets
 constexpr int kConstantPixels = 128;  // pixels of equal values, for what is added to every column
@@ -71,12 +74,12 @@ constexpr int kRowThreads = 32;  // threads that write a row of y together
 constexpr int kEntries = 31;  // extremes of a channel in a strip
 constexpr int kSlotPitch = 31;  // values from one channel to the next: odd, for the banks
 constexpr int kSlotValues = kChannels * kSlotPitch;  // extremes of a strip
-constexpr int kStripBarriers = 7;  // strips that the converter may be behind
-constexpr int kConstantsAt = 36864;  // kPlanes x kPlanePixels x 16 bytes
-constexpr int kSlotsAt = 38912;  // + kConstantPixels x 16
-constexpr int kRawAt = 165888;  // + kUnits x kSlotValues x 4
-constexpr int kSharedAt = 198656;  // + kRawStages x 8192
-constexpr int kSharedBytes = 217344;  // + struct Shared
+constexpr int kStripBarriers = 8;  // strips that the converter may be behind
+constexpr int kConstantsAt = 40960;  // kPlanes x kPlanePixels x 16 bytes
+constexpr int kSlotsAt = 43008;  // + kConstantPixels x 16
+constexpr int kRawAt = 169984;  // + kUnits x kSlotValues x 4
+constexpr int kSharedAt = 219136;  // + kRawStages x 16384
+constexpr int kSharedBytes = 228624;  // + struct Shared
 constexpr float kConstant = 32768.0f;  // of the constant pixels: 65504 times it exceeds any sum of products
 constexpr int kWeightExponent = 4;  // a channel's largest weight is scaled to 16 .. 32
 constexpr float kInputScale = 64.0f;  // x is scaled by it before it becomes fp16
@@ -124,17 +127,6 @@ __device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
   }
 }
 
-// The same; what the cluster's CTAs stored before they arrived is visible afterwards.
-__device__ __forceinline__ void wait_cluster(uint64_t* barrier, int parity) {
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
-  }
-}
-
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -149,9 +141,11 @@ __device__ __forceinline__ uint32_t remote_address(const void* p, int rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
   return remote;
 }
-__device__ __forceinline__ void store_remote(uint32_t to, float v) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory"); }
-__device__ __forceinline__ void arrive_remote(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+// Stores four numbers and credits their 16 bytes to a barrier beside them; both addresses are of the same CTA.
+__device__ __forceinline__ void store_remote(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], { %1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d),
+               "r"(barrier)
+               : "memory");
 }
 __device__ __forceinline__ void max_remote(uint32_t to, uint32_t v) {
   asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
@@ -171,6 +165,7 @@ __device__ __forceinline__ void take_registers() {
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void sync_group(int group) { named_barrier(group + 1, 128); }
 
+// The one arrival that a barrier waits for, and the bytes that are still to come.
 __device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
@@ -280,7 +275,7 @@ struct alignas(16) Channel {
 struct Shared {
   Channel channels[kMultiplyGroups][64];
   Coefficients coefficients[kMultiplyGroups][kChannels];
-  Moments moments[2][kChannels][kCluster][kMultiplyGroups];  // of the sample being multiplied and the one before
+  Moments moments[2][kChannels / kMerged][kCluster][kMultiplyGroups];  // of the sample being multiplied and the one before
   uint64_t row_ready[kRing];
   uint64_t strip_done[kStripBarriers];
   uint64_t moments_ready[2];
@@ -353,37 +348,50 @@ __device__ __forceinline__ void store_pixel(const float (&v)[8], int slot, int c
   }
 }
 
+// The ring's row `rows` behind row `slot`; a chunk is shorter than the ring.
+__device__ __forceinline__ int slot_behind(int slot, int rows) {
+  const int next = slot + rows;
+  return next < kRing ? next : next - kRing;
+}
+
 __device__ __forceinline__ float* raw_stage(int stage) { return reinterpret_cast<float*>(memory + kRawAt) + stage * kRawValues; }
 
-// One thread: asks the copy engine for a chunk; its channels lie one behind the other. Rows beyond x are left out.
+// The converting warps ask the copy engine for a chunk, every fourth channel each: issuing a copy takes long. Channels lie one behind the other.
 __device__ __forceinline__ void fetch_chunk(const float* x, const Work& work, const Chunk& chunk, int stage) {
+  if (threadIdx.x % 32 != 0) return;
+  const int warp = threadIdx.x % 128 / 32;
   const int top = chunk.top(work);
   constexpr int first = 0;
   const int rows = chunk.rows(work);
+  const int bytes = rows * kWidth * static_cast<int>(sizeof(float));
   uint64_t* ready = &shared().raw_ready[stage];
-  expect_bytes(ready, kInChannels * rows * kWidth * static_cast<int>(sizeof(float)));
+  if (warp == 0) expect_bytes(ready, kInChannels * bytes);
   const float* from = x + work.sample_of(chunk.item) * kInChannels * kInPlane + (top + first) * kWidth;
   float* to = raw_stage(stage) + first * kWidth;
-#pragma unroll 1
-  for (int c = 0; c < kInChannels; ++c) copy_run(to + c * kChunkRows * kWidth, from + c * kInPlane, rows * kWidth * static_cast<int>(sizeof(float)), ready);
+  for (int c = warp; c < kInChannels; c += 4) copy_run(to + c * kChunkRows * kWidth, from + c * kInPlane, bytes, ready);
 }
 
 // From a stage into the ring; the chunk's first row is row `stream` of all that this CTA converts.
 __device__ __forceinline__ void convert_chunk(const Work& work, const Chunk& chunk, int stage, int stream, float& largest) {
   const int rows = chunk.rows(work);
+  const int first_slot = stream % kRing;
+  const float* from = raw_stage(stage);
+#pragma unroll 1
+  for (int first = 0; first < kChunkPixels; first += kPixelsAtOnce) {
+    float v[kPixelsAtOnce][8];  // all loads before the first store: their latencies overlap
 #pragma unroll
-  for (int i = 0; i < kChunkPixels; ++i) {
-    const int pixel = threadIdx.x % 128 + i * 128;
-    const int row = pixel / kWidth;
-    if (row >= rows) break;
-    const float* from = raw_stage(stage) + pixel;
-    {
-      float v[8];
+    for (int i = 0; i < kPixelsAtOnce; ++i) {
+      const int pixel = threadIdx.x % 128 + (first + i) * 128;
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
-        v[c] = from[c * kChunkRows * kWidth];
+        v[i][c] = from[c * kChunkRows * kWidth + pixel];
       }
-      store_pixel(v, (stream + row) % kRing, pixel % kWidth, largest);
+    }
+#pragma unroll
+    for (int i = 0; i < kPixelsAtOnce; ++i) {
+      const int pixel = threadIdx.x % 128 + (first + i) * 128;
+      const int row = pixel / kWidth;
+      if (row < rows) store_pixel(v[i], slot_behind(first_slot, row), pixel % kWidth, largest);
     }
   }
 }
@@ -410,13 +418,13 @@ struct Room {
 // Converts every row that this CTA's strips read, in order, as the ring has room.
 __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
   Shared& s = shared();
-  const bool leader = threadIdx.x % 32 == 0;
+  const int lane = threadIdx.x % 32;
   Room room;
   int stream = 0;  // rows converted
   float largest = 0.0f;
   Chunk ahead = {0, 0};
   for (int stage = 0; stage < kRawStages && ahead.exists(work); ++stage, ahead = ahead.next(work)) {
-    if (threadIdx.x % 128 == 0) fetch_chunk(x, work, ahead, stage);
+    fetch_chunk(x, work, ahead, stage);
   }
   int stage = 0, phase = 0;
   for (Chunk chunk = {0, 0}; chunk.exists(work);) {
@@ -427,13 +435,11 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
     convert_chunk(work, chunk, stage, stream, largest);
     fence_operands();
     __syncwarp();
-    if (leader) {
-      for (int r = 0; r < rows; ++r) arrive(&s.row_ready[(stream + r) % kRing]);
-    }
+    if (lane < rows) arrive(&s.row_ready[slot_behind(stream % kRing, lane)]);  // a lane for each row
 
     named_barrier(kConvertBarrier, 128);  // every thread has read the stage
     if (ahead.exists(work)) {
-      if (threadIdx.x % 128 == 0) fetch_chunk(x, work, ahead, stage);
+      fetch_chunk(x, work, ahead, stage);
       ahead = ahead.next(work);
     }
     if (++stage == kRawStages) {
@@ -444,7 +450,7 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
     if (next.item != chunk.item) {
       // Whoever reads it after the last sample knows whether fp16's range was enough. The maximum of bits is that of values.
       const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
-      if (threadIdx.x % 32 < kCluster) max_remote(remote_address(&s.largest[chunk.item], threadIdx.x % 32), bits);
+      if (lane < kCluster) max_remote(remote_address(&s.largest[chunk.item], lane), bits);
       largest = 0.0f;
     }
     chunk = next;
@@ -453,10 +459,11 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
 
 // --- weights: fragments of 8 along K, in registers for the whole kernel ---
 
-// 2^e of a channel with the largest weight `largest`: brings it to 2^kWeightExponent or up to twice that. Infinite weights stay infinite.
+// 2^e of a channel with the largest weight `largest`: brings it to 2^kWeightExponent or up to twice that. Infinite weights stay infinite, and below
+// 2^-64 they count for nothing beside eps.
 __device__ __forceinline__ float weight_scale(float largest) {
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return __uint_as_float(static_cast<uint32_t>(127 + kWeightExponent - max(exponent, -96)) << 23);
+  return __uint_as_float(static_cast<uint32_t>(127 + kWeightExponent - max(exponent, -64)) << 23);
 }
 
 // A lane's rows of the fragment: lane / 4 of its warp's 16, and 8 more.
@@ -477,13 +484,18 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
 
     // A fragment's register holds two neighbouring input channels of one output channel.
     const float* from = a.weight + (channel * kInChannels + lane % 4 * 2) * kTaps;
-    auto value = [&](int half, int next) {
-      const int at = half / kTaps * 8 + next;
-      return to_float(from[at * kTaps + half % kTaps]);
-    };
+    float values[kHalves][2];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+      for (int next = 0; next < 2; ++next) {
+        const int at = half / kTaps * 8 + next;
+        values[half][next] = to_float(from[at * kTaps + half % kTaps]);
+      }
+    }
     float largest = 0.0f;
-#pragma unroll 9
-    for (int half = 0; half < kHalves; ++half) largest = fmaxf(largest, fmaxf(fabsf(value(half, 0)), fabsf(value(half, 1))));
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) largest = fmaxf(largest, fmaxf(fabsf(values[half][0]), fabsf(values[half][1])));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
     const float scale = weight_scale(largest);
@@ -491,8 +503,8 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
     const float factor = own.sign * scale;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      const float first = value(half, 0) * factor;
-      const float second = value(half, 1) * factor;
+      const float first = values[half][0] * factor;
+      const float second = values[half][1] * factor;
       high[half][h] = pack(first, second);
     }
     if (lane % 4 == 0) channels[row_of(h)] = own;
@@ -500,6 +512,16 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
 }
 
 // --- statistics ---
+
+// Adds `v` to `sum`, and what rounding loses of it to `rest`: many equal small terms behind a large one would all be rounded the same way.
+__device__ __forceinline__ void accumulate(float& sum, float& rest, float v) {
+  const float next = __fadd_rn(sum, v);
+  const float part = __fsub_rn(next, sum);
+  rest += __fsub_rn(sum, __fsub_rn(next, part)) + __fsub_rn(v, part);
+  sum = next;
+}
+// The sum in one number; an infinite one has no rest.
+__device__ __forceinline__ float whole(float sum, float rest) { return isinf(sum) ? sum : sum + rest; }
 
 // Moments of the union of sets (Chan, Golub and LeVeque, 1983), in the order in which they are stored: the same bits on every run. The mean of
 // the sets' distances from a first mean is what rounding left of it, so one far set costs the others nothing; equal means stay exact.
@@ -513,15 +535,15 @@ __device__ __forceinline__ Moments merge(const Moments* sets, int count) {
     if (sets[i].count != 0.0f) moment = fmaf(sets[i].count, __fsub_rn(sets[i].mean, origin), moment);
   }
   const float mean = origin + moment / total;
-  float left = 0.0f, m2 = 0.0f;
+  float left = 0.0f, m2 = 0.0f, m2_rest = 0.0f;
   for (int i = first; i < count; ++i) {
     if (sets[i].count == 0.0f) continue;
     const float delta = __fsub_rn(sets[i].mean, mean) + sets[i].rest;
     left = fmaf(sets[i].count, delta, left);
-    m2 += fmaf(sets[i].count * delta, delta, sets[i].m2);
+    accumulate(m2, m2_rest, fmaf(sets[i].count * delta, delta, sets[i].m2));
   }
   const float rest = left / total;
-  return {total, mean, rest, fmaf(-rest, left, m2)};
+  return {total, mean, rest, fmaf(-rest, left, whole(m2, m2_rest))};
 }
 
 // What a channel's values meet after the norm's statistics are known.
@@ -544,6 +566,31 @@ struct Tally {
   float values;  // of a channel, over the four lanes that share it
   float shift[2], sum[2], square[2];
 };
+
+// Moments of the union of `count` values, of which b's are `share`, by differences of means alone: their rounding is as small as the spread.
+__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b, float count, float share) {
+  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
+  const float mean = fmaf(d, share, a.mean);
+  return {count, mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * (a.count * share) * all};
+}
+
+// The same; an empty `b` changes nothing.
+__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
+  const float count = a.count + b.count;
+  return merge(a, b, count, a.count == 0.0f ? 1.0f : __fdividef(b.count, count));
+}
+
+// The moments of kLanes lanes, merged in their order by distances kFirst, 2 kFirst and so on; all of them receive the same bits.
+template <int kFirst, int kLanes>
+__device__ __forceinline__ Moments lane_merge(Moments own) {
+#pragma unroll
+  for (int bit = kFirst; bit < kLanes; bit *= 2) {
+    const Moments other = {__shfl_xor_sync(0xffffffffu, own.count, bit), __shfl_xor_sync(0xffffffffu, own.mean, bit),
+                           __shfl_xor_sync(0xffffffffu, own.rest, bit), __shfl_xor_sync(0xffffffffu, own.m2, bit)};
+    own = threadIdx.x & bit ? merge(other, own) : merge(own, other);
+  }
+  return own;
+}
 
 // --- one tile: multiply, then statistics and extremes from the accumulators ---
 
@@ -643,6 +690,7 @@ __device__ __forceinline__ void store_extremes(float* slot, const float (&extrem
 // Hands this warpgroup's moments of a sample to every CTA of the cluster, itself included.
 __device__ __forceinline__ void publish_moments(const Channel* channels, const Tally& tally, const Work& work, int item, int group) {
   Shared& s = shared();
+  Moments both[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int channel = row_of(h);
@@ -651,28 +699,32 @@ __device__ __forceinline__ void publish_moments(const Channel* channels, const T
     const float mean = tally.values > 0.0f ? sum / tally.values : 0.0f;
     const float m2 = fmaf(-sum, mean, square);
     const Restore restore(channels[channel], tally.shift[h]);
-    const Moments own = {tally.values, channels[channel].sign * restore(mean), 0.0f, (m2 < 0.0f ? 0.0f : m2) * restore.scale * restore.scale};
-    // The four lanes of a channel share the CTAs.
-    const int to = threadIdx.x % 4;
+    Moments own = {tally.values, channels[channel].sign * restore(mean), 0.0f, (m2 < 0.0f ? 0.0f : m2) * restore.scale * restore.scale};
+    own = lane_merge<4, 4 * kMerged>(own);
+    both[h] = own;
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int channel = row_of(h);
+    const Moments& own = both[h];
+    const int set = channel / kMerged;
+    // The lanes that share the set share the CTAs.
+    const int to = threadIdx.x % (4 * kMerged);
     if (to < kCluster) {
-      const uint32_t at = remote_address(&s.moments[item % 2][channel][work.rank][group], to);
-      store_remote(at, own.count);
-      store_remote(at + 4, own.mean);
-      store_remote(at + 8, own.rest);
-      store_remote(at + 12, own.m2);
+      store_remote(remote_address(&s.moments[item % 2][set][work.rank][group], to), own.count, own.mean, own.rest, own.m2,
+                   remote_address(&s.moments_ready[item % 2], to));
     }
   }
-  sync_group(group);
-  if (threadIdx.x % 128 < kCluster) arrive_remote(remote_address(&s.moments_ready[item % 2], threadIdx.x % 128));
+  if (threadIdx.x == 0) expect_bytes(&s.moments_ready[item % 2], static_cast<int>(sizeof(s.moments[0])));
 }
 
 // Each warpgroup merges for itself, when it first needs the result.
 __device__ __forceinline__ void finish_statistics(const Work& work, int item, int group, const Arguments& a) {
   Shared& s = shared();
-  wait_cluster(&s.moments_ready[item % 2], item / 2 & 1);
+  wait(&s.moments_ready[item % 2], item / 2 & 1);
   const int channel = threadIdx.x % 128;
   if (channel < kChannels) {
-    const Moments total = merge(&s.moments[item % 2][channel / kGroupChannels * kGroupChannels][0][0], kGroupChannels * kCluster * kMultiplyGroups);
+    const Moments total = merge(&s.moments[item % 2][channel / kGroupChannels * kSetsOfGroup][0][0], kSetsOfGroup * kCluster * kMultiplyGroups);
     s.coefficients[group][channel] = coefficients_of(total, channel, a);
   }
   sync_group(group);
@@ -683,7 +735,7 @@ __device__ __forceinline__ void write_row(float* y, const float* slot, const Coe
   constexpr int kAtOnce = 128 / kRowThreads;  // channels
   const int first = threadIdx.x % 128 / kRowThreads;
   for (int column = threadIdx.x % kRowThreads; column < kPooledWidth; column += kRowThreads) {
-#pragma unroll 8
+#pragma unroll 16
     for (int i = 0; i < kChannels / kAtOnce; ++i) {
       const int channel = i * kAtOnce + first;
       const Coefficients c = coefficients[channel];
@@ -725,6 +777,7 @@ __device__ __forceinline__ void exact_sample(const Arguments& a, const Work& wor
   for (int group = work.rank; group < kChannels / kGroupChannels; group += kCluster) {
     const int first_channel = group * kGroupChannels;
     Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
+    float m2_rest = 0.0f;
 #pragma unroll 1
     for (int i = threadIdx.x; i < kGroupSize; i += kMultiplyThreads) {
       const int channel = first_channel + i / (kOutHeight * kOutWidth);
@@ -736,8 +789,9 @@ __device__ __forceinline__ void exact_sample(const Arguments& a, const Work& wor
       const float mean = __fadd_rn(own.mean, step);
       own.rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
       own.mean = mean;
-      own.m2 = fmaf(delta, __fsub_rn(v, mean) - own.rest, own.m2);
+      accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.rest));
     }
+    own.m2 = whole(own.m2, m2_rest);
     named_barrier(kExactBarrier, kMultiplyThreads);
     scratch[threadIdx.x] = own;
     named_barrier(kExactBarrier, kMultiplyThreads);
@@ -796,9 +850,9 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
       for (int row = 0; row < rows; ++row) {
         const int first = stream + top + row;  // row of x at the tile's top
         const int last = first + kKernelHeight - 1;
+        const uint32_t tile = operand_address(memory) + first % kRing * kPitch;
         wait(&s.row_ready[last % kRing], last / kRing & 1);
         float acc[kAccumulators];
-        const uint32_t tile = operand_address(memory) + first % kRing * kPitch;
         multiply_tile(acc, tile, high, shift);
         if (tally.values == 0.0f) {
           find_shift(acc, columns, tally, shift);
@@ -850,7 +904,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1) conv(c
     for (int i = 0; i < kRing; ++i) barrier_init(&s.row_ready[i], 4);             // the converting warps
     for (int i = 0; i < kStripBarriers; ++i) barrier_init(&s.strip_done[i], 4);   // a multiplying warpgroup's
     for (int i = 0; i < kRawStages; ++i) barrier_init(&s.raw_ready[i], 1);
-    for (int i = 0; i < 2; ++i) barrier_init(&s.moments_ready[i], kCluster * kMultiplyGroups);
+    for (int i = 0; i < 2; ++i) barrier_init(&s.moments_ready[i], 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   fence_operands();
