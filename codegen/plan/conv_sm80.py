@@ -219,7 +219,7 @@ def _constants(spec: Spec, kernel: ConvKernel, windows: Windows) -> tuple[Consta
         c("kHalves", "kOctets * kTaps", "halves of an instruction's K: a filter tap of 8 input channels each"),
         c("kSteps", "(kHalves + 1) / 2", "instructions along K"),
         *([c("kTileRows", g.tile_rows, "conv rows of a tile")] if g.tile_rows > 1 else []),
-        c("kTileOctets", g.tile // 8, "8 pixels each: one ldmatrix reads them of a filter tap"),
+        c("kTileOctets", g.tile // 8, "8 pixels each"),
         c("kTileColumns", g.tile_columns, "columns of a tile" + ("" if g.tile_rows == 1 else f": {g.tile} pixels in all")),
         c("kUsedColumns", g.used_columns, "of them, those that belong to it: whole windows"),
         *([c("kColumnTiles", g.column_tiles, "tiles beside each other")] if g.column_tiles > 1 else []),
@@ -289,7 +289,7 @@ def _notes(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
         parts += f", {g.channels} of {spec.channels} channels"
     tile = f"{g.tile_rows} x {g.tile_columns}" if g.tile_rows > 1 else str(g.tile_columns)
     return (
-        f"{arithmetic.summary}; a warp keeps the weights of {16 * g.row_tiles} channels in registers and multiplies {tile} pixels at a time",
+        f"{arithmetic.summary.removesuffix(', promoted')}; a warp keeps the weights of {16 * g.row_tiles} channels in registers and multiplies {tile} pixels at a time",
         parts,
     )
 

@@ -15,7 +15,7 @@ from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 WARP = 32
-TILE_SHAPES = ((1, 32), (2, 16), (4, 8), (1, 16), (2, 8))  # rows x columns of a warp's tile: what one ldmatrix reads of a filter tap
+TILE_SHAPES = ((1, 32), (2, 16), (4, 8), (1, 16), (2, 8))  # rows x columns of a warp's tile
 ROWS_A = 16  # of the instruction's left operand: output channels
 WARPS = 4  # of a block, at most
 MAX_STRIPS = 16
