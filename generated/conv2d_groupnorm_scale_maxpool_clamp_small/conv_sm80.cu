@@ -8,7 +8,7 @@
 //   x (128, 3, 32, 32) -> y (128, 16, 15, 15), fp32
 //
 // Plan for sm_80 on a100:
-//   three fp16 products of scaled operands split in two, promoted; a warp keeps the weights of 16 channels in registers and multiplies 32 pixels at a time
+//   three fp16 products of scaled operands split in two; a warp keeps the weights of 16 channels in registers and multiplies 32 pixels at a time
 //   a block takes parts of a sample in turn: 3 of 15 rows of y, 8 rows of x
 //   540 blocks of 96 threads, 12592 bytes of shared memory
 //
@@ -47,7 +47,7 @@ constexpr int kChannels = 16;  // output channels of a block: 16 x kRowTiles x k
 constexpr int kOctets = 1;  // planes of 8 input channels: kInChannels / 8, rounded up
 constexpr int kHalves = kOctets * kTaps;  // halves of an instruction's K: a filter tap of 8 input channels each
 constexpr int kSteps = (kHalves + 1) / 2;  // instructions along K
-constexpr int kTileOctets = 4;  // 8 pixels each: one ldmatrix reads them of a filter tap
+constexpr int kTileOctets = 4;  // 8 pixels each
 constexpr int kTileColumns = 32;  // columns of a tile
 constexpr int kUsedColumns = 30;  // of them, those that belong to it: whole windows
 constexpr int kLastColumns = 30;  // columns of the tile that exist
@@ -606,7 +606,7 @@ struct DeviceScope {
   }
 };
 
-constexpr int kDoesNotFit = -1;  // own error, beside cudaError_t (positive): no block of this kernel fits on an SM
+constexpr int kDoesNotFit = -2;  // own error, beside cudaError_t (positive): no block of this kernel fits on an SM
 
 // Once on each device: shared memory above 48 KB, and the number of blocks that run at the same time.
 int prepare(int device, int& blocks) {

@@ -47,7 +47,7 @@ constexpr int kChannels = 64;  // output channels of a block: 16 x kRowTiles x k
 constexpr int kOctets = 1;  // planes of 8 input channels: kInChannels / 8, rounded up
 constexpr int kHalves = kOctets * kTaps;  // halves of an instruction's K: a filter tap of 8 input channels each
 constexpr int kSteps = (kHalves + 1) / 2;  // instructions along K
-constexpr int kTileOctets = 4;  // 8 pixels each: one ldmatrix reads them of a filter tap
+constexpr int kTileOctets = 4;  // 8 pixels each
 constexpr int kTileColumns = 32;  // columns of a tile
 constexpr int kUsedColumns = 32;  // of them, those that belong to it: whole windows
 constexpr int kColumnTiles = 4;  // tiles beside each other
@@ -580,7 +580,7 @@ struct DeviceScope {
   }
 };
 
-constexpr int kDoesNotFit = -1;  // own error, beside cudaError_t (positive): no block of this kernel fits on an SM
+constexpr int kDoesNotFit = -2;  // own error, beside cudaError_t (positive): no block of this kernel fits on an SM
 
 // Once on each device: shared memory above 48 KB, and the number of blocks that run at the same time.
 int prepare(int device, int& blocks) {
