@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from codegen.chain import applies
-from codegen.plan.gemm_sm90a_kernels import WEIGHT_SHIFT, WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, gemm_kernel, split_kernel, waits_in_registers
-from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, memory
+from codegen.plan.gemm_sm90a_kernels import WEIGHT_SHIFT, WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, gemm_kernel, split_kernel, vector_count
+from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, by_rows, memory
 from codegen.plan.model import Buffer, Launch, Plan
 from codegen.plan.routes import PlanError, floor
 from codegen.spec import Spec
@@ -71,7 +70,7 @@ def choose_layout(spec: Spec, target: Target, device: DeviceClass, form: Form) -
     """The layout with the fewest rounds of tiles; ties go to the earlier of those that `layouts` lists."""
     fitting = [
         layout for layout in layouts(spec, form)
-        if memory(form, layout, spec.group_channels, spec.precision.itemsize, target.smem_bytes) is not None and not _held_tail(spec, form, layout)
+        if memory(form, layout, spec.group_channels, spec.precision.itemsize, target.smem_bytes, vector_count(spec), bool(spec.before_norm)) is not None and not _held_tail(spec, form, layout)
     ]  # fmt: skip
     return min(fitting, key=lambda layout: _rounds(spec, form, layout, device.sms)[0])
 
@@ -163,7 +162,7 @@ def _notes(spec: Spec, form: Form, layout: Layout, rounds: float) -> tuple[str, 
         notes.append(f"groups of {spec.group_channels} channels lie in the lanes of a warp")
     elif layout.statistics == "strips":
         wide = layout.unit_tiles > 1 or layout.exchange
-        place = "registers" if waits_in_registers(layout, spec.precision.itemsize, applies(spec, spec.before_norm)) else "y"
+        place = "registers" if by_rows(form, layout, spec.precision.itemsize, bool(spec.before_norm)) else "y"
         where = f"{layout.unit_tiles} tiles of a CTA" + (f", which wait in {place}" if layout.unit_tiles > 1 else "") if wide else "one tile"
         notes.append(f"groups of {spec.group_channels} channels lie in {where}" + (", and their other half in the cluster's other CTA" if layout.exchange else ""))
     if form.registers:

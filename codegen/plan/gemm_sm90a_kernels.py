@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from codegen.chain import Apply, Constant, applies, c_identifier, unique_constants
 from codegen.numerics import float_literal
-from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, Memory, balanced, in_warpgroup, memory, strip_blocks
+from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks
 from codegen.plan.model import Kernel
 from codegen.spec import Spec
 from codegen.targets import Target
@@ -31,12 +31,6 @@ class Pointer:
 
     def declaration(self) -> str:
         return f"{'' if self.written else 'const '}{self.c_type}* {self.name}"
-
-
-def waits_in_registers(layout: Layout, itemsize: int, before: tuple[Apply, ...]) -> bool:
-    """Whether a tile that waits for its group does so in registers: one of 16-bit values fits, unless a function or the exchange
-    between CTAs needs the registers too."""
-    return layout.unit_tiles == 2 and itemsize == 2 and not layout.exchange and not any(item.functions for item in before)
 
 
 @dataclass(frozen=True)
@@ -76,6 +70,7 @@ class GemmSm90aKernel(Kernel):
     before_parameters: tuple[Apply, ...] = ()
     after_lines: tuple[str, ...] = ()
     after_parameters: tuple[Apply, ...] = ()
+    producer_bias: bool = False
 
     input_unscale = X_UNSCALE
     weight_unscale = WEIGHT_UNSCALE
@@ -103,7 +98,42 @@ class GemmSm90aKernel(Kernel):
     @property
     def held_in_y(self) -> bool:
         """Whether waiting tiles lie in y."""
-        return self.held and not waits_in_registers(self.layout, 4 if self.value_type == "float" else 2, self.before)
+        return self.held and not self.by_rows
+
+    @property
+    def by_rows(self) -> bool:
+        return by_rows(self.form, self.layout, 4 if self.value_type == "float" else 2, bool(self.before))
+
+    @property
+    def row_channels(self) -> int:
+        """Channels of a sample that a thread finishes."""
+        return 64 * self.form.blocks
+
+    @property
+    def row_parts(self) -> int:
+        """Parts of a group in a row."""
+        return row_parts(self.form, self.layout, self.group_width)[1]
+
+    @property
+    def vectors(self) -> tuple[Apply, ...]:
+        """What the epilogue by rows keeps in shared memory."""
+        return _distinct(self.before_parameters + self.after_parameters)
+
+    def vector_index(self, item: Apply) -> int:
+        return [v.parameter for v in self.vectors].index(item.parameter)
+
+    @property
+    def row_before_lines(self) -> tuple[str, ...]:
+        """What precedes the norm and is left to rows: all but the producer's bias, which comes before the sums are rounded."""
+        return tuple(line.replace("_c[h]", "_c[e]") for line in self.before_lines[1 if self.producer_bias else 0 :])
+
+    @property
+    def row_before_parameters(self) -> tuple[Apply, ...]:
+        return self.before_parameters[1 if self.producer_bias else 0 :]
+
+    @property
+    def row_after_lines(self) -> tuple[str, ...]:
+        return tuple(line.replace("_c[h]", "_c[e]") for line in self.after_lines)
 
     @property
     def wide_pointers(self) -> tuple[str, ...]:
@@ -150,7 +180,7 @@ class GemmSm90aKernel(Kernel):
     @property
     def names_samples(self) -> bool:
         """Whether a thread needs to know which samples it holds."""
-        return self.guarded or not self.staged_store or self.statistics == "strips"
+        return self.guarded or not self.staged_store or (self.statistics == "strips" and not self.by_rows)
 
     @property
     def strip_blocks(self) -> int:
@@ -211,14 +241,9 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
     precision = spec.precision
     batch, k = spec.input_shape
     channels, width = spec.channels, spec.group_channels
-    finished = layout.statistics != "none"
-    before = applies(spec, spec.before_norm) if finished else ()
-    after = applies(spec, spec.after_norm) if finished else ()
+    before, after, before_vectors, after_vectors = epilogue(spec, layout.statistics != "none")
     keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters}
-    norm = {p.suffix: spec.norm.key(p) for p in spec.norm.parameters} if finished else {}
-
-    before_vectors = ([_vector(keys["bias"])] if "bias" in keys else []) + [a for a in before if a.parameter]
-    after_vectors = [_vector(norm[s]) for s in ("weight", "bias") if s in norm] + [a for a in after if a.parameter]
+    norm = {p.suffix: spec.norm.key(p) for p in spec.norm.parameters} if layout.statistics != "none" else {}
     before_lines = ([f"value + {c_identifier(keys['bias'])}_c[h]"] if "bias" in keys else []) + [_line(a) for a in before]
     affine = [f"value * {c_identifier(norm['weight'])}_c[h] + {c_identifier(norm['bias'])}_c[h]"] if norm else []
     after_lines = affine + [_line(a) for a in after]
@@ -235,7 +260,7 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
     def pointer(name: str) -> Pointer:
         return Pointer(types.get(name, precision.c_type), c_identifier(name), name == "y")
 
-    where = memory(form, layout, width, precision.itemsize, target.smem_bytes)
+    where = memory(form, layout, width, precision.itemsize, target.smem_bytes, vector_count(spec), bool(before))
     sample_tiles, channel_tiles = math.ceil(batch / form.tile_samples), math.ceil(channels / form.tile_channels)
     cluster_samples = layout.cluster if layout.share == "weight" else 1
     cluster_channels = layout.cluster if layout.share == "input" else 1
@@ -250,13 +275,33 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
         c_identifier(weight_operand), input_operand, c_identifier(keys["weight"]), guarded, width,
         batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
         channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
-        tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors),
+        tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), "bias" in keys,
     )  # fmt: skip
 
 
 def summary(spec: Spec, layout: Layout) -> str:
     steps = [step.operator.name for step in (spec.chain if layout.statistics != "none" else spec.chain[:1])]
     return " -> ".join(steps) + " in one kernel: TMA, warp-specialised wgmma" + (", clusters" if layout.cluster > 1 else "")
+
+
+def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply, ...], list[Apply], list[Apply]]:
+    """What precedes the norm and what follows it, and the parameters of each, the producer's bias first, gamma and beta before others.
+    Unless `finished`, the norm's kernel does all but add the bias."""
+    before = applies(spec, spec.before_norm) if finished else ()
+    after = applies(spec, spec.after_norm) if finished else ()
+    bias = [_vector(spec.producer.key(p)) for p in spec.producer.parameters if p.suffix == "bias"]
+    affine = [_vector(spec.norm.key(p)) for s in ("weight", "bias") for p in spec.norm.parameters if p.suffix == s] if finished else []
+    return before, after, bias + [a for a in before if a.parameter], affine + [a for a in after if a.parameter]
+
+
+def vector_count(spec: Spec) -> int:
+    """Parameters of the whole epilogue."""
+    _, _, before, after = epilogue(spec, True)
+    return len(_distinct((*before, *after)))
+
+
+def _distinct(items: tuple[Apply, ...]) -> tuple[Apply, ...]:
+    return tuple({item.parameter: item for item in items}.values())
 
 
 def _vector(key: str) -> Apply:
@@ -320,7 +365,18 @@ def _constants(
         rows.append(("kScratchBytes", where.scratch, "a warpgroup"))
     if where.store_samples:
         rows += [("kStoreSamples", where.store_samples, "rows of y in a piece that leaves"), ("kStoreBytes", where.store_samples * 128, "of 64 channels each")]
-    if layout.statistics == "strips":
+    rows_finish = by_rows(form, layout, spec.precision.itemsize, bool(spec.before_norm))
+    vectors = vector_count(spec) if rows_finish else 0
+    part, parts = row_parts(form, layout, width)
+    if rows_finish:
+        rows += [
+            ("kRowChannels", 64 * form.blocks, "channels of a sample that a thread finishes"),
+            ("kPartChannels", part, "those that it holds in registers at a time"),
+            *([("kGroupParts", parts, "of a group in a row")] if parts > 1 else []),
+            *([("kVectors", vectors, "parameters of the epilogue"), ("kParametersAt", where.parameters_at, "of all tiles of a unit")] if vectors else []),
+            *([] if warpgroup_groups else [("kGroupsAt", where.groups_at, "what the warpgroups tell each other of groups in both")]),
+        ]
+    elif layout.statistics == "strips":
         blocks = strip_blocks(form, width)
         rows += [
             *([] if warpgroup_groups else [("kGroupsAt", where.groups_at, "what normalises each sample's group")]),

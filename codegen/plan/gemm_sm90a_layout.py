@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 TILE_K = 64  # halves in a row of 128 bytes, which the swizzle covers
 CONSUMERS = 2  # warpgroups that multiply
+ROW_PART = 32  # channels of a sample that a thread holds in registers at a time
 STATISTICS_BYTES = 12  # of a strip or a group of one sample: three floats
 
 
@@ -55,6 +56,20 @@ def in_warpgroup(form: Form, group_width: int) -> bool:
     return group_width <= form.tile_channels // CONSUMERS
 
 
+def by_rows(form: Form, layout: Layout, itemsize: int, before: bool) -> bool:
+    """Whether threads finish whole rows of a tile, one sample each: results of 16 bits, whose tile fits into shared memory beside the ring,
+    and at most one other waits in registers, unless the norm has operators `before` it."""
+    tiles = 1 if before else 2
+    return layout.statistics == "strips" and itemsize == 2 and not layout.exchange and layout.unit_tiles <= tiles and form.tile_samples == 128 and form.blocks <= 2
+
+
+def row_parts(form: Form, layout: Layout, group_width: int) -> tuple[int, int]:
+    """How many channels of a row a thread holds in registers at a time, and how often to meet all of a group's in the row. Beside a tile that
+    waits there are registers for half as many."""
+    part = min(group_width, ROW_PART // layout.unit_tiles)
+    return part, min(group_width, 64 * form.blocks) // part
+
+
 @dataclass(frozen=True)
 class Memory:
     """The dynamic shared memory of a CTA, in bytes."""
@@ -66,19 +81,24 @@ class Memory:
     scratch: int  # of one warpgroup: its strips' statistics, then a piece of y on its way out
     store_samples: int
     groups_at: int
+    parameters_at: int
     exchange_at: int
     barriers_at: int
     total: int
 
 
-def memory(form: Form, layout: Layout, group_width: int, itemsize: int, limit: int) -> Memory | None:
-    """Where everything lies; None when it does not fit into `limit` bytes."""
+def memory(form: Form, layout: Layout, group_width: int, itemsize: int, limit: int, vectors: int = 0, before: bool = False) -> Memory | None:
+    """Where everything lies; None when it does not fit into `limit` bytes. `vectors`: parameters of the epilogue; `before`: whether operators
+    precede the norm."""
     weight_part = form.tile_channels * TILE_K * (4 if form.registers else 2)
     input_part = form.tile_samples * TILE_K * 2
     stage = weight_part * (1 if form.registers else form.parts) + input_part * form.parts
     strips = groups = 0
     planes = form.tile_samples * STATISTICS_BYTES
-    if layout.statistics == "strips":
+    rows = by_rows(form, layout, itemsize, before)
+    if rows:
+        groups = 0 if in_warpgroup(form, group_width) else CONSUMERS * form.tile_samples * 8  # mean and M2
+    elif layout.statistics == "strips":
         strips = 4 * form.blocks // strip_blocks(form, group_width) * planes
         groups = 0 if in_warpgroup(form, group_width) else planes  # otherwise in the place of its first strip
     exchange = 2 * planes if layout.exchange else 0
@@ -88,12 +108,13 @@ def memory(form: Form, layout: Layout, group_width: int, itemsize: int, limit: i
     scratch = -(-max(strips, store_samples * 128) // 1024) * 1024  # the swizzle counts from multiples of 1024
     scratch_at = form.stages * stage
     groups_at = scratch_at + CONSUMERS * scratch
-    exchange_at = groups_at + groups
+    parameters_at = groups_at + groups
+    exchange_at = parameters_at + (4 * vectors * form.tile_channels * layout.unit_tiles if rows else 0)
     barriers_at = exchange_at + exchange
     total = barriers_at + 8 * (2 * form.stages + (2 if layout.exchange else 0))
     if total > limit or (store_samples and stage // CONSUMERS < (pieces - 1) * store_samples * 128):
         return None
-    return Memory(weight_part, input_part, stage, scratch_at, scratch, store_samples, groups_at, exchange_at, barriers_at, total)
+    return Memory(weight_part, input_part, stage, scratch_at, scratch, store_samples, groups_at, parameters_at, exchange_at, barriers_at, total)
 
 
 def balanced(units: int, places: int) -> int:
