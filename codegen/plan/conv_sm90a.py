@@ -8,6 +8,7 @@ value counts, so one value of a window waits in shared memory for its group's st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from codegen.targets import DeviceClass, Target
 
 # Arithmetic by precision: tf32's promise (10 mantissa bits) is kept by one product of fp16 operands, at twice the rate of a TF32 one.
 MATH = {"fp32": "fp16x3", "tf32": "fp16", "fp16": "fp16", "bf16": "bf16"}
+FEWEST_HALVES = 4  # of K, 8 each, at fp32: a lone tap's result was off by 6e-7 on an H200 where large values cancel, twice what is allowed
 SHORT_ROWS = 64  # a narrower tile leaves the tensor cores half idle
 
 
@@ -130,13 +132,20 @@ def windows_of(spec: Spec) -> Windows:
 
 
 def arithmetic_of(spec: Spec) -> Arithmetic:
-    """How a one-pass kernel multiplies at the spec's precision. Raises PlanError for a forced arithmetic that it does not have."""
+    """How a one-pass kernel multiplies at the spec's precision. Raises PlanError for a forced arithmetic that it does not have, and for fp32 sums
+    that are too short for it."""
     wanted = MATH[spec.precision.name]
     served = (None, wanted, "fp16x3") if spec.precision.name == "tf32" else (None, wanted)
     served += ("tf32",) if spec.precision.name == "tf32" else ()
     if spec.math not in served:
         raise PlanError(f"math: {spec.math} is not among the one-pass convolution's arithmetics for {spec.precision.name}")
-    return ARITHMETICS["fp16x3" if spec.math == "fp16x3" else wanted]
+    arithmetic = ARITHMETICS["fp16x3" if spec.math == "fp16x3" else wanted]
+    taps, channels = math.prod(spec.producer.values["kernel_size"]), spec.input_shape[1]
+    if arithmetic.parts == 2 and ceil_div(channels, 8) * taps < FEWEST_HALVES:
+        raise PlanError(
+            f"{taps} tap{'s' if taps > 1 else ''} of {channels} channels are too few for fp32: what the tensor core cuts off does not average out"
+        )
+    return arithmetic
 
 
 def _geometry(spec: Spec, target: Target, device: DeviceClass, windows: Windows, arithmetic: Arithmetic, layout: Layout | None) -> Geometry:
@@ -233,6 +242,7 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
     def c(name: str, value: object, why: str, kind: str = "int") -> Constant:
         return Constant(name, str(value), why, kind)
 
+    whose = "a sample, or a thread's part of one, whose" if arithmetic.parts == 2 else "a sample whose"
     listed = [
         c("kBatch", spec.batch, "samples"),
         c("kInChannels", in_channels, "in_channels"),
@@ -308,7 +318,7 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
         *([
             c("kInputScale", "64.0f", "x is scaled by it before it becomes fp16", "float"),
             c("kLargestInput", "1023.0f", "kInputScale x it is below fp16's 65504", "float"),
-            c("kSmallestInput", "0.00390625f", "a sample whose largest value is below it would lose digits to fp16's range", "float"),
+            c("kSmallestInput", "0.00390625f", f"{whose} largest value is below it would lose digits to fp16's range", "float"),
         ] if scaled else []),
         *norm_constants(spec, applied),
     ]  # fmt: skip

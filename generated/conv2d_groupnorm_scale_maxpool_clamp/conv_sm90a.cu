@@ -66,8 +66,8 @@ constexpr int kRawStages = 2;  // chunks on their way from memory
 constexpr int kRawValues = 4096;  // kInChannels x kChunkRows x kWidth
 constexpr int kConvertBarrier = 4;  // named barrier of the converting warpgroup
 constexpr int kTurnBarrier = 5;  // named barrier of the first multiplying warpgroup's turn
-constexpr int kPixelsAtOnce = 4;  // of them, whose values a thread holds
 constexpr int kChunkPixels = 4;  // pixels of a chunk for each converting thread
+constexpr int kPixelsAtOnce = 4;  // of them, whose values a thread holds
 constexpr int kPlanePixels = (kRing + kRepeats) * kPitch;  // pixels of a plane
 constexpr int kPlanes = 2;  // kOctets, high and low parts
 constexpr int kRowThreads = 32;  // threads that write a row of y together
@@ -82,7 +82,7 @@ constexpr int kSharedBytes = 231648;  // + struct Shared
 constexpr int kWeightExponent = 4;  // a channel's largest weight is scaled to 16 .. 32
 constexpr float kInputScale = 64.0f;  // x is scaled by it before it becomes fp16
 constexpr float kLargestInput = 1023.0f;  // kInputScale x it is below fp16's 65504
-constexpr float kSmallestInput = 0.00390625f;  // a sample whose largest value is below it would lose digits to fp16's range
+constexpr float kSmallestInput = 0.00390625f;  // a sample, or a thread's part of one, whose largest value is below it would lose digits to fp16's range
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 constexpr float kClampMin = 0.0f;  // clamp's min
 constexpr float kClampMax = 1.0f;  // clamp's max
@@ -261,7 +261,7 @@ struct alignas(16) Channel {
   float c_conv_bias;
 };
 
-// What lies behind x's operand planes, the constant pixels and the slots of extremes.
+// What lies behind x's operand planes, the slots of extremes and x's chunks on their way.
 struct Shared {
   Channel channels[kMultiplyGroups][64];
   Coefficients coefficients[kMultiplyGroups][kChannels];
@@ -430,7 +430,6 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
     fence_operands();
     __syncwarp();
     if (lane < rows) arrive(&s.row_ready[slot_behind(stream % kRing, lane)]);  // a lane for each row
-
     named_barrier(kConvertBarrier, 128);  // every thread has read the stage
     if (ahead.exists(work)) {
       fetch_chunk(x, work, ahead, stage);
@@ -443,7 +442,9 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
     stream += rows;
     if (next.item != chunk.item) {
       // Whoever reads it after the last sample knows whether fp16's range was enough. The maximum of bits is that of values.
-      const uint32_t bits = __reduce_max_sync(0xffffffffu, __float_as_uint(largest));
+      // A thread that saw faint values alone tells of infinity: one far value must not hide that the others lost digits.
+      const bool faint = largest > 0.0f && largest < kSmallestInput;
+      const uint32_t bits = __reduce_max_sync(0xffffffffu, faint ? 0x7f800000u : __float_as_uint(largest));
       if (lane < kCluster) max_remote(remote_address(&s.largest[chunk.item], lane), bits);
       largest = 0.0f;
     }
@@ -676,6 +677,7 @@ __device__ __forceinline__ void take_tile(const float (&acc)[kAccumulators], int
   }
   tally.values = count;
 }
+
 // Extremes of a strip's columns -> its slot. Lanes that are neighbours exchange one channel each, so that four columns meet.
 __device__ __forceinline__ void store_extremes(float* slot, const float (&extremes)[kLaneExtremes][2]) {
   const int quad = threadIdx.x % 4;
@@ -853,8 +855,8 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
     const int waiting = item > 0 ? work.part(item - 1).pooled : 0;  // rows of the sample before that are still to be written
     bool merged = item == 0;
     Tally tally = {};
-    const int turn = item * kUnits % kMultiplyGroups;
-    for (int strip = (group + kMultiplyGroups - turn) % kMultiplyGroups; strip < kUnits; strip += kMultiplyGroups) {
+    const int before = item * kUnits % kMultiplyGroups;
+    for (int strip = (group + kMultiplyGroups - before) % kMultiplyGroups; strip < kUnits; strip += kMultiplyGroups) {
       const int rows = part.strip_rows(strip);
       const int top = strip * kWindowHeight;
       constexpr int columns = kOutWidth;

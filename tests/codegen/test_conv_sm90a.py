@@ -197,8 +197,13 @@ def test_route_for_data_out_of_range_exists_where_operands_are_scaled():
         assert ("exact_sample" in render_kernel(plan, plan.kernels[0])) == has
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", FAMILY)
+def test_fp32_sums_that_are_too_short_are_left_to_the_library(read):
+    with pytest.raises(PlanError, match="1 tap of 8 channels are too few for fp32"):
+        planned(read(FAMILY["pointwise"]))
+    assert planned(read(FAMILY["pointwise"], "tf32"))
+
+
+@pytest.mark.parametrize(("name", "precision"), [(n, p) for n in FAMILY for p in ("fp32", "fp16") if (n, p) != ("pointwise", "fp32")])
 def test_family_compiles_within_its_plan(read, tmp_path, name, precision):
     plan = planned(read(FAMILY[name], precision))
     assert not (found := faults(plan, plan.kernels[0], tmp_path)), "\n".join(found)
