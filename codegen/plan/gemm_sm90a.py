@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from codegen.plan.gemm_sm90a_kernels import WEIGHT_SHIFT, WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, gemm_kernel, split_kernel, vector_count
+from codegen.plan.gemm_sm90a_epilogue import vector_count
+from codegen.plan.gemm_sm90a_kernels import WEIGHT_SHIFT, WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, gemm_kernel, split_kernel
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, by_rows, memory
 from codegen.plan.model import Buffer, Launch, Plan
 from codegen.plan.routes import PlanError, floor
@@ -95,7 +96,7 @@ def layouts(spec: Spec, form: Form) -> list[Layout]:
 
 
 def _check(spec: Spec) -> None:
-    batch, k = spec.input_shape
+    k = spec.input_shape[1]
     if spec.producer.operator.name != "linear":
         raise PlanError("this target has no convolution kernel")
     if spec.gemm == "library":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from codegen.chain import Apply, Constant, applies, c_identifier, unique_constants
+from codegen.chain import Apply, Constant, c_identifier, unique_constants
 from codegen.numerics import float_literal
+from codegen.plan.gemm_sm90a_epilogue import distinct, epilogue, line, vector_count
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks
 from codegen.plan.model import Kernel
 from codegen.spec import Spec
@@ -117,7 +118,7 @@ class GemmSm90aKernel(Kernel):
     @property
     def vectors(self) -> tuple[Apply, ...]:
         """What the epilogue by rows keeps in shared memory."""
-        return _distinct(self.before_parameters + self.after_parameters)
+        return distinct(self.before_parameters + self.after_parameters)
 
     def vector_index(self, item: Apply) -> int:
         return [v.parameter for v in self.vectors].index(item.parameter)
@@ -239,14 +240,14 @@ def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: i
 def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int, debug: bool, notes: tuple[str, ...]) -> GemmSm90aKernel:
     """The multiplication of `spec` in the given form and layout, which must fit (see `memory`)."""
     precision = spec.precision
-    batch, k = spec.input_shape
+    batch = spec.input_shape[0]
     channels, width = spec.channels, spec.group_channels
     before, after, before_vectors, after_vectors = epilogue(spec, layout.statistics != "none")
     keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters}
     norm = {p.suffix: spec.norm.key(p) for p in spec.norm.parameters} if layout.statistics != "none" else {}
-    before_lines = ([f"value + {c_identifier(keys['bias'])}_c[h]"] if "bias" in keys else []) + [_line(a) for a in before]
+    before_lines = ([f"value + {c_identifier(keys['bias'])}_c[h]"] if "bias" in keys else []) + [line(a) for a in before]
     affine = [f"value * {c_identifier(norm['weight'])}_c[h] + {c_identifier(norm['bias'])}_c[h]"] if norm else []
-    after_lines = affine + [_line(a) for a in after]
+    after_lines = affine + [line(a) for a in after]
 
     guarded = precision.itemsize == 4
     vectors = tuple(dict.fromkeys(a.parameter for a in before_vectors + after_vectors))
@@ -282,35 +283,6 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
 def summary(spec: Spec, layout: Layout) -> str:
     steps = [step.operator.name for step in (spec.chain if layout.statistics != "none" else spec.chain[:1])]
     return " -> ".join(steps) + " in one kernel: TMA, warp-specialised wgmma" + (", clusters" if layout.cluster > 1 else "")
-
-
-def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply, ...], list[Apply], list[Apply]]:
-    """What precedes the norm and what follows it, and the parameters of each, the producer's bias first, gamma and beta before others.
-    Unless `finished`, the norm's kernel does all but add the bias."""
-    before = applies(spec, spec.before_norm) if finished else ()
-    after = applies(spec, spec.after_norm) if finished else ()
-    bias = [_vector(spec.producer.key(p)) for p in spec.producer.parameters if p.suffix == "bias"]
-    affine = [_vector(spec.norm.key(p)) for s in ("weight", "bias") for p in spec.norm.parameters if p.suffix == s] if finished else []
-    return before, after, bias + [a for a in before if a.parameter], affine + [a for a in after if a.parameter]
-
-
-def vector_count(spec: Spec) -> int:
-    """Parameters of the whole epilogue."""
-    _, _, before, after = epilogue(spec, True)
-    return len(_distinct((*before, *after)))
-
-
-def _distinct(items: tuple[Apply, ...]) -> tuple[Apply, ...]:
-    return tuple({item.parameter: item for item in items}.values())
-
-
-def _vector(key: str) -> Apply:
-    """A per-channel parameter that is no operator of the chain: the bias, gamma, beta."""
-    return Apply("", "", (), (), key, c_identifier(key), True, False, False, False)
-
-
-def _line(item: Apply) -> str:
-    return item.apply("value", f"{item.pointer}_c[h]" if item.parameter else None)
 
 
 def _constants(

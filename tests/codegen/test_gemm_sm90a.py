@@ -96,13 +96,13 @@ def test_regions_of_shared_memory_follow_each_other(precision, tmp_path):
         spec = spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision)
         form = _form(spec, False)
         for layout in layouts(spec, form):
-            where = memory(form, layout, width, spec.precision.itemsize, TARGET.smem_bytes)
+            where = memory(form, layout, width, spec.precision.itemsize, TARGET.smem_bytes, 4)
             if where is None:
                 continue
-            edges = [form.stages * where.stage, where.scratch_at, where.groups_at, where.exchange_at, where.barriers_at, where.total]
+            edges = [form.stages * where.stage, where.scratch_at, where.groups_at, where.parameters_at, where.exchange_at, where.barriers_at, where.total]
             assert edges == sorted(edges) and where.total <= TARGET.smem_bytes
             assert where.scratch_at % 1024 == where.scratch % 1024 == where.stage % 1024 == 0, "the swizzle counts from multiples of 1024 bytes"
-            assert where.barriers_at % 8 == 0
+            assert where.barriers_at % 8 == where.parameters_at % 16 == 0
 
 
 @pytest.mark.parametrize(
@@ -167,6 +167,19 @@ def test_balanced_takes_no_more_rounds_than_all_places_would(units, places):
     assert clusters <= places and math.ceil(units / clusters) == math.ceil(units / places)
 
 
+@pytest.mark.parametrize(("width", "before", "expected"), [(8, (), False), (32, ("mish",), True), (256, ("mish",), True), (512, (), True), (512, ("mish",), False), (1024, (), False)])
+def test_results_of_16_bits_are_finished_by_rows_where_registers_allow(width, before, expected, tmp_path):
+    for precision in ("fp16", "bf16"):
+        kernel = gemm_of(plan_sm_90a(spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision, before=before), TARGET, DEVICE))
+        assert kernel.by_rows is expected
+        if not expected:
+            continue
+        c = constants(kernel)
+        assert c["kPartChannels"] * kernel.row_parts * (2 if width > kernel.row_channels else 1) * kernel.layout.unit_tiles == max(width, c["kPartChannels"])
+        assert c["kVectors"] == len(kernel.vectors) == 3  # bias, gamma, beta
+        assert c["kParametersAt"] + 4 * c["kVectors"] * c["kTileChannels"] * c["kUnitTiles"] <= c["kBarriersAt"]
+
+
 def test_promotion_is_a_whole_number_of_stages(tmp_path):
     for k in (256, 512, 1024, 4096, 8192):
         kernel = gemm_of(plan_sm_90a(spec_of(tmp_path, 2048, k, 8192, 16), TARGET, DEVICE))
@@ -177,6 +190,7 @@ COMPILED = [
     ("problem_fp32", (1024, 8192, 8192, 16), "fp32", {}), ("problem_fp16", (1024, 8192, 8192, 16), "fp16", {}),
     ("mish_bf16", (1024, 8192, 8192, 256), "bf16", {"before": ("mish",)}), ("exchange_tf32", (1024, 8192, 8192, 16), "tf32", {}),
     ("tails_fp32", (4000, 336, 4000, 125), "fp32", {"before": ("mish",)}), ("lanes_fp16", (4000, 328, 4008, 501), "fp16", {}),
+    ("across_warpgroups_fp16", (1024, 1024, 8192, 32), "fp16", {"before": ("mish",)}), ("waits_bf16", (1024, 1024, 8192, 16), "bf16", {}),
     ("norm_fp32", (1024, 1024, 9600, 100), "fp32", {"before": ("mish",)}), ("few_steps_bf16", (4096, 256, 4096, 8), "bf16", {}),
 ]  # fmt: skip
 
