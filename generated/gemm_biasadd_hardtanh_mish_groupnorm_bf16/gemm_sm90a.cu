@@ -11,7 +11,7 @@
 //   tiles of 256 channels x 128 samples, 4 stages of 64 k; one warpgroup fetches, 2 multiply
 //   clusters of 2 CTAs that share rows of W: fetched once, received by both
 //   groups of 32 channels lie in one tile
-//   128 blocks of 384 threads, 221248 bytes of shared memory
+//   128 blocks of 384 threads, 217152 bytes of shared memory
 //
 // Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml PRECISION=bf16
 
@@ -52,15 +52,15 @@ constexpr int kWeightPartBytes = 32768;  // one part of W in a stage
 constexpr int kInputPartBytes = 16384;  // one part of x in a stage
 constexpr int kStageBytes = 49152;  // all parts
 constexpr int kScratchAt = 196608;  // behind the stages
-constexpr int kScratchBytes = 12288;  // a warpgroup
+constexpr int kScratchBytes = 8192;  // a warpgroup
 constexpr int kStoreSamples = 64;  // rows of y in a piece that leaves
 constexpr int kStoreBytes = 8192;  // of 64 channels each
-constexpr int kStripFloats = 384;  // three numbers a sample
-constexpr int kStripValues = 16;  // channels of a group that one warp holds in a tile
-constexpr int kGroupStrips = 2;  // strips of a group in this CTA
-constexpr int kTileGroups = 8;  // groups of a tile
-constexpr int kBarriersAt = 221184;  // full, empty
-constexpr int kSharedBytes = 221248;  // in all
+constexpr int kRowChannels = 128;  // channels of a sample that a thread finishes
+constexpr int kPartChannels = 32;  // those that it holds in registers at a time
+constexpr int kVectors = 4;  // parameters of the epilogue
+constexpr int kParametersAt = 212992;  // of all tiles of a unit
+constexpr int kBarriersAt = 217088;  // full, empty
+constexpr int kSharedBytes = 217152;  // in all
 constexpr float kEps = 1.0e-5f;  // inside the root
 constexpr float kHardtanhMinVal = -1.0f;  // hardtanh's min_val
 constexpr float kHardtanhMaxVal = 1.0f;  // hardtanh's max_val
@@ -145,6 +145,15 @@ __device__ __forceinline__ void fence_copy_engine() { asm volatile("fence.proxy.
 // Four 8 x 8 matrices of 16-bit values, each stored transposed; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_words(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_words(uint32_t to, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 template <int kRegisters>
@@ -268,12 +277,12 @@ __device__ void produce(const Shared& shared, const CUtensorMap* map_weight, con
 
 // --- multiply: rows of the accumulators are channels (W is operand A), columns are samples (x is operand B) ---
 
-// Where a consumer thread stands. Accumulator register 4 j + 2 h + e of block b is channel `channel(b, h)`,
+// Where a consumer thread stands. Accumulator register 4 j + 2 h + e of block b is channel 64 b + 16 warp + 8 h + lane / 4 of its warpgroup,
 // sample 8 j + 2 (lane % 4) + e.
 struct Consumer {
   int warpgroup, warp, lane;
-  __device__ int channel(int block, int half) const { return (warpgroup * kBlocks + block) * 64 + warp * 16 + half * 8 + lane / 4; }
-  __device__ int first_sample() const { return lane % 4 * 2; }
+  __device__ bool issuer() const { return warp == 0 && lane == 0; }  // of copies to y
+  __device__ int thread() const { return warp * 32 + lane; }  // of the warpgroup
 };
 
 struct Feed {
@@ -365,140 +374,8 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// --- statistics: merged by Chan's formula in a fixed order; exact for equal values ---
-
-// Of a set of values: its mean is `mean` + `rest`, which holds what rounding left, m2 the sum of squared differences from it.
-struct Moments {
-  float mean, rest, m2;
-};
-
-// Only differences of means are rounded, which are as small as the spread: neither a far mean nor one far value costs the others their bits.
-// __fsub_rn keeps the compiler from fusing a difference with the product that made its operand, which would differ from the value kept.
-__device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float other_count) {
-  const float share = other_count / (count + other_count);
-  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
-  const float mean = fmaf(d, share, a.mean);
-  return {mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * all * (count * share)};
-}
-
-// What makes (v - mean) * rstd + offset the normalised value: offset takes the mean's rest.
-struct Normaliser {
-  float mean, rstd, offset;
-};
-
-__device__ __forceinline__ Normaliser normaliser(const Moments& group) {
-  const float rstd = 1.0f / sqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);
-  return {group.mean, rstd, -group.rest * rstd};
-}
-
-__device__ __forceinline__ Moments of_two(float a, float b) {
-  const float d = __fsub_rn(b, a), mean = fmaf(d, 0.5f, a);
-  return {mean, fmaf(d, 0.5f, __fsub_rn(a, mean)), 0.5f * d * d};
-}
-
-// In shared memory, three numbers of kTileSamples samples each lie in planes: of a strip its moments, of a group its normaliser.
-__device__ __forceinline__ Moments load_moments(const float* from) { return {from[0], from[kTileSamples], from[2 * kTileSamples]}; }
-__device__ __forceinline__ void store_moments(float* to, const Moments& m) { to[0] = m.mean, to[kTileSamples] = m.rest, to[2 * kTileSamples] = m.m2; }
-__device__ __forceinline__ void store_normaliser(float* to, const Normaliser& n) { to[0] = n.mean, to[kTileSamples] = n.rstd, to[2 * kTileSamples] = n.offset; }
-
-// Two lanes that differ in `bit` hold moments of `count` values for two samples each: the lane with the bit takes over the second sample.
-__device__ __forceinline__ Moments share_out(const Moments& first, const Moments& second, int lane, int bit, int count) {
-  const bool upper = lane & bit;
-  const Moments own = upper ? second : first, given = upper ? first : second;
-  const Moments got = {__shfl_xor_sync(~0u, given.mean, bit), __shfl_xor_sync(~0u, given.rest, bit), __shfl_xor_sync(~0u, given.m2, bit)};
-  return merge(own, count, got, count);
-}
-
-// The channels of a strip that this thread holds, for sample `c` of its 8.
-__device__ __forceinline__ Moments thread_moments(const float (&v)[kBlocks][kAccumulators], int block, int samples, int c) {
-  const int at = 16 * samples + 4 * (c / 2) + c % 2;
-  return of_two(v[block][at], v[block][at + 2]);
-}
-
-// A warp's strip of kStripValues channels, for 32 samples: lanes exchange halves of the samples they still look after, so that each ends
-// up with one, which `strip_sample` names.
-__device__ __forceinline__ Moments strip_statistics(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
-  Moments all[4];
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    all[c] = share_out(thread_moments(v, block, samples, c), thread_moments(v, block, samples, c + 4), lane, 16, 2);
-  }
-#pragma unroll
-  for (int kept = 2, bit = 8, count = 4; kept; kept /= 2, bit /= 2, count *= 2) {
-#pragma unroll
-    for (int c = 0; c < kept; ++c) all[c] = share_out(all[c], all[c + kept], lane, bit, count);
-  }
-  return all[0];
-}
-
-__device__ __forceinline__ int strip_sample(int samples, int lane) { return 32 * samples + 8 * (lane / 8) + lane % 4 * 2 + lane / 4 % 2; }
-
-// A warp's strips of a tile, into its warpgroup's part of shared memory.
-__device__ __forceinline__ void write_strips(const float (&v)[kBlocks][kAccumulators], float* strips, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; block += 1) {
-    float* strip = strips + (block * 4 + self.warp) * kStripFloats;
-#pragma unroll
-    for (int samples = 0; samples < kTileSamples / 32; ++samples) {
-      store_moments(strip + strip_sample(samples, self.lane), strip_statistics(v, block, samples, self.lane));
-    }
-  }
-}
-
-// The strips of group `group` of a warpgroup, for one sample.
-__device__ __forceinline__ Moments merge_strips(const float* strips, int group, int sample) {
-  const float* first = strips + group * kGroupStrips * kStripFloats + sample;
-  Moments all = load_moments(first);
-#pragma unroll
-  for (int i = 1; i < kGroupStrips; ++i) all = merge(all, i * kStripValues, load_moments(first + i * kStripFloats), kStripValues);
-  return all;
-}
-
-// --- epilogue ---
-
-// What stands between the product and the norm.
-__device__ __forceinline__ void before_norm(float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    const int channel = tile.channel + self.channel(block, 0);
-    const float gemm_bias_c[2] = {parameter(arguments.gemm_bias, channel), parameter(arguments.gemm_bias, channel + 8)};
-    const float bias_c[2] = {parameter(arguments.bias, channel), parameter(arguments.bias, channel + 8)};
-#pragma unroll
-    for (int i = 0; i < kAccumulators; ++i) {
-      const int h = i / 2 % 2;
-      float& value = v[block][i];
-      value = value + gemm_bias_c[h];
-      value = value + bias_c[h];
-      value = hardtanh(value, kHardtanhMinVal, kHardtanhMaxVal);
-      value = mish(value);
-    }
-  }
-}
-
-// The norm and what follows it.
-__device__ __forceinline__ void norm_and_after(float (&v)[kBlocks][kAccumulators], const Arguments& arguments,
-                                               const float* groups, const Tile& tile, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    const int channel = tile.channel + self.channel(block, 0);
-    const float groupnorm_weight_c[2] = {parameter(arguments.groupnorm_weight, channel), parameter(arguments.groupnorm_weight, channel + 8)};
-    const float groupnorm_bias_c[2] = {parameter(arguments.groupnorm_bias, channel), parameter(arguments.groupnorm_bias, channel + 8)};
-    const float* group = groups + (block * 64 + self.warp * 16) / kGroupWidth * (kGroupStrips * kStripFloats) + self.first_sample();
-#pragma unroll
-    for (int j = 0; j < kTileSamples / 8; ++j) {
-      // Of two samples each.
-      const float2 mean = *reinterpret_cast<const float2*>(group + 8 * j);
-      const float2 rstd = *reinterpret_cast<const float2*>(group + 8 * j + kTileSamples);
-      const float2 offset = *reinterpret_cast<const float2*>(group + 8 * j + 2 * kTileSamples);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int h = i / 2;
-        float& value = v[block][4 * j + i];
-        value = fmaf(__fsub_rn(value, i % 2 ? mean.y : mean.x), i % 2 ? rstd.y : rstd.x, i % 2 ? offset.y : offset.x);
-        value = value * groupnorm_weight_c[h] + groupnorm_bias_c[h];
-      }
-    }
-  }
+__device__ __forceinline__ float2 unpack(uint32_t word) {
+  return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
 
 // Where piece `piece` of a warpgroup's tile is turned: the first in the scratch memory, the others in the stage that was read last.
@@ -508,15 +385,13 @@ __device__ __forceinline__ uint32_t store_piece(const Feed& feed, int piece) {
   return piece == 0 ? scratch : lent + (piece - 1) * kStoreBytes;
 }
 
-// Rounds the tile to 16 bits and turns it in shared memory, swizzled as y's map expects; the copy engine takes it away in pieces of 64
-// channels x kStoreSamples samples while the next tile is multiplied.
-__device__ __forceinline__ void store_tile(const float (&v)[kBlocks][kAccumulators], const CUtensorMap* map_y, Feed& feed, const Tile& tile) {
+// Rounds the tile to 16 bits and turns it in shared memory, swizzled as y's map expects, in pieces of 64 channels x kStoreSamples samples.
+__device__ __forceinline__ void turn_tile(const float (&v)[kBlocks][kAccumulators], const Feed& feed) {
   constexpr int kPieces = kTileSamples / kStoreSamples;  // of one block
   const Consumer& self = feed.self;
-  const bool issuer = self.warp == 0 && self.lane == 0;
   const int row = self.lane / 16 * 8 + self.lane % 8, chunk = self.warp * 2 + self.lane / 8 % 2;  // of 16 bytes
   const uint32_t within = row * kRowBytes + ((chunk ^ row % 8) << 4);
-  if (issuer) wait_stores_read();
+  if (self.issuer()) wait_stores_read();
   named_barrier(1, 2 * 128);  // nobody multiplies from the lent stage any more, and the pieces' last contents have left
 #pragma unroll
   for (int piece = 0; piece < kBlocks * kPieces; ++piece) {
@@ -524,13 +399,18 @@ __device__ __forceinline__ void store_tile(const float (&v)[kBlocks][kAccumulato
 #pragma unroll
     for (int j = 0; j < kStoreSamples / 8; j += 2) {
       const float* s = v[piece / kPieces] + piece % kPieces * (kStoreSamples / 2) + 4 * j;
-      const uint32_t words[4] = {pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7])};
-      store_transposed(to + 8 * j * kRowBytes, words);
+      store_transposed(to + 8 * j * kRowBytes, {pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7])});
     }
   }
+}
+
+// The copy engine takes the pieces away while the next tile is multiplied.
+__device__ __forceinline__ void send_tile(const CUtensorMap* map_y, Feed& feed, const Tile& tile) {
+  constexpr int kPieces = kTileSamples / kStoreSamples;
+  const Consumer& self = feed.self;
   fence_copy_engine();
   named_barrier(2 + self.warpgroup, 128);
-  if (issuer) {
+  if (self.issuer()) {
     for (int piece = 0; piece < kBlocks * kPieces; ++piece) {
       const int channel = tile.channel + (self.warpgroup * kBlocks + piece / kPieces) * 64;
       store_box(map_y, store_piece(feed, piece), channel, tile.sample + piece % kPieces * kStoreSamples);
@@ -539,38 +419,174 @@ __device__ __forceinline__ void store_tile(const float (&v)[kBlocks][kAccumulato
   feed.lent = true;
 }
 
+// --- rows: turned in shared memory, a sample's channels lie in a row; a thread takes the kRowChannels of its sample and warpgroup ---
+
+// Parameters lie in shared memory as floats, kVectors of kTileChannels for each tile of a unit; a warpgroup reads and writes its half of them.
+struct Parameters {
+  float own[kUnitTiles][kVectors];
+};
+
+// A thread's part of a unit's parameters: one channel of each tile.
+__device__ __forceinline__ Parameters fetch_parameters(const Arguments& arguments, int unit, const Consumer& self) {
+  Parameters parameters = {};
+  if (unit >= kUnits) return parameters;
+#pragma unroll
+  for (int tile = 0; tile < kUnitTiles; ++tile) {
+    const int channel = tile_of(unit, tile, cluster_rank()).channel + self.warpgroup * kRowChannels + self.thread();
+    parameters.own[tile][0] = parameter(arguments.gemm_bias, channel);
+    parameters.own[tile][1] = parameter(arguments.bias, channel);
+    parameters.own[tile][2] = parameter(arguments.groupnorm_weight, channel);
+    parameters.own[tile][3] = parameter(arguments.groupnorm_bias, channel);
+  }
+  return parameters;
+}
+
+__device__ __forceinline__ void keep_parameters(float* vectors, const Parameters& parameters, const Consumer& self) {
+#pragma unroll
+  for (int i = 0; i < kUnitTiles * kVectors; ++i) vectors[i * kTileChannels + self.thread()] = parameters.own[i / kVectors][i % kVectors];
+  named_barrier(2 + self.warpgroup, 128);
+}
+
+// Four channels' parameters.
+struct Quad {
+  float of[4];
+  __device__ float operator[](int i) const { return of[i]; }
+};
+
+__device__ __forceinline__ Quad load_quad(const float* from) {
+  const float4 q = *reinterpret_cast<const float4*>(from);
+  return { {q.x, q.y, q.z, q.w} };
+}
+
+__device__ __forceinline__ void add_bias(float (&v)[kBlocks][kAccumulators], const float* vectors, const Consumer& self) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const float* bias = vectors + block * 64 + self.warp * 16 + self.lane / 4;
+    const float of[2] = {bias[0], bias[8]};
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) v[block][i] += of[i / 2 % 2];
+  }
+}
+
+// This thread's row: 16-byte chunks of 8 channels, swizzled within 128 bytes, of 64 channels each.
+struct Row {
+  uint32_t first, step;
+  int swizzle;
+  __device__ explicit Row(const Feed& feed) {
+    const int sample = feed.self.thread();
+    const uint32_t within = sample % kStoreSamples * kRowBytes;
+    first = store_piece(feed, sample / kStoreSamples) + within;
+    step = store_piece(feed, kTileSamples / kStoreSamples + sample / kStoreSamples) + within - first;
+    swizzle = sample % 8;
+  }
+  __device__ uint32_t chunk(int i) const { return first + i / 8 * step + ((i % 8 ^ swizzle) << 4); }
+};
+
+// Part `part` of a row: kPartChannels values. Loops over parts are not unrolled: the compiler would fetch more parts than registers hold.
+using Values = float[kPartChannels];
+
+__device__ __forceinline__ void load_part(Values& v, const Row& row, int part) {
+#pragma unroll
+  for (int i = 0; i < kPartChannels / 8; ++i) {
+    const uint4 words = load_words(row.chunk(part * (kPartChannels / 8) + i));
+    const float2 pair0 = unpack(words.x);
+    v[8 * i + 0] = pair0.x, v[8 * i + 1] = pair0.y;
+    const float2 pair1 = unpack(words.y);
+    v[8 * i + 2] = pair1.x, v[8 * i + 3] = pair1.y;
+    const float2 pair2 = unpack(words.z);
+    v[8 * i + 4] = pair2.x, v[8 * i + 5] = pair2.y;
+    const float2 pair3 = unpack(words.w);
+    v[8 * i + 6] = pair3.x, v[8 * i + 7] = pair3.y;
+  }
+}
+
+__device__ __forceinline__ void store_part(const Values& v, const Row& row, int part) {
+#pragma unroll
+  for (int i = 0; i < kPartChannels / 8; ++i) {
+    const float* s = v + 8 * i;
+    store_words(row.chunk(part * (kPartChannels / 8) + i), make_uint4(pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7])));
+  }
+}
+
+// What stands between the product and the norm.
+__device__ __forceinline__ void before_norm(Values& v, const float* vectors) {
+#pragma unroll
+  for (int quad = 0; quad < kPartChannels; quad += 4) {
+    const Quad bias_c = load_quad(vectors + 1 * kTileChannels + quad);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& value = v[quad + e];
+      value = value + bias_c[e];
+      value = hardtanh(value, kHardtanhMinVal, kHardtanhMaxVal);
+      value = mish(value);
+    }
+  }
+}
+
+// Mean and sum of squared differences from it: two walks, so that neither a far mean nor one far value costs the others their bits.
+struct Moments {
+  float mean, m2;
+};
+
+__device__ __forceinline__ Moments moments(const Values& v) {
+  float sums[4] = {}, squares[4] = {};
+#pragma unroll
+  for (int i = 0; i < kPartChannels; ++i) sums[i % 4] += v[i];
+  const float mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (1.0f / kPartChannels);
+#pragma unroll
+  for (int i = 0; i < kPartChannels; ++i) {
+    const float d = __fsub_rn(v[i], mean);
+    squares[i % 4] = fmaf(d, d, squares[i % 4]);
+  }
+  return {mean, (squares[0] + squares[1]) + (squares[2] + squares[3])};
+}
+
+// The norm and what follows it.
+__device__ __forceinline__ void norm_and_after(Values& v, const Moments& group, const float* vectors) {
+  const float rstd = rsqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);  // off by 2 units of 2^-23 at most, far below a step of y
+#pragma unroll
+  for (int quad = 0; quad < kPartChannels; quad += 4) {
+    const Quad groupnorm_weight_c = load_quad(vectors + 2 * kTileChannels + quad);
+    const Quad groupnorm_bias_c = load_quad(vectors + 3 * kTileChannels + quad);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& value = v[quad + e];
+      value = __fsub_rn(value, group.mean) * rstd;
+      value = value * groupnorm_weight_c[e] + groupnorm_bias_c[e];
+    }
+  }
+}
+
 // --- the kernel: warpgroup 0 fetches, warpgroups 1 and 2 multiply, normalise and store ---
 
 __device__ void consume(const Shared& shared, unsigned char* memory, const Arguments& arguments, const CUtensorMap* map_y) {
   const int thread = threadIdx.x - 128;
   Consumer self = {thread / 128, thread / 32 % 4, thread % 32};
   Feed feed{shared, self};
-  float* strips = reinterpret_cast<float*>(memory + kScratchAt + self.warpgroup * kScratchBytes);
-  float* groups = strips;  // a group's normaliser takes the place of its first strip
+  float* vectors = reinterpret_cast<float*>(memory + kParametersAt) + self.warpgroup * kRowChannels;
+  keep_parameters(vectors, fetch_parameters(arguments, blockIdx.x / kCluster, self), self);
 
   for (int unit = blockIdx.x / kCluster; unit < kUnits; unit += gridDim.x / kCluster) {
     float v[kBlocks][kAccumulators];
-    for (int tile = 0; tile < kUnitTiles; ++tile) {
-      multiply_tile(v, feed);
-      // The epilogue's addresses are computed after this: before the multiplication they would take registers that it needs.
-      asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));
-      const Tile at = tile_of(unit, tile, cluster_rank());
-      before_norm(v, arguments, at, self);
-      named_barrier(2 + self.warpgroup, 128);  // warp 0 knows that the last tile of y has left the memory of the strips
-      write_strips(v, strips, self);
-    }
+    multiply_tile(v, feed);
+    const Parameters next = fetch_parameters(arguments, unit + gridDim.x / kCluster, self);  // on their way meanwhile
+    // The epilogue's addresses are computed after this: before the multiplication they would take registers that it needs.
+    asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));
+    add_bias(v, vectors, self);
+    turn_tile(v, feed);
+    named_barrier(2 + self.warpgroup, 128);  // the warpgroup's part of the tile is there
 
-    named_barrier(2 + self.warpgroup, 128);  // all strips of the warpgroup are there
-    constexpr int kItems = kTileGroups / 2 * kTileSamples;  // (group, sample) pairs of a warpgroup; nobody else reads what a pair's thread merges
-    for (int item = thread % 128; item < kItems; item += 128) {
-      const int group = item / kTileSamples, sample = item % kTileSamples;
-      store_normaliser(groups + group * kGroupStrips * kStripFloats + sample, normaliser(merge_strips(strips, group, sample)));
+    const Row row(feed);
+#pragma unroll 1
+    for (int part = 0; part < kRowChannels / kPartChannels; ++part) {
+      Values v;
+      load_part(v, row, part);
+      before_norm(v, vectors + part * kPartChannels);
+      norm_and_after(v, moments(v), vectors + part * kPartChannels);
+      store_part(v, row, part);
     }
-    named_barrier(2 + self.warpgroup, 128);
-
-    const Tile at = tile_of(unit, 0, cluster_rank());
-    norm_and_after(v, arguments, groups, at, self);
-    store_tile(v, map_y, feed, at);
+    send_tile(map_y, feed, tile_of(unit, 0, cluster_rank()));
+    keep_parameters(vectors, next, self);
   }
   wait_stores_read();
 }

@@ -9,7 +9,7 @@
 //   tiles of 256 channels x 128 samples, 4 stages of 64 k; one warpgroup fetches, 2 multiply
 //   clusters of 2 CTAs that share rows of W: fetched once, received by both
 //   groups of 512 channels lie in 2 tiles of a CTA, which wait in registers
-//   128 blocks of 384 threads, 214592 bytes of shared memory
+//   128 blocks of 384 threads, 221248 bytes of shared memory
 //
 // Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml PRECISION=fp16
 
@@ -53,13 +53,14 @@ constexpr int kScratchAt = 196608;  // behind the stages
 constexpr int kScratchBytes = 8192;  // a warpgroup
 constexpr int kStoreSamples = 64;  // rows of y in a piece that leaves
 constexpr int kStoreBytes = 8192;  // of 64 channels each
-constexpr int kGroupsAt = 212992;  // what normalises each sample's group
-constexpr int kStripFloats = 384;  // three numbers a sample
-constexpr int kStripValues = 32;  // channels of a group that one warp holds in a tile
-constexpr int kGroupStrips = 8;  // strips of a group in this CTA
-constexpr int kWarpgroupStrips = 4;  // those of one warpgroup
-constexpr int kBarriersAt = 214528;  // full, empty
-constexpr int kSharedBytes = 214592;  // in all
+constexpr int kRowChannels = 128;  // channels of a sample that a thread finishes
+constexpr int kPartChannels = 16;  // those that it holds in registers at a time
+constexpr int kGroupParts = 8;  // of a group in a row
+constexpr int kVectors = 3;  // parameters of the epilogue
+constexpr int kParametersAt = 215040;  // of all tiles of a unit
+constexpr int kGroupsAt = 212992;  // what the warpgroups tell each other of groups in both
+constexpr int kBarriersAt = 221184;  // full, empty
+constexpr int kSharedBytes = 221248;  // in all
 constexpr float kEps = 1.0e-5f;  // inside the root
 constexpr float kHardtanhMinVal = -2.0f;  // hardtanh's min_val
 constexpr float kHardtanhMaxVal = 2.0f;  // hardtanh's max_val
@@ -143,6 +144,15 @@ __device__ __forceinline__ void fence_copy_engine() { asm volatile("fence.proxy.
 // Four 8 x 8 matrices of 16-bit values, each stored transposed; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_words(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_words(uint32_t to, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 template <int kRegisters>
@@ -266,12 +276,12 @@ __device__ void produce(const Shared& shared, const CUtensorMap* map_weight, con
 
 // --- multiply: rows of the accumulators are channels (W is operand A), columns are samples (x is operand B) ---
 
-// Where a consumer thread stands. Accumulator register 4 j + 2 h + e of block b is channel `channel(b, h)`,
+// Where a consumer thread stands. Accumulator register 4 j + 2 h + e of block b is channel 64 b + 16 warp + 8 h + lane / 4 of its warpgroup,
 // sample 8 j + 2 (lane % 4) + e.
 struct Consumer {
   int warpgroup, warp, lane;
-  __device__ int channel(int block, int half) const { return (warpgroup * kBlocks + block) * 64 + warp * 16 + half * 8 + lane / 4; }
-  __device__ int first_sample() const { return lane % 4 * 2; }
+  __device__ bool issuer() const { return warp == 0 && lane == 0; }  // of copies to y
+  __device__ int thread() const { return warp * 32 + lane; }  // of the warpgroup
 };
 
 struct Feed {
@@ -350,177 +360,11 @@ __device__ __forceinline__ float2 unpack(uint32_t word) {
   return __half22float2(*reinterpret_cast<const __half2*>(&word));
 }
 
-// Tiles wait as 16 bits, so the norm sees 16 bits of all of them, as PyTorch's does: a spread below their step would otherwise not be that of
-// the values which it divides. The last tile, which does not wait:
-__device__ __forceinline__ void round_values(float (&v)[kBlocks][kAccumulators]) {
+__device__ __forceinline__ void pack_tile(const float (&v)[kBlocks][kAccumulators], uint32_t (&words)[kBlocks][kAccumulators / 2]) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-    for (int i = 0; i < kAccumulators; i += 2) {
-      const float2 pair = unpack(pack(v[block][i], v[block][i + 1]));
-      v[block][i] = pair.x, v[block][i + 1] = pair.y;
-    }
-  }
-}
-
-// --- statistics: merged by Chan's formula in a fixed order; exact for equal values ---
-
-// Of a set of values: its mean is `mean` + `rest`, which holds what rounding left, m2 the sum of squared differences from it.
-struct Moments {
-  float mean, rest, m2;
-};
-
-// Only differences of means are rounded, which are as small as the spread: neither a far mean nor one far value costs the others their bits.
-// __fsub_rn keeps the compiler from fusing a difference with the product that made its operand, which would differ from the value kept.
-__device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float other_count) {
-  const float share = other_count / (count + other_count);
-  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
-  const float mean = fmaf(d, share, a.mean);
-  return {mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * all * (count * share)};
-}
-
-// What makes (v - mean) * rstd + offset the normalised value: offset takes the mean's rest.
-struct Normaliser {
-  float mean, rstd, offset;
-};
-
-__device__ __forceinline__ Normaliser normaliser(const Moments& group) {
-  const float rstd = 1.0f / sqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);
-  return {group.mean, rstd, -group.rest * rstd};
-}
-
-__device__ __forceinline__ Moments of_two(float a, float b) {
-  const float2 rounded = unpack(pack(a, b));  // as they wait
-  a = rounded.x, b = rounded.y;
-  const float d = __fsub_rn(b, a), mean = fmaf(d, 0.5f, a);
-  return {mean, fmaf(d, 0.5f, __fsub_rn(a, mean)), 0.5f * d * d};
-}
-
-// In shared memory, three numbers of kTileSamples samples each lie in planes: of a strip its moments, of a group its normaliser.
-__device__ __forceinline__ Moments load_moments(const float* from) { return {from[0], from[kTileSamples], from[2 * kTileSamples]}; }
-__device__ __forceinline__ void store_moments(float* to, const Moments& m) { to[0] = m.mean, to[kTileSamples] = m.rest, to[2 * kTileSamples] = m.m2; }
-__device__ __forceinline__ void store_normaliser(float* to, const Normaliser& n) { to[0] = n.mean, to[kTileSamples] = n.rstd, to[2 * kTileSamples] = n.offset; }
-
-// Two lanes that differ in `bit` hold moments of `count` values for two samples each: the lane with the bit takes over the second sample.
-__device__ __forceinline__ Moments share_out(const Moments& first, const Moments& second, int lane, int bit, int count) {
-  const bool upper = lane & bit;
-  const Moments own = upper ? second : first, given = upper ? first : second;
-  const Moments got = {__shfl_xor_sync(~0u, given.mean, bit), __shfl_xor_sync(~0u, given.rest, bit), __shfl_xor_sync(~0u, given.m2, bit)};
-  return merge(own, count, got, count);
-}
-
-// The channels of a strip that this thread holds, for sample `c` of its 8.
-__device__ __forceinline__ Moments thread_moments(const float (&v)[kBlocks][kAccumulators], int block, int samples, int c) {
-  const int at = 16 * samples + 4 * (c / 2) + c % 2;
-  return merge(of_two(v[block][at], v[block][at + 2]), 2.0f, of_two(v[block + 1][at], v[block + 1][at + 2]), 2.0f);
-}
-
-// A warp's strip of kStripValues channels, for 32 samples: lanes exchange halves of the samples they still look after, so that each ends
-// up with one, which `strip_sample` names.
-__device__ __forceinline__ Moments strip_statistics(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
-  Moments all[4];
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    all[c] = share_out(thread_moments(v, block, samples, c), thread_moments(v, block, samples, c + 4), lane, 16, 4);
-  }
-#pragma unroll
-  for (int kept = 2, bit = 8, count = 8; kept; kept /= 2, bit /= 2, count *= 2) {
-#pragma unroll
-    for (int c = 0; c < kept; ++c) all[c] = share_out(all[c], all[c + kept], lane, bit, count);
-  }
-  return all[0];
-}
-
-__device__ __forceinline__ int strip_sample(int samples, int lane) { return 32 * samples + 8 * (lane / 8) + lane % 4 * 2 + lane / 4 % 2; }
-
-// A warp's strips of a tile, into its warpgroup's part of shared memory, merged with those of the unit's earlier tiles.
-__device__ __forceinline__ void write_strips(const float (&v)[kBlocks][kAccumulators], float* strips, int tile, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; block += 2) {
-    float* strip = strips + self.warpgroup * (kScratchBytes / 4) + self.warp * kStripFloats;
-#pragma unroll
-    for (int samples = 0; samples < kTileSamples / 32; ++samples) {
-      const Moments here = strip_statistics(v, block, samples, self.lane);
-      float* all = strip + strip_sample(samples, self.lane);  // this lane's own, in every tile
-      store_moments(all, tile == 0 ? here : merge(load_moments(all), static_cast<float>(tile * kStripValues), here, kStripValues));
-    }
-  }
-}
-
-// The strips of group `group`, for one sample.
-__device__ __forceinline__ Moments merge_strips(const float* strips, int sample) {
-  Moments all = load_moments(strips + sample);
-#pragma unroll
-  for (int i = 1; i < kGroupStrips; ++i) {
-    const int place = i / kWarpgroupStrips * (kScratchBytes / 4) + i % kWarpgroupStrips * kStripFloats;
-    all = merge(all, i * kUnitTiles * kStripValues, load_moments(strips + place + sample), kUnitTiles * kStripValues);
-  }
-  return all;
-}
-
-// --- epilogue ---
-
-// What stands between the product and the norm.
-__device__ __forceinline__ void before_norm(float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    const int channel = tile.channel + self.channel(block, 0);
-    const float gemm_bias_c[2] = {parameter(arguments.gemm_bias, channel), parameter(arguments.gemm_bias, channel + 8)};
-#pragma unroll
-    for (int i = 0; i < kAccumulators; ++i) {
-      const int h = i / 2 % 2;
-      float& value = v[block][i];
-      value = value + gemm_bias_c[h];
-    }
-  }
-}
-
-// The norm and what follows it.
-__device__ __forceinline__ void norm_and_after(float (&v)[kBlocks][kAccumulators], const Arguments& arguments,
-                                               const float* groups, const Tile& tile, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    const int channel = tile.channel + self.channel(block, 0);
-    const float group_norm_weight_c[2] = {parameter(arguments.group_norm_weight, channel), parameter(arguments.group_norm_weight, channel + 8)};
-    const float group_norm_bias_c[2] = {parameter(arguments.group_norm_bias, channel), parameter(arguments.group_norm_bias, channel + 8)};
-    const float* group = groups + self.first_sample();
-#pragma unroll
-    for (int j = 0; j < kTileSamples / 8; ++j) {
-      // Of two samples each.
-      const float2 mean = *reinterpret_cast<const float2*>(group + 8 * j);
-      const float2 rstd = *reinterpret_cast<const float2*>(group + 8 * j + kTileSamples);
-      const float2 offset = *reinterpret_cast<const float2*>(group + 8 * j + 2 * kTileSamples);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int h = i / 2;
-        float& value = v[block][4 * j + i];
-        value = fmaf(__fsub_rn(value, i % 2 ? mean.y : mean.x), i % 2 ? rstd.y : rstd.x, i % 2 ? offset.y : offset.x);
-        value = value * group_norm_weight_c[h] + group_norm_bias_c[h];
-        value = hardtanh(value, kHardtanhMinVal, kHardtanhMaxVal);
-      }
-    }
-  }
-}
-
-// A tile whose group is not complete waits in registers, rounded to the 16 bits that it will have in y.
-__device__ __forceinline__ void hold(const float (&v)[kBlocks][kAccumulators], uint32_t (&waiting)[kBlocks][kAccumulators / 2]) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-    for (int i = 0; i < kAccumulators / 2; ++i) waiting[block][i] = pack(v[block][2 * i], v[block][2 * i + 1]);
-  }
-}
-
-__device__ __forceinline__ void fetch_held(float (&v)[kBlocks][kAccumulators], const uint32_t (&waiting)[kBlocks][kAccumulators / 2]) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-    for (int i = 0; i < kAccumulators / 2; ++i) {
-      uint32_t word = waiting[block][i];
-      asm volatile("" : "+r"(word));  // unpacked here and no earlier: it takes twice the registers
-      const float2 pair = unpack(word);
-      v[block][2 * i] = pair.x, v[block][2 * i + 1] = pair.y;
-    }
+    for (int i = 0; i < kAccumulators / 2; ++i) words[block][i] = pack(v[block][2 * i], v[block][2 * i + 1]);
   }
 }
 
@@ -531,29 +375,33 @@ __device__ __forceinline__ uint32_t store_piece(const Feed& feed, int piece) {
   return piece == 0 ? scratch : lent + (piece - 1) * kStoreBytes;
 }
 
-// Rounds the tile to 16 bits and turns it in shared memory, swizzled as y's map expects; the copy engine takes it away in pieces of 64
-// channels x kStoreSamples samples while the next tile is multiplied.
-__device__ __forceinline__ void store_tile(const float (&v)[kBlocks][kAccumulators], const CUtensorMap* map_y, Feed& feed, const Tile& tile) {
+// Rounds the tile to 16 bits and turns it in shared memory, swizzled as y's map expects, in pieces of 64 channels x kStoreSamples samples.
+// `words`: the tile's values, two in a word.
+__device__ __forceinline__ void turn_tile(const uint32_t (&words)[kBlocks][kAccumulators / 2], const Feed& feed) {
   constexpr int kPieces = kTileSamples / kStoreSamples;  // of one block
   const Consumer& self = feed.self;
-  const bool issuer = self.warp == 0 && self.lane == 0;
   const int row = self.lane / 16 * 8 + self.lane % 8, chunk = self.warp * 2 + self.lane / 8 % 2;  // of 16 bytes
   const uint32_t within = row * kRowBytes + ((chunk ^ row % 8) << 4);
-  if (issuer) wait_stores_read();
+  if (self.issuer()) wait_stores_read();
   named_barrier(1, 2 * 128);  // nobody multiplies from the lent stage any more, and the pieces' last contents have left
 #pragma unroll
   for (int piece = 0; piece < kBlocks * kPieces; ++piece) {
     const uint32_t to = store_piece(feed, piece) + within;
 #pragma unroll
     for (int j = 0; j < kStoreSamples / 8; j += 2) {
-      const float* s = v[piece / kPieces] + piece % kPieces * (kStoreSamples / 2) + 4 * j;
-      const uint32_t words[4] = {pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7])};
-      store_transposed(to + 8 * j * kRowBytes, words);
+      const uint32_t* s = words[piece / kPieces] + piece % kPieces * (kStoreSamples / 4) + 2 * j;
+      store_transposed(to + 8 * j * kRowBytes, {s[0], s[1], s[2], s[3]});
     }
   }
+}
+
+// The copy engine takes the pieces away while the next tile is multiplied.
+__device__ __forceinline__ void send_tile(const CUtensorMap* map_y, Feed& feed, const Tile& tile) {
+  constexpr int kPieces = kTileSamples / kStoreSamples;
+  const Consumer& self = feed.self;
   fence_copy_engine();
   named_barrier(2 + self.warpgroup, 128);
-  if (issuer) {
+  if (self.issuer()) {
     for (int piece = 0; piece < kBlocks * kPieces; ++piece) {
       const int channel = tile.channel + (self.warpgroup * kBlocks + piece / kPieces) * 64;
       store_box(map_y, store_piece(feed, piece), channel, tile.sample + piece % kPieces * kStoreSamples);
@@ -562,46 +410,212 @@ __device__ __forceinline__ void store_tile(const float (&v)[kBlocks][kAccumulato
   feed.lent = true;
 }
 
+// --- rows: turned in shared memory, a sample's channels lie in a row; a thread takes the kRowChannels of its sample and warpgroup ---
+
+// Parameters lie in shared memory as floats, kVectors of kTileChannels for each tile of a unit; a warpgroup reads and writes its half of them.
+struct Parameters {
+  float own[kUnitTiles][kVectors];
+};
+
+// A thread's part of a unit's parameters: one channel of each tile.
+__device__ __forceinline__ Parameters fetch_parameters(const Arguments& arguments, int unit, const Consumer& self) {
+  Parameters parameters = {};
+  if (unit >= kUnits) return parameters;
+#pragma unroll
+  for (int tile = 0; tile < kUnitTiles; ++tile) {
+    const int channel = tile_of(unit, tile, cluster_rank()).channel + self.warpgroup * kRowChannels + self.thread();
+    parameters.own[tile][0] = parameter(arguments.gemm_bias, channel);
+    parameters.own[tile][1] = parameter(arguments.group_norm_weight, channel);
+    parameters.own[tile][2] = parameter(arguments.group_norm_bias, channel);
+  }
+  return parameters;
+}
+
+__device__ __forceinline__ void keep_parameters(float* vectors, const Parameters& parameters, const Consumer& self) {
+#pragma unroll
+  for (int i = 0; i < kUnitTiles * kVectors; ++i) vectors[i * kTileChannels + self.thread()] = parameters.own[i / kVectors][i % kVectors];
+  named_barrier(2 + self.warpgroup, 128);
+}
+
+// Four channels' parameters.
+struct Quad {
+  float of[4];
+  __device__ float operator[](int i) const { return of[i]; }
+};
+
+__device__ __forceinline__ Quad load_quad(const float* from) {
+  const float4 q = *reinterpret_cast<const float4*>(from);
+  return { {q.x, q.y, q.z, q.w} };
+}
+
+__device__ __forceinline__ void add_bias(float (&v)[kBlocks][kAccumulators], const float* vectors, const Consumer& self) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const float* bias = vectors + block * 64 + self.warp * 16 + self.lane / 4;
+    const float of[2] = {bias[0], bias[8]};
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) v[block][i] += of[i / 2 % 2];
+  }
+}
+
+// This thread's row: 16-byte chunks of 8 channels, swizzled within 128 bytes, of 64 channels each.
+struct Row {
+  uint32_t first, step;
+  int swizzle;
+  __device__ explicit Row(const Feed& feed) {
+    const int sample = feed.self.thread();
+    const uint32_t within = sample % kStoreSamples * kRowBytes;
+    first = store_piece(feed, sample / kStoreSamples) + within;
+    step = store_piece(feed, kTileSamples / kStoreSamples + sample / kStoreSamples) + within - first;
+    swizzle = sample % 8;
+  }
+  __device__ uint32_t chunk(int i) const { return first + i / 8 * step + ((i % 8 ^ swizzle) << 4); }
+};
+
+// Part `part` of a row: kPartChannels values. Loops over parts are not unrolled: the compiler would fetch more parts than registers hold.
+using Values = float[kPartChannels];
+
+__device__ __forceinline__ void load_part(Values& v, const Row& row, int part) {
+#pragma unroll
+  for (int i = 0; i < kPartChannels / 8; ++i) {
+    const uint4 words = load_words(row.chunk(part * (kPartChannels / 8) + i));
+    const float2 pair0 = unpack(words.x);
+    v[8 * i + 0] = pair0.x, v[8 * i + 1] = pair0.y;
+    const float2 pair1 = unpack(words.y);
+    v[8 * i + 2] = pair1.x, v[8 * i + 3] = pair1.y;
+    const float2 pair2 = unpack(words.z);
+    v[8 * i + 4] = pair2.x, v[8 * i + 5] = pair2.y;
+    const float2 pair3 = unpack(words.w);
+    v[8 * i + 6] = pair3.x, v[8 * i + 7] = pair3.y;
+  }
+}
+
+__device__ __forceinline__ void store_part(const Values& v, const Row& row, int part) {
+#pragma unroll
+  for (int i = 0; i < kPartChannels / 8; ++i) {
+    const float* s = v + 8 * i;
+    store_words(row.chunk(part * (kPartChannels / 8) + i), make_uint4(pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7])));
+  }
+}
+
+// Mean and sum of squared differences from it: two walks, so that neither a far mean nor one far value costs the others their bits.
+struct Moments {
+  float mean, m2;
+};
+
+__device__ __forceinline__ Moments moments(const Values& v) {
+  float sums[4] = {}, squares[4] = {};
+#pragma unroll
+  for (int i = 0; i < kPartChannels; ++i) sums[i % 4] += v[i];
+  const float mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (1.0f / kPartChannels);
+#pragma unroll
+  for (int i = 0; i < kPartChannels; ++i) {
+    const float d = __fsub_rn(v[i], mean);
+    squares[i % 4] = fmaf(d, d, squares[i % 4]);
+  }
+  return {mean, (squares[0] + squares[1]) + (squares[2] + squares[3])};
+}
+
+// The union of two sets (Chan's formula), the second being `share` of it; exact for equal values.
+__device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float share) {
+  const float d = __fsub_rn(b.mean, a.mean);
+  return {fmaf(d, share, a.mean), a.m2 + b.m2 + d * d * (count * share)};
+}
+
+// With what the other warpgroup has of the same group and sample, in the order of the warpgroups.
+__device__ __forceinline__ Moments merge_warpgroups(const Moments& own, float2* places, float count, const Consumer& self) {
+  places[self.warpgroup * kTileSamples + self.thread()] = make_float2(own.mean, own.m2);
+  named_barrier(1, 2 * 128);
+  const float2 first = places[self.thread()], second = places[kTileSamples + self.thread()];
+  return merge({first.x, first.y}, count, {second.x, second.y}, 0.5f);
+}
+
+// The norm and what follows it.
+__device__ __forceinline__ void norm_and_after(Values& v, const Moments& group, const float* vectors) {
+  const float rstd = rsqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);  // off by 2 units of 2^-23 at most, far below a step of y
+#pragma unroll
+  for (int quad = 0; quad < kPartChannels; quad += 4) {
+    const Quad group_norm_weight_c = load_quad(vectors + 1 * kTileChannels + quad);
+    const Quad group_norm_bias_c = load_quad(vectors + 2 * kTileChannels + quad);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& value = v[quad + e];
+      value = __fsub_rn(value, group.mean) * rstd;
+      value = value * group_norm_weight_c[e] + group_norm_bias_c[e];
+      value = hardtanh(value, kHardtanhMinVal, kHardtanhMaxVal);
+    }
+  }
+}
+
+// The moments of a group's values in this row: kGroupParts parts from `first` on.
+__device__ __forceinline__ Moments group_moments(const Row& row, int first) {
+  Moments all = {};
+#pragma unroll 1
+  for (int i = 0; i < kGroupParts; ++i) {
+    Values v;
+    load_part(v, row, first + i);
+    const Moments part = moments(v);
+    all = i == 0 ? part : merge(all, i * kPartChannels, part, __fdividef(1.0f, i + 1.0f));
+  }
+  return all;
+}
+
+__device__ __forceinline__ void normalise_group(const Row& row, int first, const Moments& group, const float* vectors) {
+#pragma unroll 1
+  for (int i = 0; i < kGroupParts; ++i) {
+    Values v;
+    load_part(v, row, first + i);
+    norm_and_after(v, group, vectors + (first + i) * kPartChannels);
+    store_part(v, row, first + i);
+  }
+}
+
 // --- the kernel: warpgroup 0 fetches, warpgroups 1 and 2 multiply, normalise and store ---
 
 __device__ void consume(const Shared& shared, unsigned char* memory, const Arguments& arguments, const CUtensorMap* map_y) {
   const int thread = threadIdx.x - 128;
   Consumer self = {thread / 128, thread / 32 % 4, thread % 32};
   Feed feed{shared, self};
-  float* strips = reinterpret_cast<float*>(memory + kScratchAt);
-  float* groups = reinterpret_cast<float*>(memory + kGroupsAt);
+  float* vectors = reinterpret_cast<float*>(memory + kParametersAt) + self.warpgroup * kRowChannels;
+  keep_parameters(vectors, fetch_parameters(arguments, blockIdx.x / kCluster, self), self);
+  float2* places = reinterpret_cast<float2*>(memory + kGroupsAt);
 
   for (int unit = blockIdx.x / kCluster; unit < kUnits; unit += gridDim.x / kCluster) {
     float v[kBlocks][kAccumulators];
-    uint32_t waiting[kBlocks][kAccumulators / 2];
-#pragma unroll  // so that `waiting` takes registers only while a tile waits
-    for (int tile = 0; tile < kUnitTiles; ++tile) {
-      multiply_tile(v, feed);
-      // The epilogue's addresses are computed after this: before the multiplication they would take registers that it needs.
-      asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));
-      const Tile at = tile_of(unit, tile, cluster_rank());
-      before_norm(v, arguments, at, self);
-      if (tile == 0) named_barrier(2 + self.warpgroup, 128);  // warp 0 knows that the last tile of y has left the memory of the strips
-      write_strips(v, strips, tile, self);
-      if (tile + 1 < kUnitTiles) hold(v, waiting);
-      if (tile + 1 < kUnitTiles) feed.release();
-    }
+    uint32_t waiting[kBlocks][kAccumulators / 2], words[kBlocks][kAccumulators / 2];  // the first tile waits: its group is not complete
+    multiply_tile(v, feed);
+    // The epilogue's addresses are computed after this: before the multiplication they would take registers that it needs.
+    asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));
+    add_bias(v, vectors, self);
+    pack_tile(v, waiting);
+    turn_tile(waiting, feed);
+    named_barrier(2 + self.warpgroup, 128);  // the warpgroup's part of the tile is there
 
-    named_barrier(1, 2 * 128);  // all strips of both warpgroups are there
-    if (thread < kTileSamples) store_normaliser(groups + thread, normaliser(merge_strips(strips, thread)));
-    named_barrier(1, 2 * 128);
+    Row row(feed);
+    const Moments earlier = group_moments(row, 0);
+    fence_copy_engine();
+    feed.release();
 
-#pragma unroll
-    for (int tile = kUnitTiles - 1; tile >= 0; --tile) {
-      const Tile at = tile_of(unit, tile, cluster_rank());
-      if (tile + 1 < kUnitTiles) {
-        fetch_held(v, waiting);
-      } else {
-        round_values(v);
-      }
-      norm_and_after(v, arguments, groups, at, self);
-      store_tile(v, map_y, feed, at);
-    }
+    multiply_tile(v, feed);
+    // The epilogue's addresses are computed after this: before the multiplication they would take registers that it needs.
+    asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));
+    add_bias(v, vectors + kVectors * kTileChannels, self);
+    pack_tile(v, words);
+    turn_tile(words, feed);
+    named_barrier(2 + self.warpgroup, 128);  // the warpgroup's part of the tile is there
+
+    row = Row(feed);
+    const Moments own = merge(earlier, kRowChannels, group_moments(row, 0), 0.5f);
+    const Moments group = merge_warpgroups(own, places, kUnitTiles * kRowChannels, self);
+    normalise_group(row, 0, group, vectors + kVectors * kTileChannels);
+    send_tile(map_y, feed, tile_of(unit, 1, cluster_rank()));
+
+    const Parameters next = fetch_parameters(arguments, unit + gridDim.x / kCluster, self);
+    turn_tile(waiting, feed);
+    named_barrier(2 + self.warpgroup, 128);
+    normalise_group(row, 0, group, vectors);
+    send_tile(map_y, feed, tile_of(unit, 0, cluster_rank()));
+    keep_parameters(vectors, next, self);
   }
   wait_stores_read();
 }
