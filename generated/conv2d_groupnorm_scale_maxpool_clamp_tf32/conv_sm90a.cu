@@ -65,8 +65,8 @@ constexpr int kChunkRows = 4;  // rows that are converted at once
 constexpr int kRawStages = 3;  // chunks on their way from memory
 constexpr int kRawValues = 4096;  // kInChannels x kChunkRows x kWidth
 constexpr int kConvertBarrier = 5;  // named barrier of the converting warpgroup
-constexpr int kChunkPixels = 4;  // pixels of a chunk for each converting thread
 constexpr int kPixelsAtOnce = 2;  // of them, whose values a thread holds
+constexpr int kChunkPixels = 4;  // pixels of a chunk for each converting thread
 constexpr int kPlanePixels = (kRing + kRepeats) * kPitch;  // pixels of a plane
 constexpr int kPlanes = 1;  // kOctets
 constexpr int kConstantPixels = 128;  // pixels of equal values, for what is added to every column
@@ -271,7 +271,7 @@ struct alignas(16) Channel {
   float c_conv_bias;
 };
 
-// What lies behind x's operand planes, the constant pixels, the slots of extremes and x's chunks on their way.
+// What lies behind x's operand planes, the constant pixels and the slots of extremes.
 struct Shared {
   Channel channels[kMultiplyGroups][64];
   Coefficients coefficients[kMultiplyGroups][kChannels];
@@ -436,6 +436,7 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
     fence_operands();
     __syncwarp();
     if (lane < rows) arrive(&s.row_ready[slot_behind(stream % kRing, lane)]);  // a lane for each row
+
     named_barrier(kConvertBarrier, 128);  // every thread has read the stage
     if (ahead.exists(work)) {
       fetch_chunk(x, work, ahead, stage);
@@ -838,8 +839,8 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
     bool merged = item == 0;
     Tally tally = {};
     uint32_t shift[2] = {0u, 0u};
-    const int before = item * kUnits % kMultiplyGroups;
-    for (int strip = (group + kMultiplyGroups - before) % kMultiplyGroups; strip < kUnits; strip += kMultiplyGroups) {
+    const int turn = item * kUnits % kMultiplyGroups;
+    for (int strip = (group + kMultiplyGroups - turn) % kMultiplyGroups; strip < kUnits; strip += kMultiplyGroups) {
       const int rows = part.strip_rows(strip);
       const int top = strip * kWindowHeight;
       constexpr int columns = kOutWidth;
