@@ -27,11 +27,19 @@ PROBLEMS = {
     30: "specs/default.yaml",
     94: "specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml",
     85: "specs/conv2d_groupnorm_scale_maxpool_clamp.yaml",
+    62: "specs/matmul_groupnorm_leakyrelu_sum.yaml",
+    88: "specs/gemm_groupnorm_swish_multiply_swish.yaml",
+    37: "specs/matmul_swish_sum_groupnorm.yaml",
+    21: "specs/conv2d_add_scale_sigmoid_groupnorm.yaml",
 }
 SMALL = {
     30: "specs/gemm_groupnorm_hardtanh_small.yaml",
     94: "specs/gemm_biasadd_hardtanh_mish_groupnorm_small.yaml",
     85: "specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml",
+    62: "specs/matmul_groupnorm_leakyrelu_sum_small.yaml",
+    88: "specs/gemm_groupnorm_swish_multiply_swish_small.yaml",
+    37: "specs/matmul_swish_sum_groupnorm_small.yaml",
+    21: "specs/conv2d_add_scale_sigmoid_groupnorm_small.yaml",
 }
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCRIPT = Path("scripts/run_and_check.py")

@@ -31,7 +31,9 @@ class Apply:
 
     `parameter` is the state_dict key of its per-channel (or one-element) tensor and `pointer` that tensor's C identifier, both None
     without one; `per_channel` is False for a tensor of one element. `monotone`: non-decreasing in v whatever the parameters;
-    `affine`: a*v + b with a, b from the channel alone; `multiplies`: mul by a parameter, whose sign is known only at run time.
+    `affine`: a*v + b with a, b from the channel alone; `multiplies`: mul by a parameter, whose sign is known only at run time. `doubles` is "add"
+    or "mul" where v meets itself (v + v, v * v). The expression may name a variable that an earlier operator of the same function left: `keeps`
+    is the name under which this one leaves its result.
     """
 
     comment: str
@@ -44,6 +46,8 @@ class Apply:
     monotone: bool
     affine: bool
     multiplies: bool
+    doubles: str | None = None
+    keeps: str | None = None
 
     def apply(self, v: str, p: str | None = None) -> str:
         return self.expression.format(v=v, p=p or self.pointer)
@@ -60,10 +64,17 @@ def _camel(text: str) -> str:
 
 def applies(spec: Spec, steps: Iterable[Step]) -> tuple[Apply, ...]:
     """The element-wise steps among `steps` (all from spec.chain), in order."""
-    return tuple(_apply(spec, step) for step in steps if step.operator.kind is Kind.ELEMENTWISE)
+    steps = tuple(steps)
+    kept = spec.kept(steps)
+    return tuple(_apply(spec, step, step.index in kept) for step in steps if step.operator.kind is Kind.ELEMENTWISE)
 
 
-def _apply(spec: Spec, step: Step) -> Apply:
+def kept_name(step: Step) -> str:
+    """The variable that holds a step's result for an operator that takes it once more."""
+    return f"{step.name}_kept"
+
+
+def _apply(spec: Spec, step: Step, kept: bool) -> Apply:
     op, values = step.operator, step.values
     same = [s for s in spec.chain if s.operator is op]
     stem = "k" + _camel(op.name) + (str(same.index(step) + 1) if len(same) > 1 else "")
@@ -72,9 +83,12 @@ def _apply(spec: Spec, step: Step) -> Apply:
         for arg in op.constants(values)
     )
     parameter = step.parameters[0] if step.parameters else None
-    if op.function is None:
-        expression = op.expression.format(v="{v}", p="{p}" if parameter else constants[0].name)
+    if step.tap is not None:
+        expression = op.expression.format(v="{v}", p="{v}" if step.taps_itself else kept_name(spec.chain[step.tap]))
         functions: tuple[str, ...] = ()
+    elif op.function is None:
+        expression = op.expression.format(v="{v}", p="{p}" if parameter else constants[0].name)
+        functions = ()
     else:
         functions = (op.function(values),)
         expression = f"{functions[0]}({', '.join(['{v}', *(c.name for c in constants)])})"
@@ -82,7 +96,8 @@ def _apply(spec: Spec, step: Step) -> Apply:
     return Apply(
         comment=describe(step), expression=expression, constants=constants, functions=functions, parameter=key,
         pointer=c_identifier(key) if key else None, per_channel=bool(parameter) and _elements(parameter.shape) > 1,
-        monotone=op.monotone(values), affine=op.affine, multiplies=op.name == "mul" and parameter is not None,
+        monotone=op.monotone(values) or (step.taps_itself and op.name == "add"), affine=op.affine and step.tap is None,
+        multiplies=op.name == "mul" and parameter is not None, doubles=op.name if step.taps_itself else None, keeps=kept_name(step) if kept else None,
     )  # fmt: skip
 
 
@@ -107,7 +122,8 @@ def _why(step: Step, arg: str, precision: Precision) -> str:
 
 def describe(step: Step) -> str:
     """The step in one line for headers and comments: `hardtanh(min_val=-2.0, max_val=2.0)`."""
-    shown = ", ".join(f"{k}={v}" for k, v in step.values.items() if v is not None and k in {a.name for a in step.operator.arguments})
+    hidden = {"init"} if step.values.get("shape") is None else set()
+    shown = ", ".join(f"{k}={v}" for k, v in step.values.items() if v is not None and k in {a.name for a in step.operator.arguments} - hidden)
     return f"{step.operator.name}({shown})"
 
 

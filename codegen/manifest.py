@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from codegen.plan.backward import gradient_keys, plan_backward
+from codegen.plan.backward import gradient_keys, plan_backward, refusal
 from codegen.plan.backward_cuda import plan_backward_cuda
 from codegen.plan.model import Buffer, Launch, Library, Plan
 from codegen.report import explanation, regenerate
@@ -35,7 +35,10 @@ class Package:
 
     @property
     def backward_plans(self) -> tuple[Plan, ...]:
-        """The backwards, in sources of their own: one for the CPU, and one for CUDA, made for the least of the CUDA targets and good for all of them."""
+        """The backwards, in sources of their own: one for the CPU, and one for CUDA, made for the least of the CUDA targets and good for all of them. None where
+        the chain has something that gradients are not generated for."""
+        if refusal(self.spec):
+            return ()
         made = [plan_backward(self.spec, plan.target, plan.device) for plan in self.plans if plan.target.language == "cpp"]
         cuda = [plan for plan in self.plans if plan.target.language == "cuda"]
         if cuda:

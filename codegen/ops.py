@@ -34,7 +34,7 @@ class Argument:
     """One argument of an operator.
 
     `type` is one of: "size" (integer >= 1), "count" (integer >= 0), "pair" (a size or two of them), "count_pair", "number" (finite float),
-    "bound" (finite float or null), "flag" (boolean), "shape" (list of sizes), or a tuple of allowed words.
+    "bound" (finite float or null), "flag" (boolean), "shape" (list of sizes), "tap" (the name of an earlier operator), or a tuple of allowed words.
     """
 
     name: str
@@ -231,13 +231,14 @@ def _elementwise(
 
 
 def _operand(name: str, symbol: str, summary: str) -> Operator:
-    """`add` or `mul`: with a learnable per-channel vector (name, shape, init), or with a number (value)."""
+    """`add` or `mul`: with a learnable per-channel vector (name, shape, init), with a number (value), or with an earlier operator's result (from)."""
     return Operator(
         name, Kind.ELEMENTWISE, summary,
         (
             Argument("shape", "shape", None),
             Argument("init", ("randn", "rand", "ones", "zeros"), "randn"),
             Argument("value", "bound", None),
+            Argument("from", "tap", None),
         ),
         takes_name=True,
         parameters=lambda values, shape: () if values["shape"] is None else (Parameter("", values["shape"], values["init"]),),
@@ -245,14 +246,14 @@ def _operand(name: str, symbol: str, summary: str) -> Operator:
         constants=lambda values: () if values["value"] is None else ("value",),
         expression=f"{{v}} {symbol} {{p}}",
         call=lambda values: f"{{v}} {symbol} " + ("{p}" if values["value"] is None else _number(values["value"])),
-        monotone=lambda values: name == "add" or (values["value"] is not None and values["value"] >= 0),
+        monotone=lambda values: (name == "add" and values["from"] is None) or (values["value"] is not None and values["value"] >= 0),
         affine=True,
     )  # fmt: skip
 
 
 def _operand_check(values: Values) -> str | None:
-    if (values["shape"] is None) == (values["value"] is None):
-        return "give either shape (a learnable tensor, with a name) or value (a number)"
+    if sum(values[key] is not None for key in ("shape", "value", "from")) != 1:
+        return "give either shape (a learnable tensor, with a name), value (a number) or from (an earlier operator's name)"
     return None
 
 
@@ -286,8 +287,8 @@ OPERATORS: dict[str, Operator] = {
             ),
             takes_name=True, shape=_max_pool2d_shape, check=_max_pool2d_check, call=_max_pool2d_call,
         ),
-        _operand("add", "+", "v + p, a vector per channel or a number"),
-        _operand("mul", "*", "v * p, a vector per channel or a number"),
+        _operand("add", "+", "v + p: a vector per channel, a number, or an earlier operator's result"),
+        _operand("mul", "*", "v * p: a vector per channel, a number, or an earlier operator's result"),
         _elementwise(
             "hardtanh", "min(max(v, min_val), max_val)", "F.hardtanh({v}, {min_val}, {max_val})",
             (Argument("min_val", "number", -1.0), Argument("max_val", "number", 1.0)), monotone=True, check=_bounds_check("min_val", "max_val"), bounds=True,

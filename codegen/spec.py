@@ -7,6 +7,7 @@ holds has been validated as a number or an identifier, so later stages may put i
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ class SpecError(Exception):
 class Step:
     """One operator of the chain with its checked argument values and the shapes around it (batch first).
 
-    `sources` maps an argument to the entry of the spec's args that gave its value.
+    `sources` maps an argument to the entry of the spec's args that gave its value; `index` is its place in the chain, `tap` that of the step
+    whose result it takes once more.
     """
 
     operator: Operator
@@ -40,6 +42,13 @@ class Step:
     input_shape: Shape
     output_shape: Shape
     sources: dict[str, str] = field(default_factory=dict)
+    index: int = 0
+    tap: int | None = None
+
+    @property
+    def taps_itself(self) -> bool:
+        """Does it take the value in front of it twice, as v + v does?"""
+        return self.tap is not None and self.tap == self.index - 1
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -139,6 +148,15 @@ class Spec:
         """(key, shape) of every parameter in nn.Module's state_dict order: the module's own first, then its children's."""
         listed = [(step.key(p), p.shape) for step in self.chain for p in step.parameters]
         return tuple(sorted(listed, key=lambda item: "." in item[0]))
+
+    def kept(self, steps: Iterable[Step]) -> set[int]:
+        """The places of results that some of `steps` take once more while another operator stands between."""
+        return {step.tap for step in steps if step.tap is not None and not step.taps_itself}
+
+    @property
+    def taps_across_norm(self) -> bool:
+        """Does an operator behind the norm take the norm's input once more?"""
+        return self.norm_index - 1 in self.kept(self.after_norm)
 
     def with_precision(self, name: str) -> Spec:
         """The same spec at another precision (a forced `math` of the old precision is dropped)."""

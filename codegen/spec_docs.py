@@ -10,6 +10,7 @@ from codegen.targets import DEVICES, TARGETS
 _TYPES = {
     "size": "integer >= 1", "count": "integer >= 0", "pair": "integer >= 1, or two of them", "count_pair": "integer >= 0, or two of them",
     "number": "finite number", "bound": "finite number, or left out", "flag": "true or false", "shape": "list of integers >= 1",
+    "tap": "the `name` of an operator in front of this one",
 }  # fmt: skip
 
 _HEAD = """\
@@ -37,7 +38,10 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `prepack` | `true`: at fp32 and tf32, `sm_90a` multiplies with a split copy of a linear's weights, which the model keeps and renews (docs/runtime.md, "Prepared weights"); elsewhere it changes nothing; default `false`; `PREPACK=1` on the command line asks for it too |
 
 A value in the chain is a literal or the name of an entry in `args`. `name` is the attribute that holds an operator's parameters: `state_dict` has
-the keys of the PyTorch module, in the same order. Anchors, aliases and tags are refused; all faults of a file are reported at once, each as
+the keys of the PyTorch module, in the same order.
+
+`from` gives `add` and `mul` the result of an operator in front of them once more: `- add: {{from: conv}}` adds the convolution's result, and where `from` names the
+operator right before, v meets itself (`x + x`). It reaches no further back than the last pooling and, behind the norm, than the norm's input. Anchors, aliases and tags are refused; all faults of a file are reported at once, each as
 `file:line:column: what is wrong`.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codegen.chain import kept_name
 from codegen.ops import Kind
 from codegen.spec import Spec, Step
 
@@ -27,14 +28,21 @@ def module_lines(spec: Spec) -> list[str]:
 
 def reference_lines(spec: Spec) -> list[str]:
     """Statements that compute the chain on `v` (x at first) with PyTorch's own operators."""
-    return [f"v = {_call(step)}" for step in spec.chain]
+    kept = spec.kept(spec.chain)
+    lines = []
+    for step in spec.chain:
+        lines.append(f"v = {_call(spec, step)}")
+        if step.index in kept:
+            lines.append(f"{kept_name(step)} = v")
+    return lines
 
 
-def _call(step: Step) -> str:
+def _call(spec: Spec, step: Step) -> str:
     source = "x" if step.operator.kind is Kind.PRODUCER else "v"
     if step.operator.module is not None:
         return f"self.{step.name}({source})"
-    return step.operator.call(step.values).format(v=source, p=f"self.{step.name}")
+    tapped = "v" if step.taps_itself else kept_name(spec.chain[step.tap]) if step.tap is not None else None
+    return step.operator.call(step.values).format(v=source, p=tapped or f"self.{step.name}")
 
 
 def uses_functional(spec: Spec) -> bool:

@@ -50,6 +50,7 @@ class _Scene:
     rank: int
     channels: int = 1  # behind the producer
     drawn: dict[str, Any] = field(default_factory=dict)  # of the operator in hand
+    names: list[str] = field(default_factory=list)  # of the operators so far
 
 
 def size(rng: Random, low: int, high: int) -> int:
@@ -94,6 +95,7 @@ _BY_TYPE: dict[str, Callable[[_Scene, Argument], Any]] = {
     "number": lambda s, a: _number(s.rng, a.default),
     "bound": lambda s, a: _number(s.rng, None),
     "flag": lambda s, a: s.rng.random() < 0.5,
+    "tap": lambda s, a: s.rng.choice(s.names),
     "shape": lambda s, a: [s.channels if s.rng.random() < 0.8 else 1, *[1] * (s.rank - 2)],
 }
 
@@ -115,6 +117,7 @@ def _operator(scene: _Scene, operator: Operator, name: str) -> dict[str, Any] | 
         if argument.default is REQUIRED or scene.rng.random() < 0.5:
             scene.drawn[argument.name] = _argument(scene, argument)
     given = ({"name": name} if operator.takes_name else {}) | scene.drawn
+    scene.names += [name] if operator.takes_name else []
     return {operator.name: given} if given else operator.name
 
 

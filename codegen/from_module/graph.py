@@ -93,6 +93,7 @@ class _Walk:
         self.excused: set[fx.Node] = set()  # values before a faulty operator: whoever goes on from them has the same fault
         self.silu: dict[fx.Node, fx.Node] = {}
         self.overwritten: dict[fx.Node, fx.Node] = {}  # a value -> the in-place operator that has replaced it since
+        self.places: dict[fx.Node, int] = {}  # a value -> the place of the entry that gives it
 
     def graph(self, graph: fx.Graph) -> None:
         absorbed = self.find_silu(graph)
@@ -188,6 +189,8 @@ class _Walk:
         else:
             if entry is not None:
                 self.traced.entries.append(entry)
+            if self.traced.entries:
+                self.places[node] = len(self.traced.entries) - 1
         if self.is_in_place(node):
             self.overwritten[before] = node
         self.current = node
@@ -206,6 +209,8 @@ class _Walk:
         kind = calls.ARITHMETIC.get(name)
         if kind is None and name not in (*calls.FUNCTIONS, *calls.NEEDS_MODULE, *calls.RANDOM_FUNCTIONS, "contiguous"):
             raise Unfit(f"{name} is no operator of the grammar: {self.text(node)}")
+        if kind is not None and (tapped := self.tapped(kind, node)):
+            return Entry(kind, self.line(node), None, {"from": tapped})
         self.follow(node, inputs)
         if kind is not None:
             return self.arithmetic(kind, node)
@@ -228,7 +233,7 @@ class _Walk:
         for other in inputs:
             if self.now(other) is not self.current and other not in self.excused:
                 where = f"the value of line {self.line(other)}" if other.op != "placeholder" else "x itself"
-                raise Unfit(f"takes {where} once more: {self.text(node)}; in a chain each operator takes the value before it only (no residual)")
+                raise Unfit(f"takes {where} once more: {self.text(node)}; in a chain each operator takes the value before it (add and mul an earlier one too)")
 
     def module(self, node: fx.Node, inputs: list[fx.Node]) -> Entry | None:
         module = self.model.get_submodule(node.target)
@@ -266,7 +271,7 @@ class _Walk:
             return Entry("mul", self.line(node), None, {"value": -1.0})
         values = [o for o in operands if isinstance(o, fx.Node) and o.op != "get_attr"]
         if len(operands) != 2 or len(values) != 1:
-            raise Unfit(f"{kind} of the chain's value and itself: {self.text(node)}; the grammar has {kind} with a parameter or a number only")
+            raise Unfit(f"{kind} of two values: {self.text(node)}; the grammar has {kind} with a parameter or a number only")
         operand = operands[1] if operands[0] is values[0] else operands[0]
         if isinstance(operand, fx.Node):
             return self.parameter(kind, operand, node)
@@ -274,6 +279,22 @@ class _Walk:
             raise Unfit(f"{kind} with {operand!r}: {self.text(node)}; the grammar has {kind} with a parameter or a number only")
         operator, value = calls.scalar(kind, operand, reversed_=operands[0] is operand)
         return Entry(operator, self.line(node), None, {"value": value})
+
+    def tapped(self, kind: str, node: fx.Node) -> str | None:
+        """The name of the entry whose result a sum or product of two values takes beside the chain's value; None for other arithmetic. Raises Unfit."""
+        operands = [*node.args, *(node.kwargs[key] for key in ("input", "other") if key in node.kwargs)]
+        values = [self.now(operand) for operand in operands if isinstance(operand, fx.Node) and operand.op != "get_attr"]
+        if kind not in ("add", "mul") or node.kwargs.get("alpha", 1) != 1 or len(operands) != 2 or len(values) != 2 or self.current not in values:
+            return None
+        other = values[1] if values[0] is self.current else values[0]
+        if other in self.faulty or other not in self.places:
+            return None
+        place = self.places[other]
+        entry = self.traced.entries[place]
+        if entry.name is None:
+            entry = replace(entry, name=self.free_name(entry.operator))
+            self.traced.entries[place] = entry
+        return entry.name
 
     def parameter(self, kind: str, operand: fx.Node, node: fx.Node) -> Entry:
         target = operand.target

@@ -138,6 +138,15 @@ def plan_backward(spec: Spec, target: Target, device: DeviceClass) -> Plan:
     return Plan(spec, target, device, (Launch(kernel),), buffers, floor(spec, device), why)
 
 
+def refusal(spec: Spec) -> str | None:
+    """Why no backward is generated for `spec`, on any target; None where there is one."""
+    kept = spec.kept(spec.chain)
+    if kept:
+        names = ", ".join(str(spec.chain[index].name) for index in sorted(kept))
+        return f"{names} is taken once more further on, and gradients flow back along one way only"
+    return None
+
+
 def gradient_keys(spec: Spec) -> tuple[str, ...]:
     """The parameters behind the producer, in the chain's order."""
     return tuple(step.key(parameter) for step in spec.chain[1:] for parameter in step.parameters)
@@ -193,7 +202,9 @@ def _segment(name: str, what: str, ops: tuple[Apply, ...], operands: dict[str, O
             values.insert(0, (f"v{i + 1}", op.apply(v, p)))
             functions += op.functions
             reads += [op.pointer] if op.pointer else []
-        if op.functions:
+        if op.doubles:
+            lines.append(f"g = g * (2.0f * {v});" if op.doubles == "mul" else "g = g + g;")
+        elif op.functions:
             functions.append(f"{op.functions[0]}_grad")
             lines.append(f"g = g * {functions[-1]}({', '.join([v, *(c.name for c in op.constants)])});")
         elif op.multiplies:
@@ -203,7 +214,7 @@ def _segment(name: str, what: str, ops: tuple[Apply, ...], operands: dict[str, O
             lines.append(f"{op.pointer}_g = g;")
         elif "*" in op.expression:
             lines.append(f"g = g * {op.constants[0].name};")
-        needed = needed or bool(op.functions) or op.multiplies
+        needed = needed or bool(op.functions) or op.multiplies or op.doubles == "mul"
     own = tuple(operands[op.pointer] for op in ops if op.pointer)
     read = tuple(operand for operand in own if operand.pointer in reads)
     functions += [function for op in ops if forward for function in op.functions]
@@ -272,4 +283,4 @@ def _notes(spec: Spec, slabs: int, samples: int, held: int) -> tuple[str, ...]:
     )
 
 
-__all__ = ["CpuBackwardKernel", "cpu_backward", "gradient_keys", "plan_backward"]
+__all__ = ["CpuBackwardKernel", "cpu_backward", "gradient_keys", "plan_backward", "refusal"]

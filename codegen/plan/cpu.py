@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from codegen.chain import Apply, Constant, applies, c_identifier, parameter_keys, unique_constants
+from codegen.chain import Apply, Constant, applies, c_identifier, kept_name, parameter_keys, unique_constants
 from codegen.ops import Kind
 from codegen.plan.model import Buffer, Kernel, Launch, Library, Plan
 from codegen.spec import Spec, Step
@@ -38,7 +38,7 @@ class Pool:
     """One max_pool2d and the operators after it. Identifiers carry `suffix`: "" for the first pooling, "2" for the second, ...
 
     `source` is the scratch array that it reads, None where values are normalised as they are read; `target` the one it fills, None for y.
-    `height` and `width` name the constants of the input's size. Windows slide over a row of `row_size` maxima, whose first input column
+    `keeps` names its result for operators that take it once more. `height` and `width` name the constants of the input's size. Windows slide over a row of `row_size` maxima, whose first input column
     stands behind the padding; `clipped`: they may leave the input at the top or the bottom.
     """
 
@@ -56,6 +56,7 @@ class Pool:
     margin_left: bool
     dilated: bool
     constants: tuple[Constant, ...]
+    keeps: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class CpuKernel(Kernel):
     `after`: the operators between the norm and the first pooling or the end. `flat`: one value per channel at the norm, so that the loop over a
     group's values is one over channels. `buffered`: the group's values are kept as floats in scratch, else they are read where torch left
     them. `pieces`: how many parts the statistics are formed in. `plane`: a channel is normalised once into scratch and then pooled, as
-    windows overlap or rows are short. `parallel`: worth more than one thread.
+    windows overlap or rows are short. `parallel`: worth more than one thread. Results that operators take once more: `keeps_product` by those
+    before the norm, `keeps_norm` by those up to the pooling, and `keeps_input` is the norm's input, which these take as an argument.
     """
 
     dtype: str = "float32"
@@ -82,6 +84,9 @@ class CpuKernel(Kernel):
     scratch: tuple[Scratch, ...] = ()
     on_heap: bool = False
     parallel: bool = True
+    keeps_product: str | None = None
+    keeps_input: str | None = None
+    keeps_norm: str | None = None
 
     @property
     def half(self) -> bool:
@@ -170,7 +175,7 @@ def cpu_kernel(spec: Spec, name: str = "chain") -> CpuKernel:
     half = spec.precision.itemsize == 2
     buffered = half or bool(before)
     plane = bool(pool_steps) and (_overlaps(pool_steps[0]) or pool_steps[0].input_shape[3] < SHORT_ROW)
-    pools = tuple(_pool(i, step, segments[i + 1], plane, i == len(pool_steps) - 1) for i, step in enumerate(pool_steps))
+    pools = tuple(_pool(spec, i, step, segments[i + 1], plane, i == len(pool_steps) - 1) for i, step in enumerate(pool_steps))
     scratch = _scratch(spec, buffered, plane, pools)
     held = sum(item.size for item in scratch)
     elements = math.prod(norm.input_shape)
@@ -181,8 +186,14 @@ def cpu_kernel(spec: Spec, name: str = "chain") -> CpuKernel:
         summary=f"everything after torch's {spec.producer.operator.name}, one group of one sample at a time", notes=_notes(spec, buffered, plane, pools, held),
         dtype=spec.precision.dtype, before=before, after=after, gamma=affine.get("weight"), beta=affine.get("bias"),
         story=_story(spec), flat=spec.spatial == 1 and not pools, buffered=buffered, pieces=pieces, pools=pools, plane=plane, scratch=scratch,
-        on_heap=held > STACK_VALUES, parallel=elements >= PARALLEL_ELEMENTS,
+        on_heap=held > STACK_VALUES, parallel=elements >= PARALLEL_ELEMENTS, keeps_product=_kept(spec, spec.before_norm, 0),
+        keeps_input=_kept(spec, spec.after_norm, spec.norm_index - 1), keeps_norm=_kept(spec, spec.after_norm, spec.norm_index),
     )  # fmt: skip
+
+
+def _kept(spec: Spec, steps: tuple[Step, ...], index: int) -> str | None:
+    """The C name of the result in place `index`, where some of `steps` take it once more."""
+    return kept_name(spec.chain[index]) if index in spec.kept(steps) else None
 
 
 def _story(spec: Spec) -> str:
@@ -214,7 +225,7 @@ def _overlaps(pool: Step) -> bool:
     return pool.values["dilation"][0] * (pool.values["kernel_size"][0] - 1) >= pool.values["stride"][0]
 
 
-def _pool(index: int, step: Step, ops: tuple[Apply, ...], plane: bool, last: bool) -> Pool:
+def _pool(spec: Spec, index: int, step: Step, ops: tuple[Apply, ...], plane: bool, last: bool) -> Pool:
     suffix, previous = _suffix(index), _suffix(index - 1)
     values = step.values
     (_, _, height, width), (_, _, out_height, out_width) = step.input_shape, step.output_shape
@@ -243,7 +254,7 @@ def _pool(index: int, step: Step, ops: tuple[Apply, ...], plane: bool, last: boo
         source=("plane" if plane else None) if index == 0 else f"pooled{previous}", target=None if last else f"pooled{suffix}", ops=ops,
         height="kHeight" if index == 0 else f"kPooledHeight{previous}", width="kWidth" if index == 0 else f"kPooledWidth{previous}",
         row=f"row_max{suffix}", row_size=max(reach, padding_w + width), clipped=clipped, padded=padding_h > 0, margin_left=padding_w > 0,
-        dilated=dilation_h != 1 or dilation_w != 1, constants=tuple(constants),
+        dilated=dilation_h != 1 or dilation_w != 1, constants=tuple(constants), keeps=_kept(spec, spec.chain[step.index + 1 :], step.index),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from codegen.chain import Apply, Constant, applies, parameter_keys, unique_const
 from codegen.numerics import Arithmetic, float_literal
 from codegen.plan.gemm_tiles import WARP, Choice, Tile
 from codegen.plan.model import Kernel
-from codegen.plan.norm_chain import Operand, named_operand, norm_operands, operand_of
+from codegen.plan.norm_chain import Operand, kept_in_front, named_operand, norm_operands, operand_of
 from codegen.spec import Spec
 
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
@@ -85,6 +85,7 @@ class GemmKernel(Kernel):
     before: tuple[Apply, ...] = ()
     after: tuple[Apply, ...] = ()
     epilogue: Epilogue | None = None
+    kept_lines: tuple[tuple[str, ...], ...] = ((), (), ())
 
     @property
     def ragged(self) -> bool:
@@ -141,13 +142,13 @@ class GemmKernel(Kernel):
     @property
     def before_lines(self) -> tuple[str, ...]:
         """C statements on `v`, element `e` of a vector, up to the norm."""
-        return tuple(map(_statement, self.before))
+        return (*self.kept_lines[0], *_statements(self.before))
 
     @property
     def after_lines(self) -> tuple[str, ...]:
         """C statements on the normalised `v`."""
         affine = ("v = fmaf(v, {}[e], {}[e]);".format(*(operand.value for operand in self.affine)),) if self.affine else ()
-        return affine + tuple(map(_statement, self.after))
+        return (*self.kept_lines[1], *affine, *self.kept_lines[2], *_statements(self.after))
 
     def restricted(self, pointers: tuple[Pointer, ...]) -> list[str]:
         """Parameter declarations of a CUDA function."""
@@ -210,6 +211,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
         ragged_outputs=tiles_n * choice.columns != spec.channels, raster_remainder=tiles_m % raster != 0,
         finished=choice.finished, statistics=statistics, bias=named_operand(keys["bias"]) if "bias" in keys else None,
         weight=named_operand(keys["weight"]).pointer, affine=affine, before=before, after=after, epilogue=epilogue, notes=notes,
+        kept_lines=_kept_lines(spec, choice.finished),
     )  # fmt: skip
     constants = _shape_constants(spec, choice) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)
     constants += _epilogue_constants(spec, kernel) + unique_constants(before + after)
@@ -248,11 +250,23 @@ def row_scale_kernel(spec: Spec) -> RowScaleKernel:
     )  # fmt: skip
 
 
-def _statement(item: Apply) -> str:
-    """The operator as a C statement on `v`, element `e` of a vector."""
-    operand = operand_of(item) if item.parameter else None
-    value = f"{operand.value}[e]" if operand and operand.per_channel else operand and operand.value
-    return f"v = {item.apply('v', value)};  // {item.comment}"
+def _statements(items: tuple[Apply, ...]) -> tuple[str, ...]:
+    """The operators as C statements on `v`, element `e` of a vector."""
+    lines = []
+    for item in items:
+        operand = operand_of(item) if item.parameter else None
+        value = f"{operand.value}[e]" if operand and operand.per_channel else operand and operand.value
+        lines.append(f"v = {item.apply('v', value)};  // {item.comment}")
+        if item.keeps:
+            lines.append(f"const float {item.keeps} = v;")
+    return tuple(lines)
+
+
+def _kept_lines(spec: Spec, finished: bool) -> tuple[tuple[str, ...], ...]:
+    """What is kept for operators that take it once more: the product, the norm's input and the norm's result."""
+    after = spec.after_norm if finished else ()
+    at = spec.norm_index
+    return kept_in_front(spec, spec.before_norm, 0), kept_in_front(spec, after, at - 1, "values[j][e]"), kept_in_front(spec, after, at)
 
 
 def _template(arithmetic: Arithmetic, tile: Tile) -> str:

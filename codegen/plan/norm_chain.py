@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from codegen.chain import Apply, Constant, applies, c_identifier, unique_constants
+from codegen.chain import Apply, Constant, applies, c_identifier, kept_name, unique_constants
 from codegen.numerics import float_literal
+from codegen.ops import Kind
 from codegen.plan.model import Kernel
 from codegen.spec import Spec, Step
 
@@ -121,8 +122,27 @@ def operand_of(item: Apply) -> Operand:
     return named_operand(item.parameter, item.per_channel)
 
 
-def _statements(items: Sequence[Apply]) -> tuple[str, ...]:
-    return tuple(f"v = {item.apply('v', operand_of(item).value if item.parameter else None)};  // {item.comment}" for item in items)
+def _statements(spec: Spec, steps: Sequence[Step]) -> tuple[str, ...]:
+    """The element-wise steps as C statements on v; what a later one takes once more is kept, a pooling's result too."""
+    items, kept = iter(applies(spec, steps)), spec.kept(steps)
+    lines: list[str] = []
+    for step in steps:
+        if step.operator.kind is Kind.ELEMENTWISE:
+            item = next(items)
+            lines.append(f"v = {item.apply('v', operand_of(item).value if item.parameter else None)};  // {item.comment}")
+        if step.index in kept:
+            lines.append(keep_line(step))
+    return tuple(lines)
+
+
+def keep_line(step: Step, value: str = "v") -> str:
+    """C: the step's result, kept for an operator that takes it once more."""
+    return f"const float {kept_name(step)} = {value};"
+
+
+def kept_in_front(spec: Spec, steps: Sequence[Step], first: int, value: str = "v") -> tuple[str, ...]:
+    """The line that keeps the result of the step in place `first` where `steps`, which come after it, take it once more."""
+    return (keep_line(spec.chain[first], value),) if first in spec.kept(steps) else ()
 
 
 def _operands(items: Sequence[Apply]) -> tuple[Operand, ...]:
@@ -133,26 +153,31 @@ def prepare_function(spec: Spec, apply_before: bool, producer_bias: str | None) 
     """From the producer's value to the norm's input; None where they are the same."""
     items = applies(spec, spec.before_norm) if apply_before else ()
     bias = named_operand(producer_bias) if producer_bias else None
-    lines = ((f"v = v + {bias.value};  // {spec.producer.operator.name}'s bias",) if bias else ()) + _statements(items)
+    steps = spec.before_norm if apply_before else ()
+    lines = (f"v = v + {bias.value};  // {spec.producer.operator.name}'s bias",) if bias else ()
+    lines += kept_in_front(spec, steps, 0) + _statements(spec, steps)
     operands = ((bias,) if bias else ()) + _operands(items)
     return ValueFunction("prepare_value", "From the producer's value to the norm's input.", lines, operands) if lines else None
 
 
 def normalise_lines(spec: Spec) -> tuple[str, ...]:
     affine = ("v = fmaf(v, c_gamma, c_beta);",) if norm_operands(spec) else ()
-    return ("v = (__fsub_rn(v, mean) - mean_rest) * rstd;", *affine)
+    kept_input = kept_in_front(spec, spec.after_norm, spec.norm_index - 1)
+    return (*kept_input, "v = (__fsub_rn(v, mean) - mean_rest) * rstd;", *affine, *kept_in_front(spec, spec.after_norm, spec.norm_index))
 
 
 def finish_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction:
     """The norm, whose mean is `mean` + `mean_rest`, and the element-wise `steps` after it."""
     items = applies(spec, steps)
-    return ValueFunction(name, comment, normalise_lines(spec) + _statements(items), norm_operands(spec) + _operands(items), ("mean", "mean_rest", "rstd"))
+    return ValueFunction(name, comment, normalise_lines(spec) + _statements(spec, steps), norm_operands(spec) + _operands(items), ("mean", "mean_rest", "rstd"))
 
 
 def follow_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction | None:
     """The element-wise `steps` alone; None where there are none."""
     items = applies(spec, steps)
-    return ValueFunction(name, comment, _statements(items), _operands(items)) if items else None
+    if not items:
+        return None
+    return ValueFunction(name, comment, kept_in_front(spec, steps, steps[0].index - 1) + _statements(spec, steps), _operands(items))
 
 
 def chain_items(spec: Spec, apply_before: bool) -> tuple[Apply, ...]:

@@ -140,7 +140,7 @@ def direction(spec: Spec, steps: Sequence[Step]) -> Direction | None:
     for step, item in zip(steps, applies(spec, steps), strict=True):
         if item.multiplies:
             factors.append(operand_of(item))
-        elif step.operator.name == "mul":
+        elif step.operator.name == "mul" and step.values["value"] is not None:
             negative ^= step.values["value"] < 0
         elif not item.monotone:
             return None

@@ -120,6 +120,9 @@ def _conv_sm_80(spec: Spec, target: Target, device: DeviceClass, wanted: str | N
 
 
 def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool) -> Plan:
+    kept = [str(spec.chain[index].name) for index in sorted(spec.kept(spec.chain))]
+    if kept:
+        raise PlanError(f"{', '.join(kept)} is taken once more further on, and this target's kernels keep no value beside the one they work on; sm_80 serves it")
     if spec.producer.operator.name == "conv2d":
         from codegen.plan.conv_sm90a import plan_conv_sm_90a
 

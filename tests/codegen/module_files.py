@@ -191,4 +191,5 @@ def faults(folder: Path, text: str, check: bool = True) -> list[tuple[str, str]]
 
 def comparable(spec: Spec) -> Spec:
     """A spec without what its PyTorch text does not hold: its path, and the names of operators without parameters."""
-    return replace(spec, path="", chain=tuple(replace(step, name=step.name if step.parameters else None) for step in spec.chain))
+    unnamed = lambda step: replace(step, name=step.name if step.parameters else None, values={k: v for k, v in step.values.items() if k != "from"})  # noqa: E731
+    return replace(spec, path="", chain=tuple(map(unnamed, spec.chain)))

@@ -1,0 +1,68 @@
+"""Shipped specs are the layers that they are named after: arguments, names, random draws and results."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shutil
+
+import pytest
+import torch
+
+from codegen.emit import make_package, write_if_different
+from codegen.render import render
+from codegen.spec import load_spec
+from codegen.torch_text import module_lines
+from tests.codegen.cpu_chains import relative_error
+from tests.codegen.problems import PROBLEMS
+
+
+@pytest.mark.parametrize("small", ["", "_small"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_arguments_and_parameters_are_the_modules(name: str, small: str) -> None:
+    spec, module = load_spec(f"specs/{name}{small}.yaml"), PROBLEMS[name]
+    signature = inspect.signature(module)
+    assert [(key, p.default) for key, p in signature.parameters.items()] == [
+        (key, value if key in spec.defaults else inspect.Parameter.empty) for key, value in spec.args
+    ]
+    with torch.device("meta"):
+        model = module(*spec.init_values)
+        shape = model(torch.empty(spec.input_shape)).shape
+    assert tuple(shape) == spec.output_shape
+    assert [(key, tuple(value.shape)) for key, value in model.state_dict().items()] == list(spec.parameters)
+    assert len(module_lines(spec)) == len({key.split(".")[0] for key in model.state_dict()})
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_draws_and_results_are_the_modules(tmp_path, monkeypatch, name: str, precision: str) -> None:
+    """The package's models start with the module's own weights under a seed, and compute what it does."""
+    package = make_package(load_spec(f"specs/{name}_small.yaml", precision), ("cpu",))
+    folder = tmp_path / f"problem_{name}_{precision}"
+    write_if_different(folder, render(package))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TARGETS", "cpu")
+    monkeypatch.setenv("CODEGEN_CACHE", str(tmp_path / "cache"))
+    emitted = importlib.import_module(folder.name)
+    models = []
+    for module in (PROBLEMS[name], emitted.Model, emitted.ModelNew):
+        torch.manual_seed(42)
+        models.append(module(*emitted.get_init_inputs()))
+    original, reference, model = models
+    (x,) = emitted.get_inputs()
+    for other in (reference, model):
+        assert list(other.state_dict()) == list(original.state_dict())
+        for key, value in original.state_dict().items():
+            assert torch.equal(other.state_dict()[key], value.to(x.dtype)), key
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.add_(torch.rand(parameter.shape), alpha=0.5)
+        for other in (reference, model):
+            other.load_state_dict(original.state_dict())
+        original.to(x.dtype)
+        got, eager = model(x), original(x)
+        exact = original.double()(x.double())
+        assert relative_error(reference.double()(x.double()), exact) < 1e-12
+    ours, theirs = relative_error(got, exact), relative_error(eager, exact)
+    assert got.shape == exact.shape and ours <= (max(1.1 * theirs, 3e-7) if precision == "fp32" else 1.05 * theirs)
