@@ -51,8 +51,11 @@ def candidates(spec: Spec, device: DeviceClass) -> tuple[Candidate, ...]:
     for target in spec.targets or device.targets:
         if target not in device.targets:
             continue
-        if target != "sm_80" or spec.producer.operator.name != "linear":
+        if target != "sm_80":
             found.append(Candidate(target))
+            continue
+        if spec.producer.operator.name != "linear":
+            found += [Candidate(target, gemm) for gemm in ("library", "generated") if spec.gemm in (None, gemm)]
             continue
         if spec.gemm != "generated" and spec.precision.dtype != "float32":
             found.append(Candidate(target, "library"))

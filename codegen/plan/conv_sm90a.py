@@ -68,11 +68,6 @@ class ConvKernel(Kernel):
         return self.prepare_operands if self.transforms else (self.bias,) if self.bias else ()
 
     @property
-    def rests(self) -> bool:
-        """Whether weights are kept in three parts."""
-        return any(half.weights.startswith("rest") for step in self.steps for half in (step.first, step.second))
-
-    @property
     def channels_at_once(self) -> int:
         """Channels whose results a thread has under way: few where weights and accumulators leave few registers."""
         if self.two_walks and self.geometry.multiply_registers == max(registers for _, registers, *_ in REGISTERS):

@@ -69,15 +69,8 @@ def steps(kernel: tuple[int, int], octets: int, pitch: int, plane: int, parts: i
     ordered = main[: len(main) - len(tail)]
     for half, partner in zip(main[len(main) - len(tail) :], tail, strict=True):
         ordered += [half, partner]
-    if parts == 2 and needs_rest(len(taps)):
-        pairs += zip(halves("rest", False), halves("rest", True), strict=True)
     listed = [Step(a, b, True) for a, b in pairs]
     return (*listed, *(Step(a, b, False) for a, b in zip(ordered[::2], ordered[1::2], strict=True)))
-
-
-def needs_rest(taps: int) -> bool:
-    """Do weights need a third part? Two parts lose up to 2^-24 of a weight, the same for every pixel: sums of 8 products that nearly cancel show it."""
-    return taps == 1
 
 
 def _correction_pairs(first: list[Half], second: list[Half]) -> list[tuple[Half, Half]]:

@@ -109,6 +109,8 @@ def _conv_sm_80(spec: Spec, target: Target, device: DeviceClass, wanted: str | N
     try:
         ours = plan_conv_sm_80(spec, target, device)
     except PlanError as reason:
+        if wanted == "generated":
+            raise PlanError(f"gemm: generated asks for a convolution in one pass, which cannot be: {reason}; gemm: library can") from None
         return _library_route(spec, target, device, (f"torch's convolution, then the norm kernel; not in one pass: {reason}",))
     ours_ms, library_ms = one_pass_ms(spec, device, ours), library_conv_ms(spec, device)
     if wanted == "generated" or ours_ms < library_ms * LIBRARY_MARGIN:

@@ -109,6 +109,8 @@ def test_the_cheaper_way_is_taken_and_either_can_be_asked_for(tmp_path):
         assert isinstance(chosen.steps[0], Library) != cheaper and any("estimated" in reason for reason in chosen.why)
     assert isinstance(plan(read(chain() | {"gemm": "library"}, tmp_path), "sm_80").steps[0], Library)
     assert not isinstance(plan(read(chain(size=16, batch=1) | {"gemm": "generated"}, tmp_path), "sm_80", "rtx3090").steps[0], Library)
+    with pytest.raises(PlanError, match="gemm: generated asks for a convolution in one pass, which cannot be: .*; gemm: library can"):
+        plan(read(FAMILY["pointwise"] | {"gemm": "generated"}, tmp_path), "sm_80")
 
 
 def test_a_pool_free_chain_may_end_in_operators_without_a_direction(tmp_path):
