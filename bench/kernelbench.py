@@ -31,6 +31,8 @@ PROBLEMS = {
     88: "specs/gemm_groupnorm_swish_multiply_swish.yaml",
     37: "specs/matmul_swish_sum_groupnorm.yaml",
     21: "specs/conv2d_add_scale_sigmoid_groupnorm.yaml",
+    75: "specs/gemm_groupnorm_min_biasadd.yaml",
+    92: "specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml",
 }
 SMALL = {
     30: "specs/gemm_groupnorm_hardtanh_small.yaml",
@@ -40,6 +42,8 @@ SMALL = {
     88: "specs/gemm_groupnorm_swish_multiply_swish_small.yaml",
     37: "specs/matmul_swish_sum_groupnorm_small.yaml",
     21: "specs/conv2d_add_scale_sigmoid_groupnorm_small.yaml",
+    75: "specs/gemm_groupnorm_min_biasadd_small.yaml",
+    92: "specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp_small.yaml",
 }
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCRIPT = Path("scripts/run_and_check.py")

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from codegen.plan import PlanError
 from codegen.plan.backward import gradient_keys, plan_backward, refusal
 from codegen.plan.backward_cuda import plan_backward_cuda
 from codegen.plan.model import Buffer, Launch, Library, Plan
@@ -43,7 +44,10 @@ class Package:
         cuda = [plan for plan in self.plans if plan.target.language == "cuda"]
         if cuda:
             least = min(cuda, key=lambda plan: plan.target.min_capability)
-            made.append(plan_backward_cuda(self.spec, least.target, least.device))
+            try:
+                made.append(plan_backward_cuda(self.spec, least.target, least.device))
+            except PlanError:  # the forward has poolings that it cannot go back through
+                pass
         return tuple(made)
 
     def plan_for(self, target: str) -> Plan | None:
@@ -125,6 +129,6 @@ def _buffer(buffer: Buffer) -> dict[str, Any]:
 
 def _step(step: Launch | Library, plan: Plan) -> dict[str, Any]:
     if isinstance(step, Launch):
-        return {"launch": step.kernel.function(plan.target), "args": list(step.kernel.arguments)}
+        return {"launch": step.kernel.function(plan.target), "args": list(step.arguments)}
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in step.options.items()}
     return {"library": step.operation, "args": list(step.arguments), "out": step.out, **options}

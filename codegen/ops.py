@@ -24,6 +24,7 @@ class Kind(Enum):
     ELEMENTWISE = "element-wise"  # anywhere after the producer
     NORM = "norm"  # exactly one
     POOL = "pooling"  # after the norm
+    REDUCTION = "reduction"  # after the norm, at most one; element-wise operators alone follow it
 
 
 REQUIRED = object()
@@ -160,8 +161,12 @@ def _group_norm_module(values: Values, shape: Shape) -> str:
 
 
 def _max_pool2d_shape(values: Values, shape: Shape) -> Shape:
+    return _pooled_shape("max_pool2d", values, shape)
+
+
+def _pooled_shape(name: str, values: Values, shape: Shape) -> Shape:
     if len(shape) != 4:
-        raise ShapeError(f"max_pool2d takes (batch, channels, height, width), the input here is {shape}")
+        raise ShapeError(f"{name} takes (batch, channels, height, width), the input here is {shape}")
     spatial = tuple(
         _window(size, kernel, stride, padding, dilation, values["ceil_mode"])
         for size, kernel, stride, padding, dilation in zip(
@@ -169,7 +174,7 @@ def _max_pool2d_shape(values: Values, shape: Shape) -> Shape:
         )
     )
     if min(spatial) < 1:
-        raise ShapeError(f"max_pool2d's window {values['kernel_size']} does not fit into {shape[2:]}")
+        raise ShapeError(f"{name}'s window {values['kernel_size']} does not fit into {shape[2:]}")
     return (*shape[:2], *spatial)
 
 
@@ -186,6 +191,46 @@ def _max_pool2d_call(values: Values) -> str:
         if values[key] != default:
             text += f", {key}={_pair(values[key])}"
     return text + (", ceil_mode=True" if values["ceil_mode"] else "") + ")"
+
+
+def _avg_pool2d_shape(values: Values, shape: Shape) -> Shape:
+    return _pooled_shape("avg_pool2d", values | {"dilation": (1, 1)}, shape)
+
+
+def _avg_pool2d_call(values: Values) -> str:
+    text = f"F.avg_pool2d({{v}}, {_pair(values['kernel_size'])}"
+    for key, default in (("stride", values["kernel_size"]), ("padding", (0, 0))):
+        if values[key] != default:
+            text += f", {key}={_pair(values[key])}"
+    for key, default in (("ceil_mode", False), ("count_include_pad", True), ("divisor_override", None)):
+        if values[key] != default:
+            text += f", {key}={values[key]}"
+    return text + ")"
+
+
+def _reduction(name: str, summary: str, values_of: str = "") -> Operator:
+    """A reduction over channels; `values_of` takes the values out of what PyTorch's function gives."""
+
+    def shape(values: Values, shape: Shape) -> Shape:
+        return (shape[0], 1, *shape[2:]) if values["keepdim"] else (shape[0], *shape[2:])
+
+    return Operator(
+        name, Kind.REDUCTION, summary, (Argument("dim", "size", 1), Argument("keepdim", "flag", False)), takes_name=True, shape=shape,
+        check=lambda values: None if values["dim"] == 1 else f"dim: {values['dim']}; channels, dim: 1, are all that it reduces",
+        call=lambda values: f"torch.{name}({{v}}, dim=1" + (", keepdim=True" if values["keepdim"] else "") + f"){values_of}",
+    )  # fmt: skip
+
+
+def broadcast(parameter: Shape, shape: Shape) -> Shape:
+    """The shape of a sum of a parameter and a value, by PyTorch's rules. Raises ShapeError."""
+    rank = max(len(parameter), len(shape))
+    pairs = zip((1,) * (rank - len(parameter)) + parameter, (1,) * (rank - len(shape)) + shape, strict=True)
+    result = []
+    for own, other in pairs:
+        if own != other and 1 not in (own, other):
+            raise ShapeError(f"a parameter of shape {parameter} does not broadcast with the value's {shape}")
+        result.append(max(own, other))
+    return tuple(result)
 
 
 def _bounds_check(low: str, high: str) -> Callable[[Values], str | None]:
@@ -287,6 +332,19 @@ OPERATORS: dict[str, Operator] = {
             ),
             takes_name=True, shape=_max_pool2d_shape, check=_max_pool2d_check, call=_max_pool2d_call,
         ),
+        Operator(
+            "avg_pool2d", Kind.POOL, "mean over windows",
+            (
+                Argument("kernel_size", "pair"), Argument("stride", "pair", None), Argument("padding", "count_pair", (0, 0)),
+                Argument("ceil_mode", "flag", False), Argument("count_include_pad", "flag", True), Argument("divisor_override", "size", None),
+            ),
+            takes_name=True, shape=_avg_pool2d_shape, check=_max_pool2d_check, call=_avg_pool2d_call,
+        ),
+        _reduction("min", "minimum over channels", "[0]"),
+        _reduction("max", "maximum over channels", "[0]"),
+        _reduction("sum", "sum over channels"),
+        _reduction("mean", "mean over channels"),
+        _reduction("logsumexp", "log(sum(e^v)) over channels"),
         _operand("add", "+", "v + p: a vector per channel, a number, or an earlier operator's result"),
         _operand("mul", "*", "v * p: a vector per channel, a number, or an earlier operator's result"),
         _elementwise(

@@ -28,6 +28,7 @@ class ChainReader(Scalars):
         names: dict[str, int] = {}
         shape: ops.Shape | None = None
         norm_at: Node | None = None
+        reduced: Node | None = None
         for index, item in enumerate(node.value):
             parsed = self.operator(item)
             if parsed is None:
@@ -42,9 +43,14 @@ class ChainReader(Scalars):
                     self.fault(place, f"{operator.name}: the chain has a norm already, on line {norm_at.line}")
                     continue
                 norm_at = place
-            if operator.kind is Kind.POOL and norm_at is None:
-                self.fault(place, f"{operator.name}: pooling comes after the norm")
+            if operator.kind in (Kind.POOL, Kind.REDUCTION) and norm_at is None:
+                self.fault(place, f"{operator.name}: a {operator.kind.value} comes after the norm")
                 continue
+            if reduced is not None and operator.kind is not Kind.ELEMENTWISE:
+                self.fault(place, f"{operator.name}: behind the reduction on line {reduced.line} come element-wise operators only")
+                continue
+            if operator.kind is Kind.REDUCTION:
+                reduced = place
             if name is not None and name in names:
                 self.fault(place, f"name: {name} is taken by the operator on line {names[name]}")
             elif name is not None:
@@ -57,7 +63,7 @@ class ChainReader(Scalars):
                 if shape is None:
                     continue
             tap = self.tap(values["from"], steps, shape, place) if values.get("from") is not None else None
-            step = self.step(operator, name, values, sources, shape, place, len(steps), tap) if tap is not INVALID else None
+            step = self.step(operator, name, values, sources, shape, place, steps, tap) if tap is not INVALID else None
             shape = step.output_shape if step else None
             if step:
                 steps.append(step)
@@ -81,16 +87,20 @@ class ChainReader(Scalars):
         return (batch, values["in_channels"], spatial["height"], spatial["width"])
 
     def step(
-        self, operator: Operator, name: str | None, values: dict[str, Any], sources: dict[str, str], shape: ops.Shape, place: Node, index: int, tap: int | None
-    ) -> Step | None:
+        self, operator: Operator, name: str | None, values: dict[str, Any], sources: dict[str, str], shape: ops.Shape, place: Node, earlier: list[Step],
+        tap: int | None,
+    ) -> Step | None:  # fmt: skip
+        reduced = any(step.operator.kind is Kind.REDUCTION for step in earlier)
         try:
             output = operator.shape(values, shape)
+            if reduced and values.get("shape") is not None:
+                output = ops.broadcast(values["shape"], shape)
         except ops.ShapeError as error:
             self.fault(place, str(error))
             return None
-        step = Step(operator, name, values, shape, output, sources, index, tap)
+        step = Step(operator, name, values, shape, output, sources, len(earlier), tap)
         for parameter in step.parameters:
-            if operator.kind is Kind.ELEMENTWISE and not _per_channel(parameter.shape, shape):
+            if operator.kind is Kind.ELEMENTWISE and not reduced and not _per_channel(parameter.shape, shape):
                 channel = "(C,)" if len(shape) == 2 else "(C, 1, 1)"
                 self.fault(place, f"{operator.name}'s shape {parameter.shape} must be {channel.replace('C', str(shape[1]))} or (1,): one value per channel or one")
                 return None
@@ -108,9 +118,11 @@ class ChainReader(Scalars):
         if found is None:
             named = [step.name for step in steps if step.name]
             return self.fault(place, f"from: {name} is no operator in front of this one{nearest(name, named) if named else ''}")
-        pool = next((step for step in steps[found.index + 1 :] if step.operator.kind is Kind.POOL), None)
+        pool = next((step for step in steps[found.index + 1 :] if step.operator.kind in (Kind.POOL, Kind.REDUCTION)), None)
         if pool is not None:
             return self.fault(place, f"from: {name} lies in front of {pool.operator.name}, whose result has a shape of its own")
+        if found.output_shape != shape:
+            return self.fault(place, f"from: {name} gives {found.output_shape}, and the value here is {shape}")
         norm = next((step for step in steps if step.operator.kind is Kind.NORM), None)
         if norm is not None and found.index < norm.index - 1:
             last = steps[norm.index - 1]
@@ -162,7 +174,7 @@ class ChainReader(Scalars):
                 values[argument.name] = argument.default
         if not sound or INVALID in values.values():
             return name, None
-        if operator.name == "max_pool2d" and values["stride"] is None:
+        if operator.kind is Kind.POOL and values["stride"] is None:
             values["stride"] = values["kernel_size"]
         complaint = operator.check(values)
         if complaint:

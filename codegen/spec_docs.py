@@ -31,7 +31,7 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; for conv2d also `height` and `width` |
 | `args` | the constructor's arguments of `ModelNew`, in order; every one is folded into the kernels, and `ModelNew` refuses other values |
 | `defaults` | further arguments behind those, each with its value as its default: `get_init_inputs` leaves them out |
-| `chain` | the operators, in order: `linear` or `conv2d`, element-wise operators, `group_norm`, then element-wise operators and pooling |
+| `chain` | the operators, in order: `linear` or `conv2d`, element-wise operators, a norm, then element-wise operators and poolings, and at most one reduction with element-wise operators behind it |
 | `targets` | a list out of {targets}; default: {defaults} |
 | `math` | forces an arithmetic: {maths} |
 | `gemm` | `library` (torch's GEMM in front of our norm kernel) or `generated`; default: the planner's choice |
@@ -41,7 +41,8 @@ A value in the chain is a literal or the name of an entry in `args`. `name` is t
 the keys of the PyTorch module, in the same order.
 
 `from` gives `add` and `mul` the result of an operator in front of them once more: `- add: {{from: conv}}` adds the convolution's result, and where `from` names the
-operator right before, v meets itself (`x + x`). It reaches no further back than the last pooling and, behind the norm, than the norm's input. Anchors, aliases and tags are refused; all faults of a file are reported at once, each as
+operator right before, v meets itself (`x + x`). It reaches no further back than the last pooling and, behind the norm, than the norm's input. Behind a reduction a parameter may have any shape
+that broadcasts with the value, whose shape it may change. Anchors, aliases and tags are refused; all faults of a file are reported at once, each as
 `file:line:column: what is wrong`.
 """
 

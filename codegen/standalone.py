@@ -54,9 +54,9 @@ def _part(plan: Plan, files: dict[str, str]) -> Part:
     sources = "\n".join(files[name] for name in dict.fromkeys(kernel.file(plan.target) for kernel in plan.kernels))
     made_by_torch = {step.out for step in plan.steps if isinstance(step, Library)}
     buffers = tuple(
-        (buffer.name, f"torch.empty({buffer.bytes}, dtype=torch.uint8, device=x.device)")
+        (_variable(buffer.name), f"torch.empty({buffer.bytes}, dtype=torch.uint8, device=x.device)")
         if buffer.bytes
-        else (buffer.name, f"torch.empty({buffer.shape}, dtype=torch.{buffer.dtype}, device=x.device)")
+        else (_variable(buffer.name), f"torch.empty({buffer.shape}, dtype=torch.{buffer.dtype}, device=x.device)")
         for buffer in plan.buffers
         if buffer.name not in made_by_torch
     )
@@ -76,12 +76,16 @@ def _plain_comments(text: str) -> str:
 
 def _tensor(name: str | None, plan: Plan) -> str:
     keys = {key for key, _ in plan.spec.parameters}
-    return "None" if name is None else f"self.{name}" if name in keys else name
+    return "None" if name is None else f"self.{name}" if name in keys else _variable(name)
+
+
+def _variable(buffer: str) -> str:
+    return buffer.replace(":", "_")
 
 
 def _statement(step: Launch | Library, plan: Plan) -> str:
     if isinstance(step, Launch):
-        arguments = ", ".join(_tensor(name, plan) for name in step.kernel.arguments)
+        arguments = ", ".join(_tensor(name, plan) for name in step.arguments)
         return f'_launch("{step.kernel.function(plan.target)}", {arguments})'
     x, weight, bias = (_tensor(name, plan) for name in step.arguments)
     if step.operation == "linear":

@@ -16,7 +16,7 @@ Values = dict[str, Any]
 
 # Modules whose attributes have the names of the operator's arguments; those of other names are in _ADJUST.
 MODULES: dict[type, str] = {
-    nn.Linear: "linear", nn.Conv2d: "conv2d", nn.GroupNorm: "group_norm", nn.MaxPool2d: "max_pool2d", nn.ReLU: "relu", nn.ReLU6: "hardtanh",
+    nn.Linear: "linear", nn.Conv2d: "conv2d", nn.GroupNorm: "group_norm", nn.MaxPool2d: "max_pool2d", nn.AvgPool2d: "avg_pool2d", nn.ReLU: "relu", nn.ReLU6: "hardtanh",
     nn.LeakyReLU: "leaky_relu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh", nn.SiLU: "silu", nn.Mish: "mish", nn.GELU: "gelu", nn.Hardswish: "hardswish",
     nn.Hardsigmoid: "hardsigmoid", nn.Softplus: "softplus", nn.ELU: "elu", nn.Hardtanh: "hardtanh",
 }  # fmt: skip
@@ -45,8 +45,17 @@ FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "clamp_min": ("clamp", ("min",)),
     "clamp_max": ("clamp", ("max",)),
     "max_pool2d": ("max_pool2d", ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")),
+    "avg_pool2d": ("avg_pool2d", ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")),
     "group_norm": ("group_norm", ("num_groups", "weight", "bias", "eps")),
+    "amin": ("min", ("dim", "keepdim")),
+    "amax": ("max", ("dim", "keepdim")),
+    "min": ("min", ("dim", "keepdim")),
+    "max": ("max", ("dim", "keepdim")),
+    "sum": ("sum", ("dim", "keepdim")),
+    "mean": ("mean", ("dim", "keepdim")),
+    "logsumexp": ("logsumexp", ("dim", "keepdim")),
 }
+PAIRS = ("min", "max")  # give values and indices
 ARITHMETIC = {"add": "add", "iadd": "add", "mul": "mul", "imul": "mul", "multiply": "mul", "sub": "sub", "isub": "sub", "subtract": "sub",
               "div": "div", "divide": "div", "truediv": "div", "true_divide": "div", "itruediv": "div", "neg": "neg", "negative": "neg"}  # fmt: skip
 RANDOM_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
@@ -116,7 +125,18 @@ def function_values(name: str, node: fx.Node, constant: Callable[[Any, str], Any
         values |= {"affine": False}
     if values.pop("return_indices", False):
         raise Unfit("max_pool2d with return_indices has two results; a chain has one")
+    if "dim" in names:
+        values |= {"dim": _one(name, values.get("dim"))}
     return operator, values
+
+
+def _one(name: str, dim: Any) -> int:
+    """The one dimension of a reduction. Raises Unfit."""
+    if isinstance(dim, tuple) and len(dim) == 1:
+        dim = dim[0]
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise Unfit(f"{name} over {'everything' if dim is None else f'dim {dim}'}; the grammar has reductions over channels, dim=1")
+    return dim
 
 
 def bind(name: str, node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class _Walk:
         self.excused: set[fx.Node] = set()  # values before a faulty operator: whoever goes on from them has the same fault
         self.silu: dict[fx.Node, fx.Node] = {}
         self.overwritten: dict[fx.Node, fx.Node] = {}  # a value -> the in-place operator that has replaced it since
+        self.pairs: set[fx.Node] = set()  # of values and their indices, of which the values are yet to be taken
         self.places: dict[fx.Node, int] = {}  # a value -> the place of the entry that gives it
 
     def graph(self, graph: fx.Graph) -> None:
@@ -143,6 +144,9 @@ class _Walk:
 
     def output(self, node: fx.Node) -> None:
         returned = node.args[0]
+        if returned in self.pairs:
+            self.fault(returned, f"gives indices beside values: {self.text(returned)}; return the values alone, by [0] or .values")
+            return
         if not isinstance(returned, fx.Node) or (self.now(returned) is not self.current and not self.faulty):
             self.traced.faults.append(Fault(self.line(node) or self.line(self.current), "forward must return the last operator's result and nothing else"))
 
@@ -203,6 +207,9 @@ class _Walk:
         if node.op == "call_module":
             return self.module(node, inputs)
         name = calls.function_name(node)
+        if node.args and node.args[0] in self.pairs and ((name == "getitem" and node.args[1] == 0) or (name == "getattr" and node.args[1] == "values")):
+            self.pairs.discard(node.args[0])
+            return None
         if name in ("getattr", "size", "dim", "numel"):
             asked = node.args[1] if name == "getattr" else name
             raise _Property(f"forward asks for a property of the value ({asked}): {self.text(node)}; a chain has operators only, and its sizes are fixed")
@@ -224,10 +231,14 @@ class _Walk:
             given = calls.bind(name, node, ("p", "training", "inplace"))
             return self.dropout(node, name, given.get("p", 0.5), given.get("training", True))
         operator, values = calls.function_values(name, node, self.constant)
+        if name in calls.PAIRS:
+            self.pairs.add(node)
         return Entry(operator, self.line(node), self.free_name(operator) if OPERATORS[operator].requires_name else None, values)
 
     def follow(self, node: fx.Node, inputs: list[fx.Node]) -> None:
         """Refuse an operator that does not take the value of the one before it, and no other."""
+        if self.current in self.pairs and self.current in inputs:
+            raise Unfit(f"takes indices beside values: {self.text(node)}; take the values first, by [0] or .values")
         if not inputs:
             raise Unfit(f"computed from parameters or constants alone: {self.text(node)}; every operator of a chain takes the value before it")
         for other in inputs:

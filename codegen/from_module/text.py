@@ -51,7 +51,7 @@ def references(entries: list[Entry], arguments: Arguments, defaults: Arguments) 
 
 def _is_implied(index: int, entry: Entry, key: str, found: dict[tuple[int, str], str]) -> bool:
     """Is this the stride of a pooling that moves by whole windows? The spec has that by default."""
-    if (entry.operator, key) != ("max_pool2d", "stride"):
+    if entry.operator not in ("max_pool2d", "avg_pool2d") or key != "stride":
         return False
     stride, kernel = pair(entry.values.get("stride")), pair(entry.values["kernel_size"])
     return stride is None or (stride == kernel and found.get((index, key)) in (None, found.get((index, "kernel_size"))))

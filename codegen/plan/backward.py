@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, c_identifier
+from codegen.ops import Kind
 from codegen.plan.cpu import STACK_VALUES, CpuKernel, Scratch, _segments, _suffix, _wrapped, cpu_kernel
 from codegen.plan.model import Buffer, Launch, Plan
 from codegen.spec import Spec, Step
@@ -140,6 +141,9 @@ def plan_backward(spec: Spec, target: Target, device: DeviceClass) -> Plan:
 
 def refusal(spec: Spec) -> str | None:
     """Why no backward is generated for `spec`, on any target; None where there is one."""
+    for step in spec.after_norm:
+        if step.operator.kind is Kind.REDUCTION or (step.operator.kind is Kind.POOL and step.operator.name != "max_pool2d"):
+            return f"gradients through {step.operator.name} are not generated"
     kept = spec.kept(spec.chain)
     if kept:
         names = ", ".join(str(spec.chain[index].name) for index in sorted(kept))

@@ -59,11 +59,18 @@ class Buffer:
 class Launch:
     """A step that launches one of our kernels.
 
-    One that reads parameters alone may be done ahead of calls: `prepares` names the buffers that it fills, which are then kept.
+    One that reads parameters alone may be done ahead of calls: `prepares` names the buffers that it fills, which are then kept. `result`
+    is where the kernel's y goes: a buffer, where other steps follow that the kernel knows nothing of.
     """
 
     kernel: Kernel
     prepares: tuple[str, ...] = ()
+    result: str = "y"
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The kernel's pointers, with what takes the place of its result."""
+        return tuple(self.result if name == "y" else name for name in self.kernel.arguments)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def operand_of(item: Apply) -> Operand:
     return named_operand(item.parameter, item.per_channel)
 
 
-def _statements(spec: Spec, steps: Sequence[Step]) -> tuple[str, ...]:
+def statements(spec: Spec, steps: Sequence[Step]) -> tuple[str, ...]:
     """The element-wise steps as C statements on v; what a later one takes once more is kept, a pooling's result too."""
     items, kept = iter(applies(spec, steps)), spec.kept(steps)
     lines: list[str] = []
@@ -155,7 +155,7 @@ def prepare_function(spec: Spec, apply_before: bool, producer_bias: str | None) 
     bias = named_operand(producer_bias) if producer_bias else None
     steps = spec.before_norm if apply_before else ()
     lines = (f"v = v + {bias.value};  // {spec.producer.operator.name}'s bias",) if bias else ()
-    lines += kept_in_front(spec, steps, 0) + _statements(spec, steps)
+    lines += kept_in_front(spec, steps, 0) + statements(spec, steps)
     operands = ((bias,) if bias else ()) + _operands(items)
     return ValueFunction("prepare_value", "From the producer's value to the norm's input.", lines, operands) if lines else None
 
@@ -169,7 +169,7 @@ def normalise_lines(spec: Spec) -> tuple[str, ...]:
 def finish_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction:
     """The norm, whose mean is `mean` + `mean_rest`, and the element-wise `steps` after it."""
     items = applies(spec, steps)
-    return ValueFunction(name, comment, normalise_lines(spec) + _statements(spec, steps), norm_operands(spec) + _operands(items), ("mean", "mean_rest", "rstd"))
+    return ValueFunction(name, comment, normalise_lines(spec) + statements(spec, steps), norm_operands(spec) + _operands(items), ("mean", "mean_rest", "rstd"))
 
 
 def follow_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction | None:
@@ -177,7 +177,7 @@ def follow_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) 
     items = applies(spec, steps)
     if not items:
         return None
-    return ValueFunction(name, comment, kept_in_front(spec, steps, steps[0].index - 1) + _statements(spec, steps), _operands(items))
+    return ValueFunction(name, comment, kept_in_front(spec, steps, steps[0].index - 1) + statements(spec, steps), _operands(items))
 
 
 def chain_items(spec: Spec, apply_before: bool) -> tuple[Apply, ...]:

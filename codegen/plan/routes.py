@@ -4,6 +4,8 @@
     sm_80    our GEMM with the whole chain in its epilogue; our GEMM, then the norm kernel; torch's GEMM or convolution, then the norm kernel;
              our convolution, which keeps a value of each pooling window and statistics, then a kernel that normalises them
     sm_90a   one wgmma kernel for the whole chain, of a linear or of a convolution
+
+What no fused kernel takes (a reduction, average pooling, a second pooling) follows in small kernels of its own: see stages.py.
 """
 
 from __future__ import annotations
@@ -48,6 +50,11 @@ def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False
 
 
 def _planned(spec: Spec, target: Target, device: DeviceClass, debug: bool, candidate: Candidate | None) -> Plan:
+    from codegen.plan.stages import first_stage, plan_stages
+
+    first = first_stage(spec, target)
+    if first is not None:
+        return plan_stages(spec, _planned(replace(spec, chain=spec.chain[:first]), target, device, debug, candidate), first)
     if target.name == "sm_90a":
         return _sm_90a(spec, target, device, debug)
     return _cpu(spec, target, device) if target.name == "cpu" else _sm_80(spec, target, device, candidate)

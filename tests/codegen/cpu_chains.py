@@ -76,15 +76,18 @@ class Chain:
         return names["v"]
 
     def kernel(self, source: torch.Tensor, threads: int = 1) -> torch.Tensor:
-        """The emitted kernel's result; fails where the launcher returns an error."""
-        output = torch.full(self.spec.output_shape, torch.nan, dtype=self.dtype)
-        step = self.plan.steps[-1]
-        assert isinstance(step, Launch)
-        tensors = {"t0": source.contiguous(), "y": output, **{k: p.detach().contiguous() for k, p in self.module.named_parameters()}}
-        pointers = [ctypes.c_void_p(tensors[name].data_ptr()) for name in step.kernel.arguments]
-        code = getattr(self.library, step.kernel.function(self.plan.target))(*pointers, threads, None)
-        assert code == 0
-        return output
+        """The emitted kernels' result; fails where a launcher returns an error."""
+        tensors = {
+            buffer.name: torch.full((buffer.bytes,), 255, dtype=torch.uint8) if buffer.bytes else torch.full(buffer.shape, torch.nan, dtype=getattr(torch, buffer.dtype))
+            for buffer in self.plan.buffers
+        }
+        tensors |= {"t0": source.contiguous(), "y": torch.full(self.spec.output_shape, torch.nan, dtype=self.dtype)}
+        tensors |= {k: p.detach().contiguous() for k, p in self.module.named_parameters()}
+        for step in self.plan.steps:
+            if isinstance(step, Launch):
+                pointers = [ctypes.c_void_p(tensors[name].data_ptr()) for name in step.arguments]
+                assert getattr(self.library, step.kernel.function(self.plan.target))(*pointers, threads, None) == 0
+        return tensors["y"]
 
 
 def build(folder: Path, specs: Sequence[Spec]) -> list[Chain]:
@@ -92,9 +95,9 @@ def build(folder: Path, specs: Sequence[Spec]) -> list[Chain]:
     chains, texts = [Chain(spec, seed) for seed, spec in enumerate(specs)], []
     for i, chain in enumerate(chains):
         planned = plan(chain.spec, "cpu")
-        launch = planned.steps[-1]
-        chain.plan = replace(planned, steps=(*planned.steps[:-1], Launch(replace(launch.kernel, name=f"chain{i}"))))
-        texts.append(render_kernel(chain.plan, chain.plan.kernels[-1]))
+        steps = [replace(step, kernel=replace(step.kernel, name=f"chain{i}_{step.kernel.name}")) if isinstance(step, Launch) else step for step in planned.steps]
+        chain.plan = replace(planned, steps=tuple(steps))
+        texts += [render_kernel(chain.plan, kernel) for kernel in chain.plan.kernels]
     (folder / "chains.cpp").write_text("\n".join(texts))
     command = ["g++", *chains[0].plan.target.flags, "-shared", "-fPIC", "-o", "chains.so", "chains.cpp"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)

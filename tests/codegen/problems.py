@@ -55,9 +55,37 @@ class Conv2dAddScaleSigmoidGroupNorm(nn.Module):
         return self.group_norm(torch.sigmoid((self.conv(x) + self.bias) * self.scale))
 
 
+class GemmGroupNormMinBiasAdd(nn.Module):
+    def __init__(self, in_features, out_features, num_groups, bias_shape):
+        super().__init__()
+        self.gemm = nn.Linear(in_features, out_features)
+        self.group_norm = nn.GroupNorm(num_groups, out_features)
+        self.bias = nn.Parameter(torch.randn(bias_shape))
+
+    def forward(self, x):
+        x = self.group_norm(self.gemm(x))
+        return torch.min(x, dim=1, keepdim=True)[0] + self.bias
+
+
+class Conv2dGroupNormTanhHardSwishResidualAddLogSumExp(nn.Module):
+    def __init__(self, in_channels, out_channels, kernel_size, groups, eps=1e-5):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, out_channels, kernel_size)
+        self.group_norm = nn.GroupNorm(groups, out_channels, eps=eps)
+        self.tanh = nn.Tanh()
+        self.hard_swish = nn.Hardswish()
+
+    def forward(self, x):
+        first = self.conv(x)
+        x = first + self.hard_swish(self.tanh(self.group_norm(first)))
+        return torch.logsumexp(x, dim=1, keepdim=True)
+
+
 PROBLEMS: dict[str, type[nn.Module]] = {
     "matmul_groupnorm_leakyrelu_sum": MatmulGroupNormLeakyReLUSum,
     "gemm_groupnorm_swish_multiply_swish": GemmGroupNormSwishMultiplySwish,
     "matmul_swish_sum_groupnorm": MatmulSwishSumGroupNorm,
     "conv2d_add_scale_sigmoid_groupnorm": Conv2dAddScaleSigmoidGroupNorm,
+    "gemm_groupnorm_min_biasadd": GemmGroupNormMinBiasAdd,
+    "conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp": Conv2dGroupNormTanhHardSwishResidualAddLogSumExp,
 }

@@ -228,24 +228,60 @@ def test_what_no_operator_gives_cannot_be_taken_once_more(tmp_path):
     assert line.startswith("return y +") and "can take the norm's input or what follows" in message
 
 
-# Operators outside the grammar, in the manner of problem 75.
+REDUCTIONS = [
+    ("torch.min(x, dim=1, keepdim=True)[0]", {"min": {"keepdim": True}}), ("torch.max(x, 1).values", "max"), ("x.min(1, True)[0]", {"min": {"keepdim": True}}),
+    ("torch.amin(x, dim=1)", "min"), ("x.amax((1,), keepdim=True)", {"max": {"keepdim": True}}), ("x.sum(1)", "sum"), ("torch.sum(x, dim=[1])", "sum"),
+    ("torch.mean(x, dim=1, keepdim=True)", {"mean": {"keepdim": True}}), ("torch.logsumexp(x, 1)", "logsumexp"), ("x.logsumexp(dim=1)", "logsumexp"),
+]
 
 
-def test_a_reduction_is_named_and_what_takes_its_result_apart_is_not(tmp_path):
-    text = SWISH.replace("x = x * torch.sigmoid(x)", "x = torch.min(x, dim=1, keepdim=True)[0]")
-    ((line, message),) = faults(tmp_path, text)
-    assert line == "x = torch.min(x, dim=1, keepdim=True)[0]" and message.startswith("min is no operator of the grammar")
+@pytest.mark.parametrize(("spelling", "entry"), REDUCTIONS, ids=[spelling for spelling, _ in REDUCTIONS])
+def test_reductions(spelling, entry, tmp_path):
+    found = chain(tmp_path, SWISH.replace("return x.sigmoid() * x", f"x = {spelling}\n        return torch.tanh(x)"))
+    assert found[-2:] == [entry, "tanh"]
 
 
-def test_a_difference_of_two_results_and_a_reduction_are_both_named(tmp_path):
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ("return torch.min(x, 1)", "gives indices beside values"),
+        ("return torch.tanh(torch.min(x, 1)[1])", "getitem is no operator"),
+        ("return torch.sum(x)", "sum over everything"),
+        ("return torch.sum(x, dim=(0, 1))", "sum over dim (0, 1)"),
+        ("return torch.mean(x, dim=0)", "expected an integer from 1"),
+        ("return torch.logsumexp(x, 1).relu().sum(0)", "reduction on line"),
+    ],
+)
+def test_reductions_that_no_chain_has(last, message, tmp_path):
+    found = faults(tmp_path, SWISH.replace("return x.sigmoid() * x", last))
+    assert any(message in said for _, said in found), found
+
+
+def test_the_problem_in_the_manner_of_75(tmp_path):
+    text = SWISH.replace("self.factor * x\n        return x.sigmoid() * x", "torch.min(x, dim=1, keepdim=True)[0]\n        return x + self.factor")
+    found = spec_of(tmp_path, read(tmp_path, text.replace("(8,)]", "(1, 8, 1, 1)]")))
+    assert found.output_shape == (1, 8, 4, 1) and found.chain[-1].sources == {"shape": "factor_shape"}
+
+
+def test_average_pooling(tmp_path):
+    text = CONV.replace("nn.MaxPool2d(kernel_size=window)", "nn.AvgPool2d(window, padding=1, count_include_pad=False)")
+    assert chain(tmp_path, text)[3]["avg_pool2d"] == {"name": "pool", "kernel_size": "window", "padding": 1, "count_include_pad": False}
+    text = text.replace("self.pool(self.gn(self.filter(x)) * self.gain)", "F.avg_pool2d(self.gn(self.filter(x)) * self.gain, 2, divisor_override=3)")
+    assert chain(tmp_path, text)[3]["avg_pool2d"] == {"kernel_size": "window", "divisor_override": 3}
+
+
+# Operators outside the grammar.
+
+
+def test_a_difference_of_two_results_and_a_softmax_are_both_named(tmp_path):
     text = CONV.replace(
         "x = self.pool(self.gn(self.filter(x)) * self.gain)\n        return x.clamp(self.lowest, self.highest)",
         "first = self.filter(x)\n        x = F.hardswish(torch.tanh(self.gn(first)))\n        x = first - x\n"
-        "        return torch.logsumexp(x, dim=1, keepdim=True)",
+        "        return torch.softmax(x, dim=1)",
     )
     found = dict(faults(tmp_path, text))
     assert "takes the value of line" in found["x = first - x"]
-    assert found["return torch.logsumexp(x, dim=1, keepdim=True)"].startswith("logsumexp is no operator")
+    assert found["return torch.softmax(x, dim=1)"].startswith("softmax is no operator")
     assert "never uses" in found["self.gain = nn.Parameter(torch.ones(scale_shape))"]
 
 
