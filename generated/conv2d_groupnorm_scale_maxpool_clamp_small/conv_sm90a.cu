@@ -731,16 +731,17 @@ static_assert(kMultiplyThreads * sizeof(Moments) <= kSharedAt, "the threads' mom
 
 // The norm's input at one place; `image` is the sample, `weight` the channel's.
 __device__ __forceinline__ float exact_value(const float* image, const float* weight, int row, int column, float c_conv_bias) {
-  float v = 0.0f;
+  float v = 0.0f, rest = 0.0f;
 #pragma unroll 1
   for (int c = 0; c < kInChannels; ++c) {
 #pragma unroll 1
     for (int tap = 0; tap < kTaps; ++tap) {
       const int at_row = row + tap / kKernelWidth;
       const int at_column = column + tap % kKernelWidth;
-      v = fmaf(to_float(image[c * kInPlane + at_row * kWidth + at_column]), to_float(weight[c * kTaps + tap]), v);
+      accumulate(v, rest, __fmul_rn(image[c * kInPlane + at_row * kWidth + at_column], weight[c * kTaps + tap]));
     }
   }
+  v = whole(v, rest);
   return prepare_value(v, c_conv_bias);
 }
 
