@@ -7,14 +7,13 @@ and the properties the planner uses. A new element-wise operator is one row here
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-Shape = tuple[int, ...]
-Values = Mapping[str, Any]
+from codegen import op_rules as rules
+from codegen.op_rules import Parameter, Shape, ShapeError, Values, broadcast
 
 
 class Kind(Enum):
@@ -35,21 +34,12 @@ class Argument:
     """One argument of an operator.
 
     `type` is one of: "size" (integer >= 1), "count" (integer >= 0), "pair" (a size or two of them), "count_pair", "number" (finite float),
-    "bound" (finite float or null), "flag" (boolean), "shape" (list of sizes), "tap" (the name of an earlier operator), or a tuple of allowed words.
+    "bound" (finite float or null), "flag" (boolean), "shape" (list of sizes), "extents" (a size or a list of them), "tap" (the name of an earlier operator), or a tuple of allowed words.
     """
 
     name: str
     type: str | tuple[str, ...]
     default: Any = REQUIRED
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A learnable tensor: `suffix` of its key ("" for a bare nn.Parameter), its shape and how PyTorch fills it."""
-
-    suffix: str
-    shape: Shape
-    initialiser: str
 
 
 @dataclass(frozen=True)
@@ -73,139 +63,14 @@ class Operator:
     monotone: Callable[[Values], bool] = lambda values: False
     affine: bool = False
     bounds: bool = False  # its constants are bounds, which PyTorch rounds to the storage type
+    groups: Callable[[Values, Shape], int] | None = None  # of a sample, for a norm
 
 
-class ShapeError(ValueError):
-    """An operator cannot take the shape before it; the message is a sentence for the spec's author."""
-
-
-def _number(value: float) -> str:
-    return repr(float(value))
-
-
-def _linear_shape(values: Values, shape: Shape) -> Shape:
-    if len(shape) != 2 or shape[1] != values["in_features"]:
-        raise ShapeError(f"linear takes (batch, {values['in_features']}), the input here is {shape}")
-    return (shape[0], values["out_features"])
-
-
-def _linear_parameters(values: Values, shape: Shape) -> tuple[Parameter, ...]:
-    weight = Parameter("weight", (values["out_features"], values["in_features"]), "linear")
-    return (weight, Parameter("bias", (values["out_features"],), "linear")) if values["bias"] else (weight,)
-
-
-def _window(size: int, kernel: int, stride: int, padding: int, dilation: int = 1, ceil_mode: bool = False) -> int:
-    """Output length of a sliding window, as torch.nn.Conv2d and torch.nn.MaxPool2d define it."""
-    span = size + 2 * padding - dilation * (kernel - 1) - 1
-    count = (span + (stride - 1 if ceil_mode else 0)) // stride + 1
-    if ceil_mode and (count - 1) * stride >= size + padding:
-        count -= 1
-    return count
-
-
-def _conv2d_shape(values: Values, shape: Shape) -> Shape:
-    if len(shape) != 4 or shape[1] != values["in_channels"]:
-        raise ShapeError(f"conv2d takes (batch, {values['in_channels']}, height, width), the input here is {shape}")
-    spatial = tuple(
-        _window(size, kernel, stride, padding, dilation)
-        for size, kernel, stride, padding, dilation in zip(
-            shape[2:], values["kernel_size"], values["stride"], values["padding"], values["dilation"], strict=True
-        )
-    )
-    if min(spatial) < 1:
-        raise ShapeError(f"conv2d's kernel {values['kernel_size']} does not fit into {shape[2:]} with padding {values['padding']}")
-    return (shape[0], values["out_channels"], *spatial)
-
-
-def _conv2d_parameters(values: Values, shape: Shape) -> tuple[Parameter, ...]:
-    weight = Parameter("weight", (values["out_channels"], values["in_channels"] // values["groups"], *values["kernel_size"]), "conv2d")
-    return (weight, Parameter("bias", (values["out_channels"],), "conv2d")) if values["bias"] else (weight,)
-
-
-def _conv2d_check(values: Values) -> str | None:
-    for channels in ("in_channels", "out_channels"):
-        if values[channels] % values["groups"]:
-            return f"groups: {values['groups']} does not divide {channels}: {values[channels]}"
-    return None
-
-
-def _conv2d_module(values: Values, shape: Shape) -> str:
-    text = f"nn.Conv2d({values['in_channels']}, {values['out_channels']}, {_pair(values['kernel_size'])}"
-    for key, default in (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1))):
-        if values[key] != default:
-            text += f", {key}={_pair(values[key])}"
-    if values["groups"] != 1:
-        text += f", groups={values['groups']}"
-    return text + ("" if values["bias"] else ", bias=False") + ")"
-
-
-def _pair(value: tuple[int, int]) -> str:
-    return str(value[0]) if value[0] == value[1] else str(tuple(value))
-
-
-def _group_norm_shape(values: Values, shape: Shape) -> Shape:
-    if shape[1] % values["num_groups"]:
-        raise ShapeError(f"num_groups: {values['num_groups']} does not divide the {shape[1]} channels before it")
-    if math.prod(shape[1:]) // values["num_groups"] == 1 and shape[0] >= 1:
-        raise ShapeError(f"num_groups: {values['num_groups']} leaves one value in each group; its variance is always 0 and PyTorch refuses it in training")
-    return shape
-
-
-def _group_norm_parameters(values: Values, shape: Shape) -> tuple[Parameter, ...]:
-    return (Parameter("weight", shape[1:2], "ones"), Parameter("bias", shape[1:2], "zeros")) if values["affine"] else ()
-
-
-def _group_norm_module(values: Values, shape: Shape) -> str:
-    eps = "" if values["eps"] == 1e-5 else f", eps={_number(values['eps'])}"
-    return f"nn.GroupNorm({values['num_groups']}, {shape[1]}{eps}" + ("" if values["affine"] else ", affine=False") + ")"
-
-
-def _max_pool2d_shape(values: Values, shape: Shape) -> Shape:
-    return _pooled_shape("max_pool2d", values, shape)
-
-
-def _pooled_shape(name: str, values: Values, shape: Shape) -> Shape:
-    if len(shape) != 4:
-        raise ShapeError(f"{name} takes (batch, channels, height, width), the input here is {shape}")
-    spatial = tuple(
-        _window(size, kernel, stride, padding, dilation, values["ceil_mode"])
-        for size, kernel, stride, padding, dilation in zip(
-            shape[2:], values["kernel_size"], values["stride"], values["padding"], values["dilation"], strict=True
-        )
-    )
-    if min(spatial) < 1:
-        raise ShapeError(f"{name}'s window {values['kernel_size']} does not fit into {shape[2:]}")
-    return (*shape[:2], *spatial)
-
-
-def _max_pool2d_check(values: Values) -> str | None:
-    for kernel, padding in zip(values["kernel_size"], values["padding"], strict=True):
-        if 2 * padding > kernel:
-            return f"padding: {padding} is more than half of the kernel size {kernel}"
-    return None
-
-
-def _max_pool2d_call(values: Values) -> str:
-    text = f"F.max_pool2d({{v}}, {_pair(values['kernel_size'])}"
-    for key, default in (("stride", values["kernel_size"]), ("padding", (0, 0)), ("dilation", (1, 1))):
-        if values[key] != default:
-            text += f", {key}={_pair(values[key])}"
-    return text + (", ceil_mode=True" if values["ceil_mode"] else "") + ")"
-
-
-def _avg_pool2d_shape(values: Values, shape: Shape) -> Shape:
-    return _pooled_shape("avg_pool2d", values | {"dilation": (1, 1)}, shape)
-
-
-def _avg_pool2d_call(values: Values) -> str:
-    text = f"F.avg_pool2d({{v}}, {_pair(values['kernel_size'])}"
-    for key, default in (("stride", values["kernel_size"]), ("padding", (0, 0))):
-        if values[key] != default:
-            text += f", {key}={_pair(values[key])}"
-    for key, default in (("ceil_mode", False), ("count_include_pad", True), ("divisor_override", None)):
-        if values[key] != default:
-            text += f", {key}={values[key]}"
-    return text + ")"
+def _norm(name: str, summary: str, arguments: tuple[Argument, ...], **row: Any) -> Operator:
+    return Operator(
+        name, Kind.NORM, summary, arguments, takes_name=True, requires_name=True,
+        check=lambda v: None if v["eps"] > 0 else f"eps: {v['eps']} must be positive", **row,
+    )  # fmt: skip
 
 
 def _reduction(name: str, summary: str, values_of: str = "") -> Operator:
@@ -219,39 +84,6 @@ def _reduction(name: str, summary: str, values_of: str = "") -> Operator:
         check=lambda values: None if values["dim"] == 1 else f"dim: {values['dim']}; channels, dim: 1, are all that it reduces",
         call=lambda values: f"torch.{name}({{v}}, dim=1" + (", keepdim=True" if values["keepdim"] else "") + f"){values_of}",
     )  # fmt: skip
-
-
-def broadcast(parameter: Shape, shape: Shape) -> Shape:
-    """The shape of a sum of a parameter and a value, by PyTorch's rules. Raises ShapeError."""
-    rank = max(len(parameter), len(shape))
-    pairs = zip((1,) * (rank - len(parameter)) + parameter, (1,) * (rank - len(shape)) + shape, strict=True)
-    result = []
-    for own, other in pairs:
-        if own != other and 1 not in (own, other):
-            raise ShapeError(f"a parameter of shape {parameter} does not broadcast with the value's {shape}")
-        result.append(max(own, other))
-    return tuple(result)
-
-
-def _bounds_check(low: str, high: str) -> Callable[[Values], str | None]:
-    def check(values: Values) -> str | None:
-        lo, hi = values[low], values[high]
-        if lo is None and hi is None:
-            return f"at least one of {low} and {high} is needed"
-        if lo is not None and hi is not None and lo >= hi:
-            return f"{low}: {lo} must be less than {high}: {hi}"
-        return None
-
-    return check
-
-
-def _clamp_function(values: Values) -> str:
-    return "clamp_max" if values["min"] is None else "clamp_min" if values["max"] is None else "clamp"
-
-
-def _clamp_call(values: Values) -> str:
-    bounds = ", ".join(f"{key}={_number(values[key])}" for key in ("min", "max") if values[key] is not None)
-    return f"torch.clamp({{v}}, {bounds})"
 
 
 def _elementwise(
@@ -270,7 +102,7 @@ def _elementwise(
         name, Kind.ELEMENTWISE, summary, arguments, takes_name=True, check=check,
         function=fixed if callable(fixed) else lambda values: fixed,
         constants=constants or (lambda values: tuple(a.name for a in arguments if values[a.name] is not None)),
-        call=call if callable(call) else lambda values: call.format_map({"v": "{v}", **{k: _number(x) for k, x in values.items() if isinstance(x, float)}}),
+        call=call if callable(call) else lambda values: call.format_map({"v": "{v}", **{k: rules.number(x) for k, x in values.items() if isinstance(x, float)}}),
         monotone=monotone if callable(monotone) else lambda values: monotone, bounds=bounds,
     )  # fmt: skip
 
@@ -290,7 +122,7 @@ def _operand(name: str, symbol: str, summary: str) -> Operator:
         check=lambda values: _operand_check(values),
         constants=lambda values: () if values["value"] is None else ("value",),
         expression=f"{{v}} {symbol} {{p}}",
-        call=lambda values: f"{{v}} {symbol} " + ("{p}" if values["value"] is None else _number(values["value"])),
+        call=lambda values: f"{{v}} {symbol} " + ("{p}" if values["value"] is None else rules.number(values["value"])),
         monotone=lambda values: (name == "add" and values["from"] is None) or (values["value"] is not None and values["value"] >= 0),
         affine=True,
     )  # fmt: skip
@@ -307,7 +139,7 @@ OPERATORS: dict[str, Operator] = {
     for op in (
         Operator(
             "linear", Kind.PRODUCER, "x W^T + b", (Argument("in_features", "size"), Argument("out_features", "size"), Argument("bias", "flag", True)),
-            takes_name=True, requires_name=True, shape=_linear_shape, parameters=_linear_parameters,
+            takes_name=True, requires_name=True, shape=rules.linear_shape, parameters=rules.linear_parameters,
             module=lambda v, shape: f"nn.Linear({v['in_features']}, {v['out_features']}" + ("" if v["bias"] else ", bias=False") + ")",
         ),
         Operator(
@@ -316,13 +148,23 @@ OPERATORS: dict[str, Operator] = {
                 Argument("in_channels", "size"), Argument("out_channels", "size"), Argument("kernel_size", "pair"), Argument("stride", "pair", (1, 1)),
                 Argument("padding", "count_pair", (0, 0)), Argument("dilation", "pair", (1, 1)), Argument("groups", "size", 1), Argument("bias", "flag", True),
             ),
-            takes_name=True, requires_name=True, shape=_conv2d_shape, parameters=_conv2d_parameters, check=_conv2d_check, module=_conv2d_module,
+            takes_name=True, requires_name=True, shape=rules.conv2d_shape, parameters=rules.conv2d_parameters, check=rules.conv2d_check, module=rules.conv2d_module,
         ),
-        Operator(
-            "group_norm", Kind.NORM, "(v - mean) / sqrt(var + eps) * gamma + beta over channel groups",
+        _norm(
+            "group_norm", "(v - mean) / sqrt(var + eps) * gamma + beta over channel groups",
             (Argument("num_groups", "size"), Argument("eps", "number", 1e-5), Argument("affine", "flag", True)),
-            takes_name=True, requires_name=True, shape=_group_norm_shape, parameters=_group_norm_parameters, module=_group_norm_module,
-            check=lambda v: None if v["eps"] > 0 else f"eps: {v['eps']} must be positive",
+            shape=rules.group_norm_shape, parameters=rules.group_norm_parameters, module=rules.group_norm_module, groups=lambda v, shape: v["num_groups"],
+        ),
+        _norm(
+            "layer_norm", "the same over all that follows the batch; behind conv2d with elementwise_affine: false",
+            (Argument("normalized_shape", "extents", None), Argument("eps", "number", 1e-5), Argument("elementwise_affine", "flag", True)),
+            shape=rules.layer_norm_shape, parameters=rules.layer_norm_parameters, module=rules.layer_norm_module, groups=lambda v, shape: 1,
+        ),
+        _norm(
+            "instance_norm", "the same over each channel's positions, behind conv2d",
+            (Argument("num_features", "size", None), Argument("eps", "number", 1e-5), Argument("affine", "flag", False)),
+            shape=rules.instance_norm_shape, parameters=rules.group_norm_parameters, groups=lambda v, shape: shape[1],
+            module=lambda v, shape: f"nn.InstanceNorm2d({shape[1]}{rules.eps(v)}" + (", affine=True" if v["affine"] else "") + ")",
         ),
         Operator(
             "max_pool2d", Kind.POOL, "maximum over windows",
@@ -330,7 +172,7 @@ OPERATORS: dict[str, Operator] = {
                 Argument("kernel_size", "pair"), Argument("stride", "pair", None), Argument("padding", "count_pair", (0, 0)),
                 Argument("dilation", "pair", (1, 1)), Argument("ceil_mode", "flag", False),
             ),
-            takes_name=True, shape=_max_pool2d_shape, check=_max_pool2d_check, call=_max_pool2d_call,
+            takes_name=True, shape=rules.max_pool2d_shape, check=rules.max_pool2d_check, call=rules.max_pool2d_call,
         ),
         Operator(
             "avg_pool2d", Kind.POOL, "mean over windows",
@@ -338,7 +180,7 @@ OPERATORS: dict[str, Operator] = {
                 Argument("kernel_size", "pair"), Argument("stride", "pair", None), Argument("padding", "count_pair", (0, 0)),
                 Argument("ceil_mode", "flag", False), Argument("count_include_pad", "flag", True), Argument("divisor_override", "size", None),
             ),
-            takes_name=True, shape=_avg_pool2d_shape, check=_max_pool2d_check, call=_avg_pool2d_call,
+            takes_name=True, shape=rules.avg_pool2d_shape, check=rules.max_pool2d_check, call=rules.avg_pool2d_call,
         ),
         _reduction("min", "minimum over channels", "[0]"),
         _reduction("max", "maximum over channels", "[0]"),
@@ -349,11 +191,11 @@ OPERATORS: dict[str, Operator] = {
         _operand("mul", "*", "v * p: a vector per channel, a number, or an earlier operator's result"),
         _elementwise(
             "hardtanh", "min(max(v, min_val), max_val)", "F.hardtanh({v}, {min_val}, {max_val})",
-            (Argument("min_val", "number", -1.0), Argument("max_val", "number", 1.0)), monotone=True, check=_bounds_check("min_val", "max_val"), bounds=True,
+            (Argument("min_val", "number", -1.0), Argument("max_val", "number", 1.0)), monotone=True, check=rules.bounds_check("min_val", "max_val"), bounds=True,
         ),
         _elementwise(
-            "clamp", "min(max(v, min), max), one bound may be null", _clamp_call, (Argument("min", "bound", None), Argument("max", "bound", None)),
-            function=_clamp_function, monotone=True, check=_bounds_check("min", "max"), bounds=True,
+            "clamp", "min(max(v, min), max), one bound may be null", rules.clamp_call, (Argument("min", "bound", None), Argument("max", "bound", None)),
+            function=rules.clamp_function, monotone=True, check=rules.bounds_check("min", "max"), bounds=True,
         ),
         _elementwise("relu", "max(v, 0)", "F.relu({v})", monotone=True),
         _elementwise(
@@ -383,3 +225,5 @@ OPERATORS: dict[str, Operator] = {
 }  # fmt: skip
 
 ALIASES = {"swish": "silu"}
+
+__all__ = ["ALIASES", "OPERATORS", "REQUIRED", "Argument", "Kind", "Operator", "Parameter", "Shape", "ShapeError", "Values", "broadcast"]

@@ -126,7 +126,8 @@ class Spec:
 
     @property
     def num_groups(self) -> int:
-        return self.norm.values["num_groups"]
+        """Groups of a sample: parts that the norm normalises by themselves."""
+        return self.norm.operator.groups(self.norm.values, self.norm.input_shape)
 
     @property
     def group_channels(self) -> int:

@@ -68,7 +68,7 @@ class ChainReader(Scalars):
             if step:
                 steps.append(step)
         if norm_at is None and not self.problems:
-            self.fault(node, "chain: has no group_norm; a chain is linear or conv2d, element-wise operators, group_norm, then anything after it")
+            self.fault(node, "chain: has no group_norm, layer_norm or instance_norm; a chain is linear or conv2d, element-wise operators, a norm, then anything after it")
         return tuple(steps)
 
     def input_shape(
@@ -209,10 +209,13 @@ class ChainReader(Scalars):
             return self.number(node, argument.name)
         if kind == "bound" or (node.value is None and argument.default is None):
             return None
-        if kind == "shape":
+        if kind == "shape" or (kind == "extents" and node.is_list):
             return self.sizes(node, argument.name)
         if kind in ("pair", "count_pair"):
             return self.pair(node, argument.name, 1 if kind == "pair" else 0)
+        if kind == "extents":
+            size = self.size(node, argument.name)
+            return size if size is INVALID else (size,)
         return self.size(node, argument.name)
 
     def check_names(self, chain: tuple[Step, ...], node: Node) -> None:

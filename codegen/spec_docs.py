@@ -9,7 +9,7 @@ from codegen.targets import DEVICES, TARGETS
 
 _TYPES = {
     "size": "integer >= 1", "count": "integer >= 0", "pair": "integer >= 1, or two of them", "count_pair": "integer >= 0, or two of them",
-    "number": "finite number", "bound": "finite number, or left out", "flag": "true or false", "shape": "list of integers >= 1",
+    "number": "finite number", "bound": "finite number, or left out", "flag": "true or false", "shape": "list of integers >= 1", "extents": "integer >= 1, or a list of them",
     "tap": "the `name` of an operator in front of this one",
 }  # fmt: skip
 

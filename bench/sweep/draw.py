@@ -86,6 +86,8 @@ _BY_NAME: dict[str, Callable[[_Scene], Any]] = {
     "groups": lambda s: 1 if s.rng.random() < 0.6 else _divisor(s.rng, math.gcd(s.drawn["in_channels"], s.drawn["out_channels"])),
     "num_groups": lambda s: _divisor(s.rng, s.channels),
     "dim": lambda s: 1,
+    "normalized_shape": lambda s: s.channels,
+    "num_features": lambda s: s.channels,
     "kernel_size": lambda s: _pair(s.rng, 1, s.rng.choice((3, 3, 5, 7))),
 }
 _BY_TYPE: dict[str, Callable[[_Scene, Argument], Any]] = {

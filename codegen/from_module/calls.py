@@ -16,7 +16,8 @@ Values = dict[str, Any]
 
 # Modules whose attributes have the names of the operator's arguments; those of other names are in _ADJUST.
 MODULES: dict[type, str] = {
-    nn.Linear: "linear", nn.Conv2d: "conv2d", nn.GroupNorm: "group_norm", nn.MaxPool2d: "max_pool2d", nn.AvgPool2d: "avg_pool2d", nn.ReLU: "relu", nn.ReLU6: "hardtanh",
+    nn.Linear: "linear", nn.Conv2d: "conv2d", nn.GroupNorm: "group_norm", nn.LayerNorm: "layer_norm", nn.InstanceNorm2d: "instance_norm",
+    nn.MaxPool2d: "max_pool2d", nn.AvgPool2d: "avg_pool2d", nn.ReLU: "relu", nn.ReLU6: "hardtanh",
     nn.LeakyReLU: "leaky_relu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh", nn.SiLU: "silu", nn.Mish: "mish", nn.GELU: "gelu", nn.Hardswish: "hardswish",
     nn.Hardsigmoid: "hardsigmoid", nn.Softplus: "softplus", nn.ELU: "elu", nn.Hardtanh: "hardtanh",
 }  # fmt: skip
@@ -47,6 +48,8 @@ FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "max_pool2d": ("max_pool2d", ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")),
     "avg_pool2d": ("avg_pool2d", ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")),
     "group_norm": ("group_norm", ("num_groups", "weight", "bias", "eps")),
+    "layer_norm": ("layer_norm", ("normalized_shape", "weight", "bias", "eps")),
+    "instance_norm": ("instance_norm", ("running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")),
     "amin": ("min", ("dim", "keepdim")),
     "amax": ("max", ("dim", "keepdim")),
     "min": ("min", ("dim", "keepdim")),
@@ -59,6 +62,7 @@ PAIRS = ("min", "max")  # give values and indices
 ARITHMETIC = {"add": "add", "iadd": "add", "mul": "mul", "imul": "mul", "multiply": "mul", "sub": "sub", "isub": "sub", "subtract": "sub",
               "div": "div", "divide": "div", "truediv": "div", "true_divide": "div", "itruediv": "div", "neg": "neg", "negative": "neg"}  # fmt: skip
 RANDOM_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
+NORMS = {"group_norm": "nn.GroupNorm", "layer_norm": "nn.LayerNorm", "instance_norm": "nn.InstanceNorm2d"}
 NEEDS_MODULE = {"linear": "nn.Linear", "conv2d": "nn.Conv2d"}
 
 
@@ -88,6 +92,10 @@ def module_values(module: nn.Module) -> tuple[str, Values] | None:
         values[argument.name] = value
     if isinstance(module, nn.Conv2d):
         _conv2d(module, values)
+    if isinstance(module, nn.LayerNorm) and module.elementwise_affine and module.bias is None:
+        raise Unfit("layer_norm with a scale and no shift, which the grammar has no word for")
+    if isinstance(module, nn.InstanceNorm2d) and module.track_running_stats:
+        raise Unfit("instance_norm with running statistics, which it would use and change; the grammar has the input's own")
     if isinstance(module, nn.MaxPool2d) and module.return_indices:
         raise Unfit("max_pool2d with return_indices has two results; a chain has one")
     return operator, values
@@ -119,10 +127,14 @@ def function_values(name: str, node: fx.Node, constant: Callable[[Any, str], Any
     values = {key: constant(value, f"{name}'s {key}") for key, value in given.items() if key != "inplace"}
     if operator == "relu6":
         return "hardtanh", {"min_val": 0.0, "max_val": 6.0}
-    if operator == "group_norm":
-        if values.pop("weight", None) is not None or values.pop("bias", None) is not None:
-            raise Unfit("group_norm with tensors of its own: its parameters must be those of an nn.GroupNorm, which the spec's chain stands for")
-        values |= {"affine": False}
+    if operator in NORMS:
+        tensors = [values.pop(key, None) for key in ("weight", "bias", "running_mean", "running_var")]
+        if any(tensor is not None for tensor in tensors):
+            raise Unfit(f"{operator} with tensors of its own: its parameters must be those of an {NORMS[operator]}, which the spec's chain stands for")
+        if not values.pop("use_input_stats", True):
+            raise Unfit("instance_norm without the input's own statistics, which are all that the grammar has")
+        values.pop("momentum", None)
+        values |= {"elementwise_affine" if operator == "layer_norm" else "affine": False}
     if values.pop("return_indices", False):
         raise Unfit("max_pool2d with return_indices has two results; a chain has one")
     if "dim" in names:

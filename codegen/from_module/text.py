@@ -68,6 +68,8 @@ def _stands_for(value: Any, given: Any, argument: Argument) -> bool:
         return False
     if kind in ("pair", "count_pair") and isinstance(value, int):
         return pair(given) == (value, value)
+    if kind == "extents" and isinstance(value, int):
+        return given == (value,)
     return value == (pair(given) if kind in ("pair", "count_pair") else given)
 
 
@@ -133,8 +135,13 @@ def _values(index: int, entry: Entry, found: dict[tuple[int, str], str]) -> list
             continue
         if source is None and (value is None or (value == argument.default and argument.name != "init")):
             continue
-        written.append((argument.name, source or literal(value)))
+        written.append((argument.name, source or (literal(value) if argument.type in ("pair", "count_pair") else _listed(value))))
     return written
+
+
+def _listed(value: Any) -> str:
+    """A value that is no pair: lists stay lists."""
+    return f"[{', '.join(str(int(v)) for v in value)}]" if isinstance(value, tuple) else literal(value)
 
 
 def literal(value: Any) -> str:

@@ -279,10 +279,11 @@ def _scratch(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...]) -
 
 
 def _constants(spec: Spec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scratch: tuple[Scratch, ...], pieces: int) -> tuple[Constant, ...]:
+    norm = spec.norm.operator.name
     items = [
         Constant("kBatch", str(spec.batch), "batch"),
         Constant("kChannels", str(spec.channels), "channels at the norm"),
-        Constant("kNumGroups", str(spec.num_groups), "group_norm's num_groups"),
+        Constant("kNumGroups", str(spec.num_groups), "group_norm's num_groups" if norm == "group_norm" else f"{norm}: groups of a sample"),
         Constant("kGroupChannels", str(spec.group_channels), "kChannels / kNumGroups"),
     ]
     if len(spec.norm.input_shape) == 4:
@@ -294,7 +295,7 @@ def _constants(spec: Spec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scra
     items.append(Constant("kGroupSize", str(spec.group_size), "kGroupChannels" + (" * kSpatial" if len(spec.norm.input_shape) == 4 else "")))
     if pieces > 1:
         items.append(Constant("kPiece", str(PIECE), "values whose statistics are formed at a time: 16 KB, in the first-level cache"))
-    items.append(Constant("kEps", repr(spec.norm.values["eps"]), "group_norm's eps", "double"))
+    items.append(Constant("kEps", repr(spec.norm.values["eps"]), f"{norm}'s eps", "double"))
     for pool in pools:
         items += pool.constants
         items.append(Constant(f"kRow{pool.suffix}", str(pool.row_size), f"columns that windows slide over: {pool.width} and what they reach beyond it"))

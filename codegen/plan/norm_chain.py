@@ -207,7 +207,7 @@ def shape_constants(spec: Spec, operands: Sequence[Operand] | None = None) -> li
 
 def norm_constants(spec: Spec, items: Sequence[Apply]) -> list[Constant]:
     return [
-        Constant("kEps", float_literal(spec.norm.values["eps"]), "group_norm's eps, added to the variance", "float"),
+        Constant("kEps", float_literal(spec.norm.values["eps"]), f"{spec.norm.operator.name}'s eps, added to the variance", "float"),
         *unique_constants(items),
     ]
 

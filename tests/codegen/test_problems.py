@@ -66,3 +66,18 @@ def test_draws_and_results_are_the_modules(tmp_path, monkeypatch, name: str, pre
         assert relative_error(reference.double()(x.double()), exact) < 1e-12
     ours, theirs = relative_error(got, exact), relative_error(eager, exact)
     assert got.shape == exact.shape and ours <= (max(1.1 * theirs, 3e-7) if precision == "fp32" else 1.05 * theirs)
+    if precision == "fp32" and package.backward_plans:
+        check_gradients(model, original, x)
+
+
+def check_gradients(model: torch.nn.Module, exact: torch.nn.Module, x: torch.Tensor) -> None:
+    """Against autograd in float64; a gradient that is 0 in truth is small beside the largest of the others."""
+    mine, theirs = x.clone().requires_grad_(), x.double().requires_grad_()
+    y, reference = model(mine), exact(theirs)
+    incoming = torch.randn(y.shape)
+    y.backward(incoming)
+    reference.backward(incoming.double())
+    pairs = [(mine.grad, theirs.grad), *((p.grad, q.grad) for p, q in zip(model.parameters(), exact.parameters(), strict=True))]
+    scale = max(float(wanted.norm()) for _, wanted in pairs)
+    for got, wanted in pairs:
+        assert (got - wanted).norm() <= 1e-5 * wanted.norm() + 1e-6 * scale

@@ -1,0 +1,112 @@
+"""layer_norm and instance_norm, which are group_norms of their own names, and norms without parameters: kernels against PyTorch, specs, round trips."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from bench.kernelbench import reference_source
+from codegen.plan import PlanError, plan
+from codegen.render import render_kernel
+from codegen.spec import SpecError
+from tests.codegen.chains_emulated import build_emulated
+from tests.codegen.cpu_chains import build, make_spec
+from tests.codegen.module_files import CONV, LINEAR, chain, comparable, faults, read, spec_of
+from tests.codegen.test_cpu import PRECISIONS, check
+
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+POOL = {"max_pool2d": {"kernel_size": 2}}
+LINEARS = {
+    "layer": {"layer_norm": {"name": "norm"}},
+    "layer_eps": {"layer_norm": {"name": "norm", "normalized_shape": 48, "eps": 0.25}},
+    "layer_plain": {"layer_norm": {"name": "norm", "normalized_shape": [48], "elementwise_affine": False}},
+    "group_plain": {"group_norm": {"name": "norm", "num_groups": 1, "affine": False}},
+}
+CONVS = {
+    "layer_plain": {"layer_norm": {"name": "norm", "normalized_shape": [6, 8, 9], "elementwise_affine": False}},
+    "instance": {"instance_norm": {"name": "norm", "affine": True}},
+    "instance_plain": {"instance_norm": {"name": "norm", "num_features": 6, "eps": 0.5}},
+}
+
+
+def linear(norm: dict, bias: bool = True) -> list:
+    return [{"linear": {"name": "gemm", "in_features": 1, "out_features": 48, "bias": bias}}, "relu", norm, "silu"]
+
+
+def conv(norm: dict, tail: list, bias: bool = True) -> list:
+    return [{"conv2d": {"name": "conv", "in_channels": 1, "out_channels": 6, "kernel_size": 1, "bias": bias}}, norm, "tanh", *tail]
+
+
+@needs_gxx
+def test_norms_on_the_cpu(tmp_path) -> None:
+    specs = [make_spec(tmp_path, linear(norm), 5, precision) for norm in LINEARS.values() for precision in PRECISIONS]
+    specs += [make_spec(tmp_path, conv(norm, tail), 3, precision, (8, 9)) for norm in CONVS.values() for precision, tail in zip(PRECISIONS, ([], [POOL], [POOL]), strict=True)]
+    for built in build(tmp_path, specs):
+        check(built, built.source())
+
+
+@needs_gxx
+def test_norms_by_the_kernels_of_sm_80_in_an_emulation(tmp_path) -> None:
+    specs = [make_spec(tmp_path, linear(norm, False), 5, precision) for norm in LINEARS.values() for precision in ("fp16", "bf16")]
+    specs += [make_spec(tmp_path, conv(norm, tail, False), 3, "fp32", (8, 9)) for norm in CONVS.values() for tail in ([], [POOL], [{"mean": {}}])]
+    for built in build_emulated(tmp_path, specs):
+        check(built, built.source(), steeper=4.0)
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_80", "sm_90a"])
+def test_sources_name_the_norm_that_the_spec_names(tmp_path, target: str) -> None:
+    chain = [{"linear": {"name": "gemm", "in_features": 1024, "out_features": 1024}}, {"layer_norm": {"name": "norm"}}, "silu"]
+    try:
+        planned = plan(make_spec(tmp_path, chain, 4096), target)
+    except PlanError as error:
+        assert target == "sm_90a" and str(error)
+        return
+    text = "".join(render_kernel(planned, kernel) for kernel in planned.kernels)
+    assert "layer_norm(" in text and "group_norm's" not in text
+
+
+@pytest.mark.parametrize("norm", [*LINEARS.values(), *CONVS.values()], ids=[*LINEARS, *(f"conv_{name}" for name in CONVS)])
+def test_norms_come_back_from_their_reference(tmp_path, norm: dict) -> None:
+    spec = make_spec(tmp_path, linear(norm) if norm in LINEARS.values() else conv(norm, [POOL]), 3, "fp32", None if norm in LINEARS.values() else (8, 9))
+    found = spec_of(tmp_path, read(tmp_path, reference_source(spec), name=spec.name))
+    bare = lambda given: [(s.operator.name, {k: v for k, v in s.values.items() if k not in ("normalized_shape", "num_features")}) for s in comparable(given).chain]  # noqa: E731
+    assert bare(found) == bare(spec) and found.parameters == spec.parameters
+
+
+SPELLINGS = [
+    ("nn.LayerNorm(width_out)", {"layer_norm": {"name": "gn", "normalized_shape": "width_out"}}),
+    ("nn.LayerNorm((width_out,), eps=0.5, elementwise_affine=False)", {"layer_norm": {"name": "gn", "normalized_shape": "width_out", "eps": 0.5, "elementwise_affine": False}}),
+]
+
+
+@pytest.mark.parametrize(("module", "entry"), SPELLINGS, ids=["plain", "tuple"])
+def test_modules(tmp_path, module: str, entry: dict) -> None:
+    text = LINEAR.replace("nn.GroupNorm(groups, width_out)", module).replace("groups, low", "low").replace("10, 12, 3,", "10, 12,")
+    assert chain(tmp_path, text)[1] == entry
+
+
+def test_instance_norm_and_functions(tmp_path) -> None:
+    text = CONV.replace("nn.GroupNorm(groups, c_out)", "nn.InstanceNorm2d(c_out, affine=True)").replace("kernel, groups, ", "kernel, ").replace("[3, 8, 3, 4,", "[3, 8, 3,")
+    assert chain(tmp_path, text)[1] == {"instance_norm": {"name": "gn", "num_features": "c_out", "affine": True}}
+    plain = text.replace("self.gn(self.filter(x))", "F.instance_norm(self.filter(x), eps=0.5)").replace("        self.gn = nn.InstanceNorm2d(c_out, affine=True)\n", "")
+    assert chain(tmp_path, plain)[1] == {"instance_norm": {"name": "instance_norm", "eps": 0.5}}
+    ((line, message),) = faults(tmp_path, text.replace("affine=True", "track_running_stats=True"))
+    assert "running statistics" in message
+
+
+@pytest.mark.parametrize(
+    ("norm", "size", "message"),
+    [
+        ({"layer_norm": {"name": "norm", "normalized_shape": 47}}, None, r"layer_norm takes all that follows the batch, which is \(48,\) here"),
+        ({"layer_norm": {"name": "norm", "normalized_shape": "wide"}}, None, "neither a value nor an entry of args"),
+        ({"layer_norm": {}}, None, "layer_norm needs one"),
+        ({"layer_norm": {"name": "norm"}}, (8, 9), "elementwise_affine: false only"),
+        ({"instance_norm": {"name": "norm"}}, None, r"instance_norm takes \(batch, channels, height, width\)"),
+        ({"instance_norm": {"name": "norm", "num_features": 5}}, (8, 9), "6 channels come before it"),
+        ({"instance_norm": {"name": "norm"}}, (1, 1), "instance_norm over one value"),
+    ],
+)
+def test_what_no_norm_takes(tmp_path, norm: dict, size: tuple[int, int] | None, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        make_spec(tmp_path, linear(norm) if size is None else conv(norm, []), 3, "fp32", size)
