@@ -265,6 +265,39 @@ return z > threshold ? v : ((z > 0.0f ? z : 0.0f) + log_term) / beta;
         Function(
             "elu_grad", ("v", "alpha"), "return v > 0.0f ? 1.0f : alpha * exponential(v);", "1 above 0, alpha e^v below and at 0.",
         ),
+        Function("relu6", ("v",), "return v < 0.0f ? 0.0f : (v > 6.0f ? 6.0f : v);", "min(max(v, 0), 6); NaN goes through."),
+        Function("relu6_grad", ("v",), "return v > 0.0f && v < 6.0f ? 1.0f : 0.0f;", "1 strictly between 0 and 6."),
+        Function(
+            "selu", ("v",), "return v > 0.0f ? 1.05070099f * v : 1.75809934f * exponential_minus_1(v);", "PyTorch's scale v above 0, scale alpha (e^v - 1) below.",
+        ),
+        Function("selu_grad", ("v",), "return v > 0.0f ? 1.05070099f : 1.75809934f * exponential(v);", "scale above 0, scale alpha e^v below and at 0."),
+        Function("celu", ("v", "alpha"), "return v > 0.0f ? v : alpha * exponential_minus_1(v / alpha);", "v above 0, alpha (e^(v / alpha) - 1) below."),
+        Function("celu_grad", ("v", "alpha"), "return v > 0.0f ? 1.0f : exponential(v / alpha);", "1 above 0, e^(v / alpha) below and at 0."),
+        Function(
+            "softsign", ("v",), "return v / (1.0f + (v < 0.0f ? -v : v));", "v / (1 + |v|), error at most 3 units; NaN for infinities, as PyTorch's.",
+        ),
+        Function(
+            "softsign_grad", ("v",),
+            """
+const float r = 1.0f / (1.0f + (v < 0.0f ? -v : v));
+return r * r;
+""",
+            "1 / (1 + |v|)^2.",
+        ),
+        Function(
+            "logsigmoid", ("v",),
+            """
+const float log_term = logarithm_1_plus(exponential(v < 0.0f ? v : -v));
+return (v < 0.0f ? v : 0.0f) - log_term;
+""",
+            "log(1 / (1 + e^-v)) = min(v, 0) - log(1 + e^-|v|), error at most 8 units.",
+        ),
+        Function("logsigmoid_grad", ("v",), "return sigmoid(-v);", "1 - sigmoid(v)."),
+        Function(
+            "softshrink", ("v", "lambd"), "return v > lambd ? v - lambd : (v < -lambd ? v + lambd : v * 0.0f);",
+            "v less lambd in magnitude, 0 up to there; NaN goes through.",
+        ),
+        Function("softshrink_grad", ("v", "lambd"), "return v >= -lambd && v <= lambd ? 0.0f : 1.0f;", "0 up to lambd in magnitude, 1 beyond."),
     )
 }  # fmt: skip
 

@@ -107,30 +107,33 @@ def _elementwise(
     )  # fmt: skip
 
 
-def _operand(name: str, symbol: str, summary: str) -> Operator:
-    """`add` or `mul`: with a learnable per-channel vector (name, shape, init), with a number (value), or with an earlier operator's result (from)."""
+def _operand(name: str, symbol: str, summary: str, monotone: Callable[[Values], bool], taps: bool = False) -> Operator:
+    """Arithmetic with a learnable per-channel vector (name, shape, init), with a number (value), or, where it `taps`, with an earlier operator's
+    result (from)."""
     return Operator(
         name, Kind.ELEMENTWISE, summary,
         (
             Argument("shape", "shape", None),
             Argument("init", ("randn", "rand", "ones", "zeros"), "randn"),
             Argument("value", "bound", None),
-            Argument("from", "tap", None),
+            *((Argument("from", "tap", None),) if taps else ()),
         ),
         takes_name=True,
         parameters=lambda values, shape: () if values["shape"] is None else (Parameter("", values["shape"], values["init"]),),
-        check=lambda values: _operand_check(values),
+        check=lambda values: _operand_check(name, values),
         constants=lambda values: () if values["value"] is None else ("value",),
         expression=f"{{v}} {symbol} {{p}}",
         call=lambda values: f"{{v}} {symbol} " + ("{p}" if values["value"] is None else rules.number(values["value"])),
-        monotone=lambda values: (name == "add" and values["from"] is None) or (values["value"] is not None and values["value"] >= 0),
-        affine=True,
+        monotone=monotone, affine=taps,
     )  # fmt: skip
 
 
-def _operand_check(values: Values) -> str | None:
-    if sum(values[key] is not None for key in ("shape", "value", "from")) != 1:
-        return "give either shape (a learnable tensor, with a name), value (a number) or from (an earlier operator's name)"
+def _operand_check(name: str, values: Values) -> str | None:
+    if sum(values.get(key) is not None for key in ("shape", "value", "from")) != 1:
+        listed = "shape (a learnable tensor, with a name), value (a number) or from (an earlier operator's name)"
+        return "give either " + (listed if "from" in values else "shape (a learnable tensor, with a name) or value (a number)")
+    if name == "div" and values["value"] == 0:
+        return "value: 0 divides nothing"
     return None
 
 
@@ -187,8 +190,12 @@ OPERATORS: dict[str, Operator] = {
         _reduction("sum", "sum over channels"),
         _reduction("mean", "mean over channels"),
         _reduction("logsumexp", "log(sum(e^v)) over channels"),
-        _operand("add", "+", "v + p: a vector per channel, a number, or an earlier operator's result"),
-        _operand("mul", "*", "v * p: a vector per channel, a number, or an earlier operator's result"),
+        _operand("add", "+", "v + p: a vector per channel, a number, or an earlier operator's result", lambda v: v["from"] is None, taps=True),
+        _operand("sub", "-", "v - p: a vector per channel, or a number", lambda v: True),
+        _operand(
+            "mul", "*", "v * p: a vector per channel, a number, or an earlier operator's result", lambda v: v["value"] is not None and v["value"] >= 0, taps=True,
+        ),
+        _operand("div", "/", "v / p: a vector per channel, or a number", lambda v: v["value"] is not None and v["value"] > 0),
         _elementwise(
             "hardtanh", "min(max(v, min_val), max_val)", "F.hardtanh({v}, {min_val}, {max_val})",
             (Argument("min_val", "number", -1.0), Argument("max_val", "number", 1.0)), monotone=True, check=rules.bounds_check("min_val", "max_val"), bounds=True,
@@ -198,6 +205,7 @@ OPERATORS: dict[str, Operator] = {
             function=rules.clamp_function, monotone=True, check=rules.bounds_check("min", "max"), bounds=True,
         ),
         _elementwise("relu", "max(v, 0)", "F.relu({v})", monotone=True),
+        _elementwise("relu6", "min(max(v, 0), 6)", "F.relu6({v})", monotone=True),
         _elementwise(
             "leaky_relu", "v above 0, negative_slope * v below", "F.leaky_relu({v}, {negative_slope})",
             (Argument("negative_slope", "number", 0.01),), monotone=lambda v: v["negative_slope"] >= 0,
@@ -220,6 +228,17 @@ OPERATORS: dict[str, Operator] = {
         ),
         _elementwise(
             "elu", "v above 0, alpha (e^v - 1) below", "F.elu({v}, {alpha})", (Argument("alpha", "number", 1.0),), monotone=lambda v: v["alpha"] >= 0,
+        ),
+        _elementwise(
+            "celu", "v above 0, alpha (e^(v / alpha) - 1) below", "F.celu({v}, {alpha})", (Argument("alpha", "number", 1.0),), monotone=True,
+            check=lambda v: None if v["alpha"] > 0 else f"alpha: {v['alpha']} must be positive",
+        ),
+        _elementwise("selu", "elu with PyTorch's scale and alpha", "F.selu({v})", monotone=True),
+        _elementwise("softsign", "v / (1 + |v|)", "F.softsign({v})", monotone=True),
+        _elementwise("logsigmoid", "log(1 / (1 + e^-v))", "F.logsigmoid({v})", monotone=True),
+        _elementwise(
+            "softshrink", "v less lambd in magnitude, 0 up to there", "F.softshrink({v}, {lambd})", (Argument("lambd", "number", 0.5),), monotone=True,
+            check=lambda v: None if v["lambd"] >= 0 else f"lambd: {v['lambd']} must not be negative", bounds=True,
         ),
     )
 }  # fmt: skip

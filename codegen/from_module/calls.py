@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,10 @@ Values = dict[str, Any]
 # Modules whose attributes have the names of the operator's arguments; those of other names are in _ADJUST.
 MODULES: dict[type, str] = {
     nn.Linear: "linear", nn.Conv2d: "conv2d", nn.GroupNorm: "group_norm", nn.LayerNorm: "layer_norm", nn.InstanceNorm2d: "instance_norm",
-    nn.MaxPool2d: "max_pool2d", nn.AvgPool2d: "avg_pool2d", nn.ReLU: "relu", nn.ReLU6: "hardtanh",
+    nn.MaxPool2d: "max_pool2d", nn.AvgPool2d: "avg_pool2d", nn.ReLU: "relu", nn.ReLU6: "relu6",
     nn.LeakyReLU: "leaky_relu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh", nn.SiLU: "silu", nn.Mish: "mish", nn.GELU: "gelu", nn.Hardswish: "hardswish",
     nn.Hardsigmoid: "hardsigmoid", nn.Softplus: "softplus", nn.ELU: "elu", nn.Hardtanh: "hardtanh",
+    nn.SELU: "selu", nn.CELU: "celu", nn.Softsign: "softsign", nn.LogSigmoid: "logsigmoid", nn.Softshrink: "softshrink",
 }  # fmt: skip
 RANDOM_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -40,6 +40,12 @@ FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hardsigmoid": ("hardsigmoid", ("inplace",)),
     "softplus": ("softplus", ("beta", "threshold")),
     "elu": ("elu", ("alpha", "inplace")),
+    "selu": ("selu", ("inplace",)),
+    "celu": ("celu", ("alpha", "inplace")),
+    "softsign": ("softsign", ()),
+    "logsigmoid": ("logsigmoid", ()),
+    "log_sigmoid": ("logsigmoid", ()),
+    "softshrink": ("softshrink", ("lambd",)),
     "hardtanh": ("hardtanh", ("min_val", "max_val", "inplace")),
     "clamp": ("clamp", ("min", "max")),
     "clip": ("clamp", ("min", "max")),
@@ -125,8 +131,6 @@ def function_values(name: str, node: fx.Node, constant: Callable[[Any, str], Any
     operator, names = FUNCTIONS[name]
     given = bind(name, node, names)
     values = {key: constant(value, f"{name}'s {key}") for key, value in given.items() if key != "inplace"}
-    if operator == "relu6":
-        return "hardtanh", {"min_val": 0.0, "max_val": 6.0}
     if operator in NORMS:
         tensors = [values.pop(key, None) for key in ("weight", "bias", "running_mean", "running_var")]
         if any(tensor is not None for tensor in tensors):
@@ -162,13 +166,7 @@ def bind(name: str, node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def scalar(kind: str, value: int | float, reversed_: bool) -> tuple[str, float | int]:
-    """(operator, value) for arithmetic with a Python number: x - c is x + (-c), x / c is x * (1/c) where that is exact. Raises Unfit."""
-    if kind in ("add", "mul"):
-        return kind, value
-    if reversed_:
-        raise Unfit(f"a number {'minus' if kind == 'sub' else 'divided by'} the chain's value; the grammar has v + c and v * c")
-    if kind == "sub":
-        return "add", -value
-    if value == 0 or not math.isfinite(value) or abs(math.frexp(value)[0]) != 0.5:
-        raise Unfit(f"a division by {value}, which is no power of two: v * (1 / {value}) rounds differently; write it as a product if that is meant")
-    return "mul", 1 / value
+    """(operator, value) for arithmetic with a Python number. Raises Unfit."""
+    if reversed_ and kind in ("sub", "div"):
+        raise Unfit(f"a number {'minus' if kind == 'sub' else 'divided by'} the chain's value; the grammar has v {'-' if kind == 'sub' else '/'} c")
+    return kind, value

@@ -285,7 +285,7 @@ class _Walk:
             raise Unfit(f"{kind} of two values: {self.text(node)}; the grammar has {kind} with a parameter or a number only")
         operand = operands[1] if operands[0] is values[0] else operands[0]
         if isinstance(operand, fx.Node):
-            return self.parameter(kind, operand, node)
+            return self.parameter(kind, operand, node, reversed_=operands[0] is operand)
         if isinstance(operand, bool) or not isinstance(operand, (int, float)):
             raise Unfit(f"{kind} with {operand!r}: {self.text(node)}; the grammar has {kind} with a parameter or a number only")
         operator, value = calls.scalar(kind, operand, reversed_=operands[0] is operand)
@@ -307,7 +307,7 @@ class _Walk:
             self.traced.entries[place] = entry
         return entry.name
 
-    def parameter(self, kind: str, operand: fx.Node, node: fx.Node) -> Entry:
+    def parameter(self, kind: str, operand: fx.Node, node: fx.Node, reversed_: bool) -> Entry:
         target = operand.target
         self.traced.used.add(target.split(".")[0])
         value = self.model
@@ -317,8 +317,8 @@ class _Walk:
             raise Unfit(f"{kind} with a tensor that is no nn.Parameter of Model: {self.text(node)}")
         if "." in target:
             raise Unfit(f"self.{target}: a parameter must be an attribute of Model itself, not of a module inside it")
-        if kind not in ("add", "mul"):
-            raise Unfit(f"{kind} with the parameter {target}: {self.text(node)}; the grammar has + and * with a parameter")
+        if kind in ("sub", "div") and reversed_:
+            raise Unfit(f"{kind} with the parameter {target} in front: {self.text(node)}; the grammar has the chain's value in front")
         if not value.dim():
             raise Unfit(f"self.{target} has no dimensions; give it the shape (1,)")
         if any(entry.name == target for entry in self.traced.entries):

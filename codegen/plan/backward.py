@@ -214,11 +214,16 @@ def _segment(name: str, what: str, ops: tuple[Apply, ...], operands: dict[str, O
         elif op.multiplies:
             lines += [f"{op.pointer}_g = g * {v};", f"g = g * {p};"]
             reads.append(op.pointer)
+        elif op.pointer and op.operator == "div":
+            lines += [f"g = g / {p};", f"{op.pointer}_g = -(g * ({v} / {p}));"]
+            reads.append(op.pointer)
         elif op.pointer:
-            lines.append(f"{op.pointer}_g = g;")
+            lines.append(f"{op.pointer}_g = {'-' if op.operator == 'sub' else ''}g;")
+        elif op.operator == "div":
+            lines.append(f"g = g / {op.constants[0].name};")
         elif "*" in op.expression:
             lines.append(f"g = g * {op.constants[0].name};")
-        needed = needed or bool(op.functions) or op.multiplies or op.doubles == "mul"
+        needed = needed or bool(op.functions) or op.multiplies or op.doubles == "mul" or (op.operator == "div" and op.pointer is not None)
     own = tuple(operands[op.pointer] for op in ops if op.pointer)
     read = tuple(operand for operand in own if operand.pointer in reads)
     functions += [function for op in ops if forward for function in op.functions]

@@ -43,6 +43,14 @@ ELEMENTWISE = {
     "hardsigmoid": "hardsigmoid",
     "softplus": {"softplus": {"beta": 0.5, "threshold": 2.0}},
     "elu": {"elu": {"alpha": 1.5}},
+    "sub_value": {"sub": {"value": 0.75}},
+    "div_value": {"div": {"value": -1.5}},
+    "relu6": "relu6",
+    "selu": "selu",
+    "celu": {"celu": {"alpha": 1.5}},
+    "softsign": "softsign",
+    "logsigmoid": "logsigmoid",
+    "softshrink": {"softshrink": {"lambd": 0.375}},
 }
 WIDTHS = (2, 3, 5, 17, 31, 48, 100, 1000)
 
@@ -105,7 +113,8 @@ def test_learnable_operands(tmp_path) -> None:
     """add and mul with a tensor: a value per channel or one for all, before and after the norm, behind a linear and a convolution."""
 
     def operands(prefix: str, shape: list[int]) -> list:
-        return [{"mul": {"name": f"{prefix}_scale", "shape": shape}}, {"add": {"name": f"{prefix}_bias", "shape": shape}}]
+        kinds = {"mul": "scale", "add": "bias", "div": "divisor", "sub": "offset"}
+        return [{kind: {"name": f"{prefix}_{name}", "shape": shape}} for kind, name in kinds.items()]
 
     specs = []
     for precision, shape in itertools.product(PRECISIONS, ([12], [1])):

@@ -112,7 +112,9 @@ def test_the_problems_in_the_manner_of_88_37_and_21(tmp_path):
 # What follows takes the place of the activation behind the norm: the PyTorch text and the chain's entry.
 SPELLINGS = [
     ("F.relu(x)", "relu"), ("torch.relu(x)", "relu"), ("x.relu()", "relu"), ("F.relu(x, inplace=True)", "relu"), ("nn.ReLU()(x)", "relu"),
-    ("F.relu6(x)", {"hardtanh": {"min_val": 0.0, "max_val": 6.0}}), ("nn.ReLU6()(x)", {"hardtanh": {"min_val": 0.0, "max_val": 6.0}}),
+    ("F.relu6(x)", "relu6"), ("nn.ReLU6()(x)", "relu6"), ("nn.SELU()(x)", "selu"), ("torch.celu(x, 1.5)", {"celu": {"alpha": 1.5}}), ("F.softsign(x)", "softsign"),
+    ("nn.LogSigmoid()(x)", "logsigmoid"), ("F.logsigmoid(x)", "logsigmoid"),
+    ("nn.Softshrink(0.25)(x)", {"softshrink": {"lambd": 0.25}}),
     ("torch.clamp(x, -1, 2)", {"clamp": {"min": -1, "max": 2}}), ("torch.clamp(input=x, max=0.5)", {"clamp": {"max": 0.5}}),
     ("x.clamp(min=0.25)", {"clamp": {"min": 0.25}}), ("x.clamp_max(2)", {"clamp": {"max": 2}}), ("torch.clip(x, -1, 2)", {"clamp": {"min": -1, "max": 2}}),
     ("F.hardtanh(x, -0.5, 0.5)", {"hardtanh": {"min_val": -0.5, "max_val": 0.5}}), ("F.leaky_relu(x, 0.2)", {"leaky_relu": {"negative_slope": 0.2}}),
@@ -122,8 +124,8 @@ SPELLINGS = [
     ("F.silu(x)", "silu"), ("nn.SiLU()(x)", "silu"), ("nn.Sigmoid()(x) * x", "silu"),
     ("x.mul(F.sigmoid(x))", "silu"), ("torch.mul(torch.sigmoid(x), x)", "silu"),
     ("nn.Hardswish()(x)", "hardswish"), ("F.hardsigmoid(x)", "hardsigmoid"), ("nn.Tanh()(x)", "tanh"), ("x.tanh()", "tanh"), ("F.mish(x)", "mish"),
-    ("torch.special.expit(x)", "sigmoid"), ("x * 0.5", {"mul": {"value": 0.5}}), ("3 * x", {"mul": {"value": 3}}), ("x / 4", {"mul": {"value": 0.25}}),
-    ("x + 1.5", {"add": {"value": 1.5}}), ("torch.add(x, 2)", {"add": {"value": 2}}), ("x - 1.5", {"add": {"value": -1.5}}), ("-x", {"mul": {"value": -1.0}}),
+    ("torch.special.expit(x)", "sigmoid"), ("x * 0.5", {"mul": {"value": 0.5}}), ("3 * x", {"mul": {"value": 3}}), ("x / 4", {"div": {"value": 4}}), ("torch.div(x, 3)", {"div": {"value": 3}}),
+    ("x + 1.5", {"add": {"value": 1.5}}), ("torch.add(x, 2)", {"add": {"value": 2}}), ("x - 1.5", {"sub": {"value": 1.5}}), ("-x", {"mul": {"value": -1.0}}),
 ]  # fmt: skip
 
 

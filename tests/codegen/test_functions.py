@@ -82,6 +82,12 @@ FORWARD: dict[str, Case] = {
     "hardsigmoid": Case(F.hardsigmoid, units=2, absolute=UNIT),
     "softplus": Case(lambda v: F.softplus(v, BETA, 20.0), (BETA, 20.0), units=6, floor=2 * TINY),
     "elu": Case(lambda v: F.elu(v, ALPHA), (ALPHA,), units=6),
+    "relu6": Case(F.relu6),
+    "selu": Case(F.selu, units=7),
+    "celu": Case(lambda v: F.celu(v, ALPHA), (ALPHA,), units=8),
+    "softsign": Case(F.softsign, units=3),
+    "logsigmoid": Case(F.logsigmoid, units=8, floor=2 * TINY),
+    "softshrink": Case(lambda v: F.softshrink(v, 1.5), (1.5,), units=1),
 }  # fmt: skip
 GRADIENTS = [name for name in FUNCTIONS if name.endswith("_grad")]
 

@@ -59,10 +59,11 @@ def test_elementwise_before_and_after(tmp_path, name: str) -> None:
 
 
 def test_learnable_operands(tmp_path) -> None:
-    """add and mul with a tensor: a value per channel or one for all; before the norm, behind it, and behind a pooling; values needed or not."""
+    """Arithmetic with a tensor: a value per channel or one for all; before the norm, behind it, and behind a pooling; values needed or not."""
 
     def operands(prefix: str, shape: list[int]) -> list:
-        return [{"mul": {"name": f"{prefix}_scale", "shape": shape}}, {"add": {"name": f"{prefix}_bias", "shape": shape}}]
+        kinds = {"mul": "scale", "add": "bias", "div": "divisor", "sub": "offset"}
+        return [{kind: {"name": f"{prefix}_{name}", "shape": shape}} for kind, name in kinds.items()]
 
     specs = []
     for precision, shape in zip(PRECISIONS, ([12], [1], [12])):
