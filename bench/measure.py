@@ -16,7 +16,7 @@ from bench.peers import Peer
 from bench.records import FORMAT, PREPARED, Record, conclude
 from bench.subject import Emitted, Subject, built_target
 from bench.timing import Ceilings, Time, interleaved, overhead
-from bench.verify import Finding, rounded
+from bench.verify import rounded
 
 INPUT_SEED = 0
 
@@ -96,13 +96,6 @@ def _row(measured: Time, errors: Errors | None, floor: dict) -> dict:
         "rel_error": None if errors is None else rounded(errors.relative), "max_error": None if errors is None else rounded(errors.largest),
         "tflops": rounded(floor["flop"] / measured.ms / 1e9), "gbs": rounded(floor["bytes"] / measured.ms / 1e6),
     }  # fmt: skip
-
-
-def with_verification(record: Record, findings: list[Finding]) -> Record:
-    """The record with what verify found. It counts as verified when every family is right."""
-    record["verified"] = all(finding.ok for finding in findings)
-    record["verification"] = [finding.record() for finding in findings]
-    return record
 
 
 def machine_record(machine: Machine, ceilings: Ceilings) -> dict:

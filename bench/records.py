@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,16 @@ def write_json(path: Path, data: Any) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def bundle(results: Path, slug: str, archive: Path) -> None:
+    """All JSON of one card in one tar, to be unpacked in bench/results/."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    temporary = archive.with_name(f".{archive.name}.tmp")
+    with tarfile.open(temporary, "w") as tar:
+        for path in sorted((results / slug).glob("*.json")):
+            tar.add(path, arcname=f"{slug}/{path.name}")
+    os.replace(temporary, archive)
 
 
 def read(path: Path) -> Record | None:

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.machine import Machine, choose_device, describe
-from bench.measure import measure, save_machine, with_verification
+from bench.measure import measure, save_machine
 from bench.peers import AUTOTUNED, CHOICES, EVIDENCE
 from bench.records import Record, path_of, write_json
 from bench.subject import Subject, construct, emit
 from bench.timing import Ceilings, measure_ceilings
-from bench.verify import verify
+from bench.verify import verdict, verify
 from codegen.numerics import PRECISIONS
 from codegen.plan import PlanError
 from codegen.spec import SpecError
@@ -107,7 +107,7 @@ def main(specs, precisions, prepack, target, device, peers, seconds, out, result
                 with console.status(emitted.spec.package) as status:
                     record = measure(emitted, ours, where, machine, ceilings, names, seconds, lambda what: status.update(f"{emitted.spec.package}: {what}"))
                 if verifying:
-                    record = with_verification(record, findings)
+                    record |= verdict(findings)
                 show(console, record)
                 if results:
                     write_json(path_of(results, machine.slug, emitted.spec.name, emitted.spec.precision.name, target, record["weights"]), record)

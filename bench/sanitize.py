@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from bench.jobs import build_all
 from bench.machine import choose_device, describe
 from bench.packages import load_package
 from bench.records import FORMAT, RESULTS, present_keys, read, write_json
@@ -32,8 +33,7 @@ from codegen.plan import Library, PlanError
 from codegen.render import render
 from codegen.spec import Spec, SpecError, load_spec
 from codegen.targets import TARGETS
-from runtime import Package, RuntimeFailure, launch
-from runtime.build import ensure_built, plan_build
+from runtime import launch
 from runtime.devices import visible_capabilities
 
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first, so that the last to finish is short
@@ -143,20 +143,6 @@ def small_package(spec: Spec, target: str) -> tuple[Path, tuple[str, ...]]:
     return folder, tuple(sorted({kernel.file(plan.target).removesuffix(".cu") for kernel in plan.kernels}))
 
 
-def prebuild(jobs: list[Job], capability: tuple[int, int], workers: int) -> None:
-    """Compile each folder once, several at a time; a failure shows when a tool's child meets it."""
-
-    def one(job: Job) -> None:
-        try:
-            package = Package(job.folder)
-            ensure_built(plan_build(package, package.target(job.target), capability))
-        except RuntimeFailure:
-            pass
-
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one, {job.folder: job for job in jobs}.values()))
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("specs", nargs=-1)
 @click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)), help="Only this precision (repeatable).")
@@ -191,7 +177,8 @@ def main(specs, precisions, targets, tools, device, results, budget_s, workers, 
         jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]
     except (SpecError, PlanError) as error:
         raise click.ClickException(str(error)) from None
-    prebuild(jobs, visible_capabilities()[where.index or 0], workers)
+    # What cannot be built shows when a tool's child meets it.
+    build_all([(job.folder, job.target) for job in jobs], visible_capabilities()[where.index or 0], workers)
     console.print(f"{len(jobs)} examinations to do, their kernels compiled in {time.perf_counter() - start:.0f} s")
     longest, skipped = 0.0, 0
 

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -50,6 +51,11 @@ class Finding:
             "eager_outside": self.by.eager.outside, "elements": self.ours.elements, "group_mean": rounded(self.ours.group_mean),
             "group_std": rounded(self.ours.group_std), "problems": list(self.problems),
         }  # fmt: skip
+
+
+def verdict(findings: list[Finding]) -> dict[str, Any]:
+    """What a record says of them: it counts as verified when every family is right."""
+    return {"verified": all(finding.ok for finding in findings), "verification": [finding.record() for finding in findings]}
 
 
 def rounded(value: float) -> float | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,29 +20,27 @@ import torch
 from rich.console import Console
 
 from bench.children import Result, run_jobs
-from bench.evidence import bundle
+from bench.jobs import EXAMINED, build_all
 from bench.machine import Machine, choose_device, describe
 from bench.measure import ceilings_record
 from bench.packages import load_package
-from bench.records import RESULTS, SWEEP, write_json
+from bench.records import RESULTS, SWEEP, bundle, write_json
 from bench.subject import Emitted
 from bench.sweep import summary
 from bench.sweep.case import begin
 from bench.sweep.draw import LARGE, SMALL, draw
+from bench.sweep.judge import FAMILIES
 from bench.timing import measure_ceilings
 from codegen.emit import make_package, write_if_different
 from codegen.plan import PlanError
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 from codegen.targets import DEVICES
-from runtime import Package, RuntimeFailure
-from runtime.build import ensure_built, plan_build
+from runtime import Package
 from runtime.devices import visible_capabilities
 from runtime.load import best_target
 from runtime.resources import usable_cores
 
-FAMILIES = ("benchmark", "normal", "offset", "constant groups", "nonfinite")
-EXAMINED = 0.6  # of the budget at most goes to building and verifying where times are wanted too, so that a call leaves complete cases
 CHILD_BYTES = 5 << 30  # device memory that a child may need: a context and draw.LARGE's footprint
 Key = tuple[bool, int, int]  # small, seed, index
 
@@ -190,20 +187,10 @@ def _outcome(case: dict[str, Any]) -> str:
 
 def _build(drawn: list[Drawn], capability: tuple[int, int] | None, console: Console) -> int:
     """Compile every package into the cache; returns how many could not be."""
-
-    def one(case: Drawn) -> str | None:
-        try:
-            package = Package(case.folder)
-            ensure_built(plan_build(package, package.target(case.target), capability))
-        except RuntimeFailure as error:
-            return f"{case.folder.name}: {str(error).strip().splitlines()[0]}"
-        return None
-
     begun = time.time()
-    with ThreadPoolExecutor(usable_cores()) as pool:
-        failed = [line for line in pool.map(one, drawn) if line]
-    for line in failed:
-        console.print(f"[bold red]not built[/] {line}", highlight=False)
+    failed = build_all([(case.folder, case.target) for case in drawn], capability)
+    for folder, why in failed.items():
+        console.print(f"[bold red]not built[/] {folder.name}: {why}", highlight=False)
     console.print(f"{len(drawn) - len(failed)} packages are in the cache after {time.time() - begun:.0f} s")
     return len(failed)
 

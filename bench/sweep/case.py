@@ -6,25 +6,23 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.children import ProcessLost, Result, take_jobs
-from bench.machine import choose_device, describe, precision_flags
-from bench.measure import INPUT_SEED, measure
+from bench.children import Result, take_jobs
+from bench.jobs import compile_peers, guarded
+from bench.machine import choose_device, describe
+from bench.measure import measure
 from bench.packages import load_package
-from bench.peers import build
 from bench.records import Record
 from bench.subject import Emitted, Subject, construct
 from bench.sweep.judge import judge
 from bench.timing import Ceilings
 from codegen.spec import load_spec
-from runtime import RuntimeFailure
 
 KEPT = ("ours", "peers", "floor_ms", "failed", "best_peer", "speedup", "best_torch", "speedup_torch")  # of a measured record
 LAUNCH_MS = 0.004  # below this floor a call costs what its launches cost
@@ -70,7 +68,7 @@ def examine(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
     emitted, ours = _subject(job, device)
     subject = Subject(emitted, ours, device)
     result = verdict(judge(subject, tuple(setting["families"])))
-    _compile_peers(job, subject)
+    compile_peers(subject, job["peers"])
     return result
 
 
@@ -78,18 +76,8 @@ def prepare(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
     """Build and compile the peers, for a case that was verified on an earlier machine or day. Returns {}, or {"failure": why}."""
     device = choose_device(setting["device"])
     emitted, ours = _subject(job, device)
-    _compile_peers(job, Subject(emitted, ours, device))
+    compile_peers(Subject(emitted, ours, device), job["peers"])
     return {}
-
-
-def _compile_peers(job: Mapping[str, Any], subject: Subject) -> None:
-    """Leave what torch.compile makes of the peers in Inductor's cache."""
-    names = tuple(name for name in job["peers"] if name == "compile")
-    if names:
-        torch.manual_seed(INPUT_SEED)
-        x = subject.emitted.module.get_inputs()[0].to(subject.device)
-        with torch.no_grad(), precision_flags(subject.spec.precision.name):
-            build(names, subject.emitted, subject.eager, x)
 
 
 def measure_times(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
@@ -104,21 +92,6 @@ def measure_times(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
 
 
 WORK = {"examine": examine, "prepare": prepare, "times": measure_times}
-
-
-def guarded(job: Mapping[str, Any], setting: Mapping[str, Any], work: Callable[[Mapping[str, Any], Mapping[str, Any]], Result]) -> Result:
-    """`work(job, setting)`; a failure of ours becomes a result, a lost CUDA context ends the process."""
-    try:
-        return work(job, setting)
-    except (RuntimeFailure, RuntimeError) as error:
-        result = {"failure": f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')[:300]}"}
-        if "CUDA error" in str(error) or "CUDA error" in repr(error.__cause__):
-            raise ProcessLost(result) from error
-        return result
-    finally:
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from bench.promise import allowed_group, broken
 from bench.subject import Subject
 from bench.verify import Finding, rounded, verify
 
+FAMILIES = ("benchmark", "normal", "offset", "constant groups", "nonfinite")  # of data that a sweep judges by
 GROUPS = 1000  # groups that all draws together shall have
 DRAWS = (4, 25)  # least and most
 SIGMAS = 3.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.children import Result, run_jobs
+from bench.jobs import build_all
 from bench.machine import Machine, choose_device, describe
-from bench.sweep.__main__ import FAMILIES
+from bench.sweep.judge import FAMILIES
 from bench.sweep.summary import complaints
 from codegen.emit import write_if_different
 from codegen.manifest import Package as Emission
@@ -33,10 +33,8 @@ from codegen.plan.candidates import Candidate, candidates
 from codegen.render import render
 from codegen.spec import Spec, SpecError, load_spec
 from codegen.targets import DEVICES
-from runtime import Package, RuntimeFailure
-from runtime.build import ensure_built, plan_build
+from runtime import Package
 from runtime.devices import visible_capabilities
-from runtime.resources import usable_cores
 
 KEY_DIGITS = 12  # of the source key: enough to see that sources changed
 
@@ -116,16 +114,7 @@ class Tuner:
     def build(self, tries: list[Try]) -> None:
         """Compile all candidates, several at once; what fails shows when its turn comes."""
         capability = visible_capabilities()[self.device.index] if self.device.type == "cuda" else None
-
-        def one(item: Try) -> None:
-            try:
-                package = Package(item.folder)
-                ensure_built(plan_build(package, package.target(item.candidate.target), capability))
-            except RuntimeFailure:
-                pass
-
-        with ThreadPoolExecutor(usable_cores()) as pool:
-            list(pool.map(one, tries))
+        build_all([(one.folder, one.candidate.target) for one in tries], capability)
 
     def measure(self, spec: Spec, tries: list[Try], machine: Machine, seconds: float) -> dict[str, Any] | None:
         """The record of a spec; None where time ran out before it was complete."""

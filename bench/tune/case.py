@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from bench.children import Result, take_jobs
+from bench.jobs import guarded
 from bench.machine import choose_device, precision_flags
 from bench.measure import INPUT_SEED
 from bench.packages import load_package
 from bench.subject import Emitted, construct
-from bench.sweep.case import guarded
 from bench.timing import interleaved
 from bench.verify import rounded
 from codegen.spec import load_spec
