@@ -11,7 +11,6 @@ from codegen.from_module.faults import Fault
 from codegen.from_module.graph import Entry
 from codegen.ops import OPERATORS, Argument
 
-
 ALIKE = 0.6  # the share of letters that two names have in common from which on they count as alike
 
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.chain import Apply, Constant, applies, describe, unique_constants
+from codegen.chain import Apply, Constant, applies, unique_constants
 from codegen.numerics import Arithmetic
-from codegen.plan.conv_geometry import Windows
+from codegen.plan.conv import ONE_READ, Windows, arithmetic_of, constant, direction_of, reasons, shape_constants, windows_of
 from codegen.plan.conv_sm80_geometry import Geometry, candidates, choose
-from codegen.plan.conv_sm90a import arithmetic_of, split_at_pool, windows_of
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
 from codegen.plan.norm_chain import (
     NormKernel,
@@ -27,7 +26,7 @@ from codegen.plan.norm_chain import (
     prepare_function,
     unique_operands,
 )
-from codegen.plan.norm_pool import Direction, direction
+from codegen.plan.norm_pool import Direction
 from codegen.plan.routes import PlanError, floor
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
@@ -104,10 +103,7 @@ def plan_conv_sm_80(spec: Spec, target: Target, device: DeviceClass, geometry: G
     Raises PlanError, with the reason, where these kernels cannot serve the chain.
     """
     windows, arithmetic = windows_of(spec), arithmetic_of(spec)
-    before_pool, _ = split_at_pool(spec)
-    rising = Direction((), False) if windows.size == (1, 1) else direction(spec, before_pool)
-    if rising is None:
-        raise PlanError("an operator between the norm and the pool neither rises nor falls everywhere, so no single value of a window decides")
+    rising = Direction((), False) if windows.size == (1, 1) else direction_of(spec)
     g = geometry or _geometry(spec, target, device, windows, arithmetic)
     conv = _conv_kernel(spec, device, g, windows, arithmetic, rising)
     finish = _finish_kernel(spec, g, windows)
@@ -173,35 +169,10 @@ def _conv_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows,
 
 
 def _constants(spec: Spec, kernel: ConvKernel, windows: Windows) -> tuple[Constant, ...]:
-    g, values = kernel.geometry, spec.producer.values
-    _, in_channels, height, width = spec.input_shape
-    out_height, out_width = spec.norm.input_shape[2:]
-    size, padding = values["kernel_size"], values["padding"]
-    pooled = windows.size != (1, 1)
-    window = "max_pool2d's kernel_size and stride" if pooled else "no pooling"
-
-    def c(name: str, value: object, why: str, kind: str = "int") -> Constant:
-        return Constant(name, str(value), why, kind)
-
+    c, g = constant, kernel.geometry
+    out_width, padding = spec.norm.input_shape[3], spec.producer.values["padding"]
     listed = [
-        c("kBatch", spec.batch, "samples"),
-        c("kInChannels", in_channels, "in_channels"),
-        c("kHeight", height, "rows of x"),
-        c("kWidth", width, "values of a row of x"),
-        c("kInPlane", "kHeight * kWidth", "values of a channel of x"),
-        c("kKernelHeight", size[0], "conv2d's kernel_size"),
-        c("kKernelWidth", size[1], "conv2d's kernel_size"),
-        c("kTaps", "kKernelHeight * kKernelWidth", "filter taps"),
-        *([c("kPaddingHeight", padding[0], "conv2d's padding")] if padding[0] else []),
-        *([c("kPaddingWidth", padding[1], "conv2d's padding")] if padding[1] else []),
-        c("kOutChannels", spec.channels, "out_channels"),
-        c("kOutHeight", out_height, "rows of the convolution's result"),
-        c("kOutWidth", out_width, "columns of the convolution's result"),
-        c("kWindowHeight", windows.size[0], window),
-        c("kWindowWidth", windows.size[1], window),
-        c("kPooledHeight", windows.output[0], "rows of a channel of y"),
-        c("kPooledWidth", windows.output[1], "values of a row of y"),
-        c("kPooledPlane", "kPooledHeight * kPooledWidth", "values of a channel of y"),
+        *shape_constants(spec, windows),
         c("kChannelWarps", g.channel_warps, "warps beside each other along the output channels"),
         c("kColumnWarps", g.column_warps, "warps that share a part's units"),
         c("kThreads", g.threads, "32 x kChannelWarps x kColumnWarps"),
@@ -289,12 +260,5 @@ def _notes(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
 
 
 def _why(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
-    reasons = ["one read of x: the sign of a channel's factors decides whether a window's largest or smallest value counts, before the statistics are known"]
-    if spec.before_norm:
-        reasons.append(f"{', '.join(describe(step) for step in spec.before_norm)} before the norm: statistics see their results")
-    if spec.precision.name == "tf32" and arithmetic.parts == 1:
-        reasons.append("one product of fp16 operands has TF32's 10 mantissa bits at twice its rate; a part out of its scales' range is computed in fp32")
-    return tuple(reasons)
+    return (ONE_READ, *reasons(spec, arithmetic, "a part out of its scales' range"))
 
-
-__all__ = ["ConvKernel", "FinishKernel", "library_conv_ms", "one_pass_ms", "plan_conv_sm_80"]

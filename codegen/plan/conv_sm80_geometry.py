@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from codegen.plan.conv_geometry import Windows, ceil_div, ceil_to
+from codegen.plan.conv import Windows, ceil_div, ceil_to
 from codegen.plan.norm_chain import REGISTERS_PER_SM
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target

@@ -8,26 +8,21 @@ value counts, so one value of a window waits in shared memory for its group's st
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from codegen.chain import Apply, Constant, applies, describe
-from codegen.numerics import ARITHMETICS, Arithmetic
-from codegen.ops import Kind
-from codegen.plan.conv_geometry import PREFERENCE, REGISTERS, Geometry, Layout, Windows, candidates, ceil_div, channel_tile, choose
+from codegen.chain import Apply, Constant, applies
+from codegen.numerics import Arithmetic
+from codegen.plan.conv import ONE_READ, Windows, arithmetic_of, ceil_div, constant, direction_of, reasons, shape_constants, split_at_pool, windows_of
+from codegen.plan.conv_sm90a_geometry import PREFERENCE, REGISTERS, Geometry, Layout, candidates, channel_tile, choose
 from codegen.plan.conv_steps import Step, steps, uses_none
 from codegen.plan.model import Kernel, Launch, Plan
 from codegen.plan.norm_chain import Operand, ValueFunction, norm_constants, norm_operands, operand_of, prepare_function, unique_operands
-from codegen.plan.norm_pool import direction
 from codegen.plan.routes import PlanError, floor
 from codegen.spec import Spec
 from codegen.spec import Step as ChainStep
 from codegen.targets import DeviceClass, Target
 
-# Arithmetic by precision: tf32's promise (10 mantissa bits) is kept by one product of fp16 operands, at twice the rate of a TF32 one.
-MATH = {"fp32": "fp16x3", "tf32": "fp16", "fp16": "fp16", "bf16": "bf16"}
-FEWEST_HALVES = 4  # of K, 8 each, at fp32: a lone tap's result was off by 6e-7 on an H200 where large values cancel, twice what is allowed
 SHORT_ROWS = 64  # a narrower tile leaves the tensor cores half idle
 
 
@@ -88,59 +83,11 @@ def plan_conv_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: 
     windows = windows_of(spec)
     arithmetic = arithmetic_of(spec)
     before_pool, rest = split_at_pool(spec)
-    rising = direction(spec, before_pool)
-    if rising is None:
-        raise PlanError("an operator between the norm and the pool neither rises nor falls everywhere, so no single value of a window decides")
+    rising = direction_of(spec)
     geometry = _geometry(spec, target, device, windows, arithmetic, layout)
     kernel = _kernel(spec, geometry, windows, arithmetic, rising, (*before_pool, *rest), debug)
     bound = floor(spec, device, len(arithmetic.products), device.fp16)
     return Plan(spec, target, device, (Launch(kernel),), (), bound, _why(spec, geometry, arithmetic))
-
-
-def split_at_pool(spec: Spec) -> tuple[tuple[ChainStep, ...], tuple[ChainStep, ...]]:
-    """The element-wise steps between the norm and the pool, and those behind the pool (all of them before it where there is no pool)."""
-    at = next((i for i, step in enumerate(spec.after_norm) if step.operator.kind is Kind.POOL), None)
-    return (spec.after_norm, ()) if at is None else (spec.after_norm[:at], spec.after_norm[at + 1 :])
-
-
-def windows_of(spec: Spec) -> Windows:
-    """The pooling windows of the chain. Raises PlanError where the convolution or its windows are not what a one-pass kernel takes."""
-    values = spec.producer.values
-    for key, plain in (("stride", (1, 1)), ("dilation", (1, 1)), ("groups", 1)):
-        if values[key] != plain:
-            raise PlanError(f"conv2d's {key} is {values[key]}: the one-pass kernel takes {key} {plain} only")
-    pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
-    if len(pools) > 1:
-        raise PlanError(f"{len(pools)} max_pool2d operators follow the norm, and the one-pass kernel takes one")
-    if not pools:
-        return Windows((1, 1), spec.norm.input_shape[2:])
-    pool = pools[0]
-    size = pool.values["kernel_size"]
-    if (pool.values["stride"] or size) != size:
-        raise PlanError(f"max_pool2d's stride {pool.values['stride']} differs from its kernel_size {size}: windows overlap or leave gaps")
-    if pool.values["padding"] != (0, 0) or pool.values["dilation"] != (1, 1):
-        raise PlanError("max_pool2d with padding or dilation is not a plain tiling of the plane")
-    output = pool.output_shape[2:]
-    if any(count * length > whole for count, length, whole in zip(output, size, pool.input_shape[2:], strict=True)):
-        raise PlanError("max_pool2d's ceil_mode gives windows that reach beyond the plane")
-    return Windows(size, output)
-
-
-def arithmetic_of(spec: Spec) -> Arithmetic:
-    """How a one-pass kernel multiplies at the spec's precision. Raises PlanError for a forced arithmetic that it does not have, and for fp32 sums
-    that are too short for it."""
-    wanted = MATH[spec.precision.name]
-    served = (None, wanted, "fp16x3") if spec.precision.name == "tf32" else (None, wanted)
-    served += ("tf32",) if spec.precision.name == "tf32" else ()
-    if spec.math not in served:
-        raise PlanError(f"math: {spec.math} is not among the one-pass convolution's arithmetics for {spec.precision.name}")
-    arithmetic = ARITHMETICS["fp16x3" if spec.math == "fp16x3" else wanted]
-    taps, channels = math.prod(spec.producer.values["kernel_size"]), spec.input_shape[1]
-    if arithmetic.parts == 2 and ceil_div(channels, 8) * taps < FEWEST_HALVES:
-        raise PlanError(
-            f"{taps} tap{'s' if taps > 1 else ''} of {channels} channels are too few for fp32: what the tensor core cuts off does not average out"
-        )
-    return arithmetic
 
 
 def _geometry(spec: Spec, target: Target, device: DeviceClass, windows: Windows, arithmetic: Arithmetic, layout: Layout | None) -> Geometry:
@@ -227,36 +174,14 @@ def max_registers(g: Geometry) -> int:
 
 
 def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, applied: Sequence[Apply]) -> tuple[Constant, ...]:
-    values = spec.producer.values
-    _, in_channels, height, width = spec.input_shape
-    out_height, out_width = spec.norm.input_shape[2:]
-    kernel, padding = values["kernel_size"], values["padding"]
+    width, out_width = spec.input_shape[3], spec.norm.input_shape[3]
     scaled = spec.precision.itemsize == 4
     bf16 = spec.precision.name == "bf16"
 
-    def c(name: str, value: object, why: str, kind: str = "int") -> Constant:
-        return Constant(name, str(value), why, kind)
-
+    c = constant
     whose = "a sample, or a thread's part of one, whose" if arithmetic.parts == 2 else "a sample whose"
     listed = [
-        c("kBatch", spec.batch, "samples"),
-        c("kInChannels", in_channels, "in_channels"),
-        c("kHeight", height, "rows of x"),
-        c("kWidth", width, "values of a row of x"),
-        c("kInPlane", "kHeight * kWidth", "values of a channel of x"),
-        c("kKernelHeight", kernel[0], "conv2d's kernel_size"),
-        c("kKernelWidth", kernel[1], "conv2d's kernel_size"),
-        c("kTaps", "kKernelHeight * kKernelWidth", "filter taps"),
-        *([c("kPaddingHeight", padding[0], "conv2d's padding")] if padding[0] else []),
-        *([c("kPaddingWidth", padding[1], "conv2d's padding")] if padding[1] else []),
-        c("kOutChannels", spec.channels, "out_channels"),
-        c("kOutHeight", out_height, "rows of the convolution's result"),
-        c("kOutWidth", out_width, "columns of the convolution's result"),
-        c("kWindowHeight", windows.size[0], "max_pool2d's kernel_size and stride" if windows.size != (1, 1) else "no pooling"),
-        *([c("kWindowWidth", windows.size[1], "max_pool2d's kernel_size and stride" if windows.size != (1, 1) else "no pooling")] if scaled else []),
-        c("kPooledHeight", windows.output[0], "rows of a channel of y"),
-        c("kPooledWidth", windows.output[1], "values of a row of y"),
-        c("kPooledPlane", "kPooledHeight * kPooledWidth", "values of a channel of y"),
+        *shape_constants(spec, windows, window_width=scaled),
         c("kGroupChannels", spec.group_channels, f"{spec.channels} channels / {spec.num_groups} groups"),
         c("kMerged", g.merged, "channels of a group whose moments meet in a warp"),
         c("kSetsOfGroup", spec.group_channels // g.merged, "kGroupChannels / kMerged"),
@@ -337,21 +262,16 @@ def _notes(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
 
 def _why(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
     used = g.clusters * g.layout.cluster
-    reasons = [
-        "one read of x: the sign of a channel's factors decides whether a window's largest or smallest value counts, before the statistics are known",
+    listed = [
+        ONE_READ,
         f"{used} CTAs on {used} SMs, the busiest computes {g.strips_computed} strips of {g.strips * g.items} in {g.items} samples",
         f"{g.layout.warpgroups} warpgroups multiply, as many as the registers allow with {g.tile_values} accumulators and the weights of a thread"
         + ("; they take turns at the tensor cores" if g.turns else ""),
         f"x comes by the copy engine, {g.chunk} rows at a time, {g.raw_stages} times ahead" if g.layout.bulk else "x comes through registers",
         f"of the cuts that fit, in this order: {PREFERENCE}",
+        *reasons(spec, arithmetic, "a sample out of fp16's range"),
     ]
-    if spec.before_norm:
-        reasons.append(f"{', '.join(describe(step) for step in spec.before_norm)} before the norm: statistics see their results")
-    if spec.precision.name == "tf32" and arithmetic.parts == 1:
-        reasons.append("one product of fp16 operands has TF32's 10 mantissa bits at twice its rate; a sample out of fp16's range is computed in fp32")
     if g.tile < SHORT_ROWS:
-        reasons.append(f"tiles of {g.tile} pixels leave the tensor cores partly idle")
-    return tuple(reasons)
+        listed.append(f"tiles of {g.tile} pixels leave the tensor cores partly idle")
+    return tuple(listed)
 
-
-__all__ = ["ConvKernel", "arithmetic_of", "plan_conv_sm_90a", "split_at_pool", "windows_of"]

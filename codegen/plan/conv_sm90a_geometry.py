@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from codegen.plan.conv import Windows, ceil_div, ceil_to
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
@@ -25,23 +26,6 @@ COEFFICIENTS_BYTES = 16
 REGISTERS = ((3, 144, 80, 3), (3, 152, 56, 2), (2, 208, 88, 4), (2, 224, 56, 2))
 OVERHEAD = {False: 32, True: 42}  # registers beside accumulators, extremes and weights (as ptxas allots them); True: two walks over a tile
 CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 15}  # cluster size -> clusters of one CTA per SM that fit (measured on H100 and H200)
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def ceil_to(a: int, b: int) -> int:
-    """`a` rounded up to a multiple of `b`."""
-    return ceil_div(a, b) * b
-
-
-@dataclass(frozen=True)
-class Windows:
-    """A max_pool2d whose stride is its window, or 1 x 1 for none. `size` is (height, width), `output` the pooled plane."""
-
-    size: tuple[int, int]
-    output: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -248,7 +232,8 @@ def candidates(
                     column_tiles=column_tiles, tile_columns=tile_columns, tile_rows=tile_rows, fold=fold, folds=folds,
                     entries=windows.output[1] * folds, strips=strips, units=units, ring=ring, repeats=tile_rows + halo - 1, chunk=chunk,
                     strip_barriers=ceil_div(ring, windows.size[0]) + 3, items=items, clusters=ceil_div(spec.batch, items) * tiles,
-                    channel_floats=channel_floats, constants=not two_walks or (parts == 1 and taps % 2 == 1), turns=turns, merged=merged, pixels_at_once=largest_divisor(pixels, at_once), raw_stages=stages, raw_stage_bytes=spec.input_shape[1] * chunk * row_bytes,
+                    channel_floats=channel_floats, constants=not two_walks or (parts == 1 and taps % 2 == 1), turns=turns, merged=merged,
+                    pixels_at_once=largest_divisor(pixels, at_once), raw_stages=stages, raw_stage_bytes=spec.input_shape[1] * chunk * row_bytes,
                     multiply_registers=registers, convert_registers=convert,
                 )  # fmt: skip
 
