@@ -14,12 +14,10 @@ from codegen.plan.model import Launch, Plan
 from codegen.render import render_kernel
 from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS
+from tests.codegen import emulated
 from tests.codegen.backward_chains import Backward
 from tests.codegen.cpu_chains import Chain
 from tests.codegen.norm_harness import find_nvcc
-
-HEADERS = Path(__file__).parent / "emulation"
-FLAGS = ("-std=c++17", "-O1", "-mf16c", "-mfma", "-ffp-contract=fast", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function")
 
 
 def planned(spec: Spec) -> Plan:
@@ -28,8 +26,7 @@ def planned(spec: Spec) -> Plan:
 
 def build_emulated(folder: Path, specs: list[Spec]) -> list[Backward]:
     """The backwards of `specs` on the CPU, compiled together; a warning is a failure."""
-    command = ["g++", *FLAGS, f"-I{HEADERS}", "-shared", "-fPIC", "-o", "backward.so", "backward.cpp"]
-    return _build(folder, specs, "backward.cpp", command, "cpu")
+    return _build(folder, specs, "backward.cpp", emulated.command("backward.cpp", "backward.so", emulated.STRICT), "cpu")
 
 
 def build_on_gpu(folder: Path, specs: list[Spec]) -> list[Backward]:

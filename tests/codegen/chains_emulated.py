@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +10,7 @@ from codegen.plan import Launch, plan
 from codegen.render import render_kernel
 from codegen.spec import Spec
 from tests.codegen.cpu_chains import Chain
-
-HEADERS = Path(__file__).parent / "emulation"
-FLAGS = ("-std=c++17", "-O1", "-mf16c", "-mfma", "-ffp-contract=fast", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-sign-compare", "-Wno-maybe-uninitialized")
+from tests.codegen.emulated import STRICT, compile_text
 
 
 def build_emulated(folder: Path, specs: list[Spec]) -> list[Chain]:
@@ -23,11 +20,9 @@ def build_emulated(folder: Path, specs: list[Spec]) -> list[Chain]:
         planned = plan(replace(chain.spec, gemm="library"), "sm_80")
         steps = [replace(step, kernel=replace(step.kernel, name=f"chain{i}_{step.kernel.name}")) for step in planned.steps if isinstance(step, Launch)]
         chain.plan = replace(planned, steps=tuple(steps))
-        texts += [render_kernel(chain.plan, kernel).replace("extern __shared__ float extremes[];", "static float extremes[kPooledSize];") for kernel in chain.plan.kernels]
-    (folder / "chains.cpp").write_text("\n".join(texts))
-    command = ["g++", *FLAGS, f"-I{HEADERS}", "-shared", "-fPIC", "-o", "chains.so", "chains.cpp"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
+        rendered = [render_kernel(chain.plan, kernel) for kernel in chain.plan.kernels]
+        texts += [text.replace("extern __shared__ float extremes[];", "static float extremes[kPooledSize];") for text in rendered]
+    library = ctypes.CDLL(str(compile_text(folder, "\n".join(texts), STRICT)))
     for chain in chains:
-        chain.library = ctypes.CDLL(str(folder / "chains.so"))
+        chain.library = library
     return chains

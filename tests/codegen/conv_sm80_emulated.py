@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from pathlib import Path
 
 import torch
 
 from codegen.plan.model import Plan
 from codegen.render import render_kernel
+from tests.codegen.emulated import DTYPES, EXACT, compile_text
 
-HEADERS = Path(__file__).parent / "emulation"
-FLAGS = ("-std=c++17", "-O2", "-mf16c", "-mfma", "-ffp-contract=off", "-w", "-shared", "-fPIC")
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LOAD = re.compile(r"\{\n  asm volatile\(\"ldmatrix.*?\);\n\}", re.DOTALL)
 _MULTIPLY = re.compile(r"\{\n  asm volatile\(\"mma\.sync.*?\);\n\}", re.DOTALL)
 _DECLARED = "extern __shared__ __align__(128) unsigned char memory[];"
@@ -47,12 +44,7 @@ class Emulated:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan = plan
-        (folder / "conv.cpp").write_text(emulated_text(plan))
-        done = subprocess.run(
-            ["g++", *FLAGS, f"-I{HEADERS}", "-o", "conv.so", "conv.cpp"], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        self.library = ctypes.CDLL(str(folder / "conv.so"))
+        self.library = ctypes.CDLL(str(compile_text(folder, emulated_text(plan), EXACT)))
 
     def __call__(self, x: torch.Tensor, values: dict[str, torch.Tensor]) -> torch.Tensor:
         spec = self.plan.spec

@@ -12,14 +12,12 @@ import torch
 
 from codegen.plan.model import Plan
 from codegen.render import render_kernel
+from tests.codegen.emulated import DTYPES, EXACT, compile_text
 
-HEADERS = Path(__file__).parent / "emulation"
-FLAGS = ("-std=c++17", "-O2", "-mf16c", "-mfma", "-ffp-contract=off", "-w", "-shared", "-fPIC")
 WRAPPERS = (
     "barrier_init", "arrive", "wait", "cluster_rank", "cluster_sync", "remote_address", "store_remote", "max_remote", "fence_operands", "give_registers",
     "take_registers", "named_barrier", "expect_bytes", "copy_run", "prefetch", "wgmma_fence", "wgmma_commit", "wgmma_wait", "wgmma",
 )  # fmt: skip
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 RUNNER = """
 import ctypes, sys, torch
 library, tensors, function, names = sys.argv[1], sys.argv[2], sys.argv[3], sys.argv[4].split(",")
@@ -49,18 +47,14 @@ class Emulated:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
-        (folder / "conv.cpp").write_text(emulated_text(plan))
-        done = subprocess.run(
-            ["g++", *FLAGS, f"-I{HEADERS}", "-o", "conv.so", "conv.cpp"], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        compile_text(folder, emulated_text(plan), EXACT)
 
     def __call__(self, x: torch.Tensor, values: dict[str, torch.Tensor]) -> torch.Tensor:
         """y, from x and the parameters by key. Raises AssertionError where the kernel stops or its launcher reports an error."""
         spec, kernel = self.plan.spec, self.plan.kernels[0]
         tensors = {"x": x.contiguous(), "y": torch.full(spec.output_shape, float("nan"), dtype=DTYPES[spec.precision.dtype]), **values}
         torch.save(tensors, self.folder / "tensors.pt")
-        command = [sys.executable, "-c", RUNNER, "./conv.so", "tensors.pt", kernel.function(self.plan.target), ",".join(kernel.arguments)]
+        command = [sys.executable, "-c", RUNNER, "./emulated.so", "tensors.pt", kernel.function(self.plan.target), ",".join(kernel.arguments)]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr or f"the launcher returned {done.returncode}"
         return torch.load(self.folder / "tensors.pt")

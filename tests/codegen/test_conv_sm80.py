@@ -13,7 +13,8 @@ from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.conv_cases import FAMILY, chain
-from tests.codegen.conv_sm80_emulated import DTYPES, Emulated
+from tests.codegen.conv_sm80_emulated import Emulated
+from tests.codegen.emulated import DTYPES
 from tests.codegen.norm_harness import reference, relative_error
 from tests.compile_matrix import faults
 

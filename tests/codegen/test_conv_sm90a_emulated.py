@@ -13,7 +13,8 @@ from codegen.plan.conv_sm90a_geometry import Layout
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.conv_cases import FAMILY, chain
-from tests.codegen.conv_sm90a_emulated import DTYPES, Emulated
+from tests.codegen.conv_sm90a_emulated import Emulated
+from tests.codegen.emulated import DTYPES
 from tests.codegen.norm_harness import reference, relative_error
 
 # name -> (chain, samples, SMs of the card, which decide how many samples a cluster takes, layout)

@@ -1,9 +1,7 @@
-// What norm kernels and stages need beyond the convolution's: pairs, and an exchange within parts of a warp.
+// What norm kernels and stages need beyond the convolution's: an exchange within parts of a warp.
 #pragma once
 
 #include "tensor_cores.h"
-
-inline float2 make_float2(float x, float y) { return {x, y}; }
 
 template <typename T>
 T __shfl_sync(unsigned, T v, int from, int width) {

@@ -2,30 +2,17 @@
 // its warp or its block. Shared memory is static memory. Nothing here is fast, and data races between threads show only as wrong order.
 #pragma once
 
-#include <ucontext.h>
-
-#include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
-#include <memory>
 #include <vector>
+
+#include "fibers.h"
+#include "numbers.h"
 
 #define __device__
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ static
-
-struct dim3 {
-  unsigned x, y, z;
-  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-};
-struct float2 {
-  float x, y;
-};
 
 enum cudaError_t { cudaSuccess = 0 };
 using cudaStream_t = void*;
@@ -44,23 +31,14 @@ struct Barrier {
   long generation = 0;
 };
 
-struct Thread {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
-  dim3 index;
-  bool done = false;
-};
-
-inline ucontext_t scheduler;
-inline std::vector<Thread> threads;
 inline std::vector<Barrier> warps;
 inline Barrier block;
-inline int current = 0;
 inline dim3 block_index, block_size;
 inline float lanes[1024];
-inline std::function<void()> body;
 
-inline void yield() { swapcontext(&threads[current].context, &scheduler); }
+inline dim3 thread_index() {
+  return dim3(current % block_size.x, current / block_size.x % block_size.y, current / block_size.x / block_size.y);
+}
 
 inline void release(Barrier& barrier) {
   barrier.arrived = 0;
@@ -81,45 +59,22 @@ inline void leave(Barrier& barrier) {
   if (--barrier.members > 0 && barrier.arrived == barrier.members) release(barrier);
 }
 
-inline void start() {
-  body();
-  threads[current].done = true;
-  leave(warps[current / 32]);
-  leave(block);
-  yield();
-}
-
 inline void run_block() {
   const int count = static_cast<int>(block_size.x * block_size.y * block_size.z);
-  threads.resize(count);
   warps.assign((count + 31) / 32, Barrier{});
+  for (int i = 0; i < count; ++i) ++warps[i / 32].members;
   block = Barrier{};
   block.members = count;
-  for (int i = 0; i < count; ++i) {
-    Thread& thread = threads[i];
-    if (!thread.stack) thread.stack.reset(new char[65536]);
-    thread.index = dim3(i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y);
-    thread.done = false;
-    ++warps[i / 32].members;
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.get();
-    thread.context.uc_stack.ss_size = 65536;
-    thread.context.uc_link = nullptr;
-    makecontext(&thread.context, start, 0);
-  }
-  for (int left = count; left > 0;) {
-    left = 0;
-    for (current = 0; current < count; ++current) {
-      if (threads[current].done) continue;
-      swapcontext(&scheduler, &threads[current].context);
-      left += !threads[current].done;
-    }
-  }
+  ended = [] {
+    leave(warps[current / 32]);
+    leave(block);
+  };
+  run_threads(count);
 }
 
 }  // namespace emulation
 
-#define threadIdx (emulation::threads[emulation::current].index)
+#define threadIdx (emulation::thread_index())
 #define blockIdx (emulation::block_index)
 
 inline void __syncthreads() { emulation::wait(emulation::block); }
@@ -144,7 +99,3 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   }
   return cudaSuccess;
 }
-
-inline float rsqrtf(float v) { return 1.0f / std::sqrt(v); }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fdividef(float a, float b) { return a / b; }

@@ -4,25 +4,16 @@
 // arrive at once, so no order of arrival but one is tried.
 #pragma once
 
-#include <ucontext.h>
-
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <memory>
 #include <mutex>
 #include <vector>
 
-#include "cuda_bf16.h"
-#include "cuda_fp16.h"
+#include "fibers.h"
+#include "numbers.h"
 
 using std::isinf;
-using std::max;
-using std::min;
 
 #define __device__
 #define __global__
@@ -32,51 +23,21 @@ using std::min;
 #define __grid_constant__
 #define __align__(n) alignas(n)
 
-struct dim3 {
-  unsigned x, y, z;
-  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
-};
-struct float2 {
-  float x, y;
-};
-struct uint4 {
-  std::uint32_t x, y, z, w;
-};
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline uint4 make_uint4(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) { return {x, y, z, w}; }
-
 namespace emulation {
-
-[[noreturn]] inline void fail(const char* why) {
-  std::fprintf(stderr, "%s\n", why);
-  std::_Exit(3);
-}
 
 struct Barrier {
   int arrived = 0;
   long generation = 0;
 };
 
-struct Thread {
-  ucontext_t context;
-  std::unique_ptr<char[]> stack;
-  bool done = false;
-};
-
-constexpr std::size_t kStack = 65536;
-constexpr long kPatience = 3000000;  // turns of all threads
-inline ucontext_t scheduler;
-inline std::vector<Thread> threads;  // of a cluster, CTA after CTA
-inline int current = 0, block_size = 0, cluster_size = 1, cluster = 0;
+inline int block_size = 0, cluster_size = 1, cluster = 0;
 inline std::vector<Barrier> warps, blocks, named;
 inline Barrier whole_cluster;
 inline std::vector<std::vector<unsigned char>> shared;
 inline std::vector<std::uint32_t> words;  // what a thread shows its warp
-inline std::function<void()> body;
 
 inline int rank() { return current / block_size; }
 inline unsigned char* shared_memory() { return shared[rank()].data(); }
-inline void yield() { swapcontext(&threads[current].context, &scheduler); }
 
 inline void meet(Barrier& barrier, int members, bool waits = true) {
   const long generation = barrier.generation;
@@ -99,40 +60,15 @@ auto exchange(std::uint32_t word, Reader read) {
   return result;
 }
 
-inline void start() {
-  body();
-  threads[current].done = true;
-  yield();
-}
-
 inline void run_cluster(std::size_t shared_bytes) {
   const int count = block_size * cluster_size;
-  threads.resize(count);
   words.assign(count, 0);
   warps.assign(count / 32, {});
   blocks.assign(cluster_size, {});
   named.assign(cluster_size * 16, {});
   whole_cluster = {};
   shared.assign(cluster_size, std::vector<unsigned char>(shared_bytes, 0xFF));
-  for (Thread& thread : threads) {
-    if (!thread.stack) thread.stack.reset(new char[kStack]);
-    thread.done = false;
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack.get();
-    thread.context.uc_stack.ss_size = kStack;
-    thread.context.uc_link = nullptr;
-    makecontext(&thread.context, start, 0);
-  }
-  long turns = 0;
-  for (int left = count; left > 0;) {
-    left = 0;
-    for (current = 0; current < count; ++current) {
-      if (threads[current].done) continue;
-      swapcontext(&scheduler, &threads[current].context);
-      left += !threads[current].done;
-    }
-    if (++turns == kPatience) fail("a wait does not end");
-  }
+  run_threads(count);
 }
 
 // An mbarrier: a phase ends when nothing is pending, neither arrivals nor bytes.
@@ -169,16 +105,6 @@ inline unsigned char* place(std::uint32_t address) { return shared[address >> 24
 
 // --- the language ---
 
-inline std::uint32_t __float_as_uint(float v) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  return bits;
-}
-inline float __uint_as_float(std::uint32_t bits) {
-  float v;
-  std::memcpy(&v, &bits, sizeof v);
-  return v;
-}
 inline std::size_t __cvta_generic_to_shared(const void* p) {
   return (static_cast<const unsigned char*>(p) - emulation::shared_memory()) | static_cast<std::size_t>(emulation::rank()) << 24;
 }
@@ -193,26 +119,12 @@ inline int __shfl_sync(unsigned, int v, int lane) {
 inline std::uint32_t __reduce_max_sync(unsigned, std::uint32_t v) {
   return emulation::exchange(v, [](const std::uint32_t* words) { return *std::max_element(words, words + 32); });
 }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fdividef(float a, float b) { return a / b; }
 template <typename Number>
 Number __ldg(const Number* p) {
   return *p;
 }
 inline void atomicMax(std::uint32_t* to, std::uint32_t v) { *to = max(*to, v); }
 [[noreturn]] inline void __trap() { emulation::fail("trap"); }
-
-struct __half2 {
-  __half x, y;
-};
-struct __nv_bfloat162 {
-  __nv_bfloat16 x, y;
-};
-inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
-inline float2 __half22float2(__half2 v) { return {__half2float(v.x), __half2float(v.y)}; }
-inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
 
 // --- the wrappers of single instructions ---
 

@@ -2,47 +2,9 @@
 // as the PTX ISA lays them out. A product is exact, a sum is rounded to fp32 once: the real one truncates.
 #pragma once
 
-#include <algorithm>
 #include <mutex>
 
-#include "cuda_bf16.h"
-#include "cuda_fp16.h"
 #include "cuda_runtime.h"
-
-struct float4 {
-  float x, y, z, w;
-};
-struct uint2 {
-  std::uint32_t x, y;
-};
-struct uint4 {
-  std::uint32_t x, y, z, w;
-};
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline uint2 make_uint2(std::uint32_t x, std::uint32_t y) { return {x, y}; }
-inline uint4 make_uint4(std::uint32_t x, std::uint32_t y, std::uint32_t z, std::uint32_t w) { return {x, y, z, w}; }
-
-struct __half2 {
-  __half x, y;
-};
-inline __half2 __floats2half2_rn(float a, float b) { return {__float2half_rn(a), __float2half_rn(b)}; }
-struct __nv_bfloat162 {
-  __nv_bfloat16 x, y;
-};
-inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__float2bfloat16_rn(a), __float2bfloat16_rn(b)}; }
-inline float2 __half22float2(__half2 v) { return {__half2float(v.x), __half2float(v.y)}; }
-
-template <typename To, typename From>
-To bits_as(From v) {
-  To to;
-  std::memcpy(&to, &v, sizeof to);
-  return to;
-}
-inline std::uint32_t __float_as_uint(float v) { return bits_as<std::uint32_t>(v); }
-inline float __uint_as_float(std::uint32_t v) { return bits_as<float>(v); }
-
-using std::max;
-using std::min;
 
 namespace emulation {
 inline dim3 grid_size;
