@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from codegen.plan.model import Plan
+from codegen.spec import Spec
 from codegen.torch_text import reference_lines
-from tests.codegen.cpu_chains import Chain, relative_error
+from tests.codegen.cpu_chains import Chain, conv_chain, linear_chain, make_spec, relative_error
+from tests.codegen.test_cpu import ELEMENTWISE, POOLS, PRECISIONS
 
 # A gradient is computed in fp32 and rounded once to the storage type, whose rounding error is at most this.
 ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # What fp32 loses on the way: the derivatives' own errors (at most 8 units of 2^-24), and the differences that the norm's derivative takes.
 FP32_ERROR = 16 * 2.0**-24
-
 
 
 class Backward:
@@ -67,3 +70,38 @@ def check(backward: Backward, source: torch.Tensor, factor: float = 1.1) -> None
         # In half precision eager's error is large against fp32's: where terms cancel, a twentieth of it is still no half-precision result.
         allowed = ROUNDING[chain.dtype] + max(FP32_ERROR, (factor if chain.dtype is torch.float32 else 0.05) * theirs)
         assert ours <= allowed, f"{chain.spec.precision.name} {name}: error {ours:.3g}, eager's {theirs:.3g}, allowed {allowed:.3g}"
+
+
+def elementwise_specs(folder: Path, name: str) -> list[Spec]:
+    """An operator on both sides of the norm, and behind a pooling, at every precision."""
+    op = ELEMENTWISE[name]
+    specs = [make_spec(folder, linear_chain([op], [op], 7 * width, 7), 5, precision) for precision, width in zip(PRECISIONS, (17, 5, 48))]
+    pooled = [op, {"max_pool2d": {"kernel_size": 2}}, op]
+    return [*specs, make_spec(folder, conv_chain([op], pooled, 6, 3), 3, "fp32", (6, 7))]
+
+
+def operand_specs(folder: Path, operands: Callable[[str, list[int]], list], pools: Callable[[list[int]], list]) -> list[Spec]:
+    """Arithmetic with a tensor: a value per channel or one for all; before the norm, behind it, and behind a pooling; values needed or not.
+
+    `operands(prefix, shape)` are the operators, `pools(shape)` what follows those behind a convolution's norm.
+    """
+    specs = []
+    for precision, shape in zip(PRECISIONS, ([12], [1], [12])):
+        specs.append(make_spec(folder, linear_chain(operands("before", shape), operands("after", shape), 12, 3), 70, precision))
+        chain = linear_chain([*operands("before", shape), "mish"], ["silu", *operands("after", shape)], 12, 3, affine=False)
+        specs.append(make_spec(folder, chain, 5, precision))
+    for precision, shape in zip(PRECISIONS, ([12, 1, 1], [1], [1, 12, 1, 1])):
+        chain = conv_chain(operands("before", shape), [*operands("after", shape), *pools(shape)], 12, 3)
+        specs.append(make_spec(folder, chain, 4, precision, (7, 6)))
+        specs.append(make_spec(folder, conv_chain(operands("before", shape), operands("after", shape), 12, 3, affine=False), 3, precision, (5, 3)))
+    specs.append(make_spec(folder, linear_chain([], [], 12, 3), 3))
+    specs.append(make_spec(folder, linear_chain([], ["relu"], 12, 12 // 2, affine=False), 3))
+    return [*specs, make_spec(folder, conv_chain([], [{"max_pool2d": {"kernel_size": 2}}], 4, 1, affine=False), 3, "bf16", (4, 4))]
+
+
+def pool_specs(folder: Path, name: str) -> list[Spec]:
+    """A kind of window. Equal values in a window are common in half precision, and where a bound cuts the largest off."""
+    arguments, size = POOLS[name]
+    bounded = [{"hardtanh": {"min_val": -0.25, "max_val": 0.25}}, {"max_pool2d": arguments}, {"mul": {"value": 1.5}}]
+    specs = [make_spec(folder, conv_chain([], [{"max_pool2d": arguments}], 6, 3), 2, precision, size) for precision in PRECISIONS]
+    return [*specs, make_spec(folder, conv_chain([], bounded, 6, 3), 2, "fp32", size)]

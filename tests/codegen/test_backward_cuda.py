@@ -15,10 +15,10 @@ from codegen.plan.model import Library
 from codegen.plan.routes import PlanError
 from codegen.render import render_kernel
 from codegen.spec import load_spec
-from tests.codegen.backward_chains import check
+from tests.codegen.backward_chains import check, elementwise_specs, operand_specs, pool_specs
 from tests.codegen.backward_cuda import build_emulated, planned
 from tests.codegen.cpu_chains import conv_chain, linear_chain, make_spec
-from tests.codegen.test_cpu import ELEMENTWISE, POOLS, PRECISIONS
+from tests.codegen.test_cpu import ELEMENTWISE, POOLS
 from tests.compile_matrix import faults
 
 TOP = Path(__file__).parents[2]
@@ -97,11 +97,7 @@ def test_nothing_in_the_text_depends_on_chance() -> None:
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_before_and_after(tmp_path, name: str) -> None:
     """Every operator on both sides of the norm, and in front of and behind a pooling."""
-    op = ELEMENTWISE[name]
-    specs = [make_spec(tmp_path, linear_chain([op], [op], 7 * width, 7), 5, precision) for precision, width in zip(PRECISIONS, (17, 5, 48))]
-    pooled = [op, {"max_pool2d": {"kernel_size": 2}}, op]
-    specs.append(make_spec(tmp_path, conv_chain([op], pooled, 6, 3), 3, "fp32", (6, 7)))
-    for backward in build_emulated(tmp_path, specs):
+    for backward in build_emulated(tmp_path, elementwise_specs(tmp_path, name)):
         check(backward, backward.chain.source(scale=2.0), FACTOR)
 
 
@@ -111,20 +107,8 @@ def operands(prefix: str, shape: list[int]) -> list:
 
 @emulated
 def test_learnable_operands(tmp_path) -> None:
-    """add and mul with a tensor: a value per channel or one for all; before the norm, behind it, and behind a pooling; values needed or not."""
-    specs = []
-    for precision, shape in zip(PRECISIONS, ([12], [1], [12])):
-        specs.append(make_spec(tmp_path, linear_chain(operands("before", shape), operands("after", shape), 12, 3), 70, precision))
-        chain = linear_chain([*operands("before", shape), "mish"], ["silu", *operands("after", shape)], 12, 3, affine=False)
-        specs.append(make_spec(tmp_path, chain, 5, precision))
-    for precision, shape in zip(PRECISIONS, ([12, 1, 1], [1], [1, 12, 1, 1])):
-        pool = [{"max_pool2d": {"kernel_size": 2}}, *operands("last", shape)]
-        specs.append(make_spec(tmp_path, conv_chain(operands("before", shape), [*operands("after", shape), *pool], 12, 3), 4, precision, (7, 6)))
-        specs.append(make_spec(tmp_path, conv_chain(operands("before", shape), operands("after", shape), 12, 3, affine=False), 3, precision, (5, 3)))
-    specs.append(make_spec(tmp_path, linear_chain([], [], 12, 3), 3))
-    specs.append(make_spec(tmp_path, linear_chain([], ["relu"], 12, 12 // 2, affine=False), 3))
-    specs.append(make_spec(tmp_path, conv_chain([], [{"max_pool2d": {"kernel_size": 2}}], 4, 1, affine=False), 3, "bf16", (4, 4)))
-    for backward in build_emulated(tmp_path, specs):
+    pools = lambda shape: [{"max_pool2d": {"kernel_size": 2}}, *operands("last", shape)]  # noqa: E731
+    for backward in build_emulated(tmp_path, operand_specs(tmp_path, operands, pools)):
         check(backward, backward.chain.source(), FACTOR)
 
 
@@ -147,14 +131,9 @@ def test_every_kind_of_team(tmp_path) -> None:
 
 
 @emulated
-@pytest.mark.parametrize("name", [name for name, (arguments, _) in POOLS.items()])
+@pytest.mark.parametrize("name", POOLS)
 def test_pooling(tmp_path, name: str) -> None:
-    """Every kind of window. Equal values in a window are common in half precision, and where a bound cuts the largest off."""
-    arguments, size = POOLS[name]
-    bounded = [{"hardtanh": {"min_val": -0.25, "max_val": 0.25}}, {"max_pool2d": arguments}, {"mul": {"value": 1.5}}]
-    specs = [make_spec(tmp_path, conv_chain([], [{"max_pool2d": arguments}], 6, 3), 2, precision, size) for precision in PRECISIONS]
-    specs.append(make_spec(tmp_path, conv_chain([], bounded, 6, 3), 2, "fp32", size))
-    for backward in build_emulated(tmp_path, specs):
+    for backward in build_emulated(tmp_path, pool_specs(tmp_path, name)):
         check(backward, backward.chain.source(), FACTOR)
 
 

@@ -15,9 +15,9 @@ from codegen.plan.backward import plan_backward
 from codegen.plan.model import Launch
 from codegen.render import render_kernel
 from codegen.targets import DEVICES, TARGETS
-from tests.codegen.backward_chains import Backward, check
-from tests.codegen.cpu_chains import Chain, conv_chain, linear_chain, make_spec
-from tests.codegen.test_cpu import ELEMENTWISE, POOLS, PRECISIONS
+from tests.codegen.backward_chains import Backward, check, elementwise_specs, operand_specs, pool_specs
+from tests.codegen.cpu_chains import Chain, conv_chain, make_spec
+from tests.codegen.test_cpu import ELEMENTWISE, POOLS
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -50,46 +50,26 @@ def build(folder: Path, specs: list) -> list[Backward]:
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_before_and_after(tmp_path, name: str) -> None:
     """Every operator on both sides of the norm, and behind a pooling, at every precision."""
-    op = ELEMENTWISE[name]
-    specs = [make_spec(tmp_path, linear_chain([op], [op], 7 * width, 7), 5, precision) for precision, width in zip(PRECISIONS, (17, 5, 48))]
-    pooled = [op, {"max_pool2d": {"kernel_size": 2}}, op]
-    specs.append(make_spec(tmp_path, conv_chain([op], pooled, 6, 3), 3, "fp32", (6, 7)))
-    for backward in build(tmp_path, specs):
+    for backward in build(tmp_path, elementwise_specs(tmp_path, name)):
         check(backward, backward.chain.source(scale=2.0))
 
 
 def test_learnable_operands(tmp_path) -> None:
-    """Arithmetic with a tensor: a value per channel or one for all; before the norm, behind it, and behind a pooling; values needed or not."""
-
     def operands(prefix: str, shape: list[int]) -> list:
         kinds = {"mul": "scale", "add": "bias", "div": "divisor", "sub": "offset"}
         return [{kind: {"name": f"{prefix}_{name}", "shape": shape}} for kind, name in kinds.items()]
 
-    specs = []
-    for precision, shape in zip(PRECISIONS, ([12], [1], [12])):
-        specs.append(make_spec(tmp_path, linear_chain(operands("before", shape), operands("after", shape), 12, 3), 70, precision))
-        chain = linear_chain([*operands("before", shape), "mish"], ["silu", *operands("after", shape)], 12, 3, affine=False)
-        specs.append(make_spec(tmp_path, chain, 5, precision))
-    for precision, shape in zip(PRECISIONS, ([12, 1, 1], [1], [1, 12, 1, 1])):
-        pools = [{"max_pool2d": {"kernel_size": 2}}, *operands("between", shape), {"max_pool2d": {"kernel_size": 2, "stride": 1}}]
-        chain = conv_chain(operands("before", shape), [*operands("after", shape), *pools, {"mul": {"name": "last", "shape": shape}}], 12, 3)
-        specs.append(make_spec(tmp_path, chain, 4, precision, (7, 6)))
-        specs.append(make_spec(tmp_path, conv_chain(operands("before", shape), operands("after", shape), 12, 3, affine=False), 3, precision, (5, 3)))
-    specs.append(make_spec(tmp_path, linear_chain([], [], 12, 3), 3))
-    specs.append(make_spec(tmp_path, linear_chain([], ["relu"], 12, 12 // 2, affine=False), 3))
-    specs.append(make_spec(tmp_path, conv_chain([], [{"max_pool2d": {"kernel_size": 2}}], 4, 1, affine=False), 3, "bf16", (4, 4)))
-    for backward in build(tmp_path, specs):
+    def pools(shape: list[int]) -> list:
+        last = {"max_pool2d": {"kernel_size": 2, "stride": 1}}
+        return [{"max_pool2d": {"kernel_size": 2}}, *operands("between", shape), last, {"mul": {"name": "last", "shape": shape}}]
+
+    for backward in build(tmp_path, operand_specs(tmp_path, operands, pools)):
         check(backward, backward.chain.source())
 
 
 @pytest.mark.parametrize("name", POOLS)
 def test_pooling(tmp_path, name: str) -> None:
-    """Every kind of window. Equal values in a window are common in half precision, and where a bound cuts the largest off."""
-    arguments, size = POOLS[name]
-    bounded = [{"hardtanh": {"min_val": -0.25, "max_val": 0.25}}, {"max_pool2d": arguments}, {"mul": {"value": 1.5}}]
-    specs = [make_spec(tmp_path, conv_chain([], [{"max_pool2d": arguments}], 6, 3), 2, precision, size) for precision in PRECISIONS]
-    specs.append(make_spec(tmp_path, conv_chain([], bounded, 6, 3), 2, "fp32", size))
-    for backward in build(tmp_path, specs):
+    for backward in build(tmp_path, pool_specs(tmp_path, name)):
         check(backward, backward.chain.source())
 
 

@@ -1,0 +1,174 @@
+"""A PyTorch file that is no spec's layer: every reason why is told at its line. And the command, which reads, writes and reports."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from codegen.from_module.command import default_name, split_target
+from codegen.spec import load_spec
+from tests.codegen.module_files import BIAS, CONV, LINEAR, TOP, chain, faults, read
+
+# Operators outside the grammar.
+
+
+def test_a_difference_of_two_results_and_a_softmax_are_both_named(tmp_path):
+    text = CONV.replace(
+        "x = self.pool(self.gn(self.filter(x)) * self.gain)\n        return x.clamp(self.lowest, self.highest)",
+        "first = self.filter(x)\n        x = F.hardswish(torch.tanh(self.gn(first)))\n        x = first - x\n"
+        "        return torch.softmax(x, dim=1)",
+    )
+    found = dict(faults(tmp_path, text))
+    assert "takes the value of line" in found["x = first - x"]
+    assert found["return torch.softmax(x, dim=1)"].startswith("softmax is no operator")
+    assert "never uses" in found["self.gain = nn.Parameter(torch.ones(scale_shape))"]
+
+
+# Files that cannot be used.
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("super().__init__()", "super().__init__(", "super().__init__(", "not valid Python"),
+        ("import torch\n", "import torch\nimport no_such_module\n", "import no_such_module", "ModuleNotFoundError"),
+        ("class Model", "class Net", "", "no nn.Module named Model; it has Net: name one as FILE.py:Net"),
+        ("def get_inputs", "def inputs", "", "no function get_inputs()"),
+        ("[10, 12, 3, -2.0, 2.0]", "[10, 12, 3]", "def __init__(self, width_in, width_out, groups, low, high):", "get_init_inputs gives 3 values"),
+        ("[10, 12, 3, -2.0, 2.0]", "[10, 12, 5, -2.0, 2.0]", "self.gn = nn.GroupNorm(groups, width_out)", "failed: ValueError"),
+        ("[10, 12, 3, -2.0, 2.0]", "[10, 12, 3, None, 'a']", "def __init__(self, width_in, width_out, groups, low, high):", "high = 'a'"),
+        ("return [torch.rand(6, 10)]", "return [torch.rand(6, 10), torch.rand(6)]", "def get_inputs():", "get_inputs gives 2 values"),
+        ("torch.rand(6, 10)", "torch.rand(6, 10, device='no')", "return [torch.rand(6, 10, device='no')]", "get_inputs() failed"),
+        ("torch.rand(6, 10)", "torch.rand(6, 10).half()", "def get_inputs():", "float16"),
+        ("torch.rand(6, 10)", "torch.rand(6, 10, 2)", "def get_inputs():", "shape (6, 10, 2)"),
+        ("torch.rand(6, 10)", "torch.rand(6, 9)", "return self.act(self.gn(self.fc(x)))", "get_inputs gives x of (6, 9); the chain takes (6, 10)"),
+        ("return self", "if x.sum() > 0:\n            return x\n        return self", "if x.sum() > 0:", "course depends on what x holds"),
+        ("return self", "for row in x:\n            x = row\n        return self", "for row in x:", "course depends on what x holds"),
+        ("self, x)", "self, x, mask)", "", "forward takes mask beside x"),
+        ("return self.act(self.gn(self.fc(x)))", "return self.act(self.gn(self.fc(x))), x", "return self.act(self.gn(self.fc(x))), x", "and nothing else"),
+        ("self.gn(self.fc(x))", "self.fc(x)", "self.gn = nn.GroupNorm(groups, width_out)", "self.gn holds parameters or buffers that forward never uses"),
+        ("self.gn(self.fc(x))", "self.gn(self.gn(self.fc(x)))", "return self.act(self.gn(self.gn(self.fc(x))))", "self.gn is applied twice"),
+        ("nn.GroupNorm(groups, width_out)", "nn.BatchNorm1d(width_out)", "return self.act(self.gn(self.fc(x)))", "BatchNorm1d (self.gn) is no operator"),
+        ("self.fc(x)", "F.linear(x, self.fc.weight, self.fc.bias)", "return self.act(self.gn(F.linear(x, self.fc.weight, self.fc.bias)))", "nn.Linear"),
+        ("low, high):", "low, high, unused=0.5):", "def __init__(self, width_in, width_out, groups, low, high, unused=0.5):", "reaches no operator"),
+        ("self.act(", "(1 / ", "return (1 / self.gn(self.fc(x)))", "a number divided by the chain's value"),
+        ("self.act(", "(0.1 * self.act.low / ", "", "forward cannot be traced"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_used(old, new, line, message, tmp_path):
+    text = LINEAR.replace(old, new)
+    if "unused" in new:
+        text = text.replace("-2.0, 2.0]", "-2.0, 2.0, 0.75]")
+    found = faults(tmp_path, text)
+    assert any(message in said and (not line or where == line) for where, said in found), found
+
+
+def test_missing_parts_are_told_together(tmp_path):
+    assert [message.split(";")[0] for _, message in faults(tmp_path, "import torch\n")] == [
+        "the file defines no function get_init_inputs(), which returns the list of Model's arguments",
+        "the file defines no function get_inputs(), which returns a list with x",
+        "the file defines no nn.Module named Model",
+    ]
+
+
+def test_parameters_out_of_order(tmp_path):
+    early = BIAS.replace("        self.shift = nn.Parameter(torch.randn(shape))\n", "").replace(
+        "        self.proj =", "        self.shift = nn.Parameter(torch.randn(shape))\n        self.proj ="
+    )
+    ((line, message),) = faults(tmp_path, early)
+    assert line == "self.shift = nn.Parameter(torch.randn(shape))" and "self.shift is created before self.proj (line 13), but used after it" in message
+    assert "draws random numbers in the order of creation" in message
+    constant = early.replace("torch.randn(shape)", "torch.zeros(shape)")
+    assert chain(tmp_path, constant)[1]["add"]["init"] == "zeros"  # draws nothing, and state_dict lists bare parameters first anyway
+    norm_first = LINEAR.replace("        self.fc = nn.Linear(width_in, width_out)\n", "").replace(
+        "        self.act =", "        self.fc = nn.Linear(width_in, width_out)\n        self.act ="
+    )
+    ((line, message),) = faults(tmp_path, norm_first)
+    assert line.startswith("self.gn =") and "state_dict" in message
+
+
+@pytest.mark.parametrize("fill", ["torch.randn(shape) * 0.02", "torch.full(shape, 0.5)", "torch.empty(shape).normal_(1.0)"])
+def test_other_initialisers_are_refused(fill, tmp_path):
+    ((line, message),) = faults(tmp_path, BIAS.replace("torch.randn(shape)", fill))
+    assert line.startswith("self.shift =") and "it has randn, rand, ones and zeros, unscaled" in message
+
+
+def test_weights_that_the_constructor_changes_are_found_by_the_check(tmp_path):
+    text = LINEAR.replace("        self.act =", "        nn.init.constant_(self.gn.weight, 0.5)\n        self.act =")
+    ((line, message),) = faults(tmp_path, text)
+    assert line.startswith("self.gn =") and message.startswith("gn.weight starts with other values")
+    assert read(tmp_path, text, check=False).yaml
+
+
+def test_what_tracing_does_not_see_is_found_by_the_check(tmp_path):
+    hidden = LINEAR.replace("return self.act(", "y = x\n        y += 1\n        return self.act(")  # changes x too, which torch.fx does not record
+    assert "differs from the file's" in faults(tmp_path, hidden)[0][1]
+
+
+def test_several_faults_are_told_at_once_in_the_order_of_lines(tmp_path):
+    text = CONV.replace("torch.ones(scale_shape)", "torch.full(scale_shape, 3.0)")
+    text = text.replace("return x.clamp(self.lowest, self.highest)", "return torch.cumsum(x.softmax(1), 1)")
+    found = read(tmp_path, text.replace("torch.rand(2, 3, 11, 13)", "torch.rand(2, 3, 11, 13, dtype=torch.float64)"))
+    assert len(found.faults) == 4 and [f.line for f in found.faults] == sorted(f.line for f in found.faults)
+
+
+def test_sizes_that_forward_asks_for_are_told_once(tmp_path):
+    text = LINEAR.replace("return self.act(", "half = x.shape[1] // 2\n        x = x.view(-1, half)\n        return self.act(")
+    assert [line for line, _ in faults(tmp_path, text)] == ["half = x.shape[1] // 2", "x = x.view(-1, half)"]
+    ((line, _), (again, _)) = faults(tmp_path, LINEAR.replace("return self.act(", "assert x.shape[1] == 10\n        return self.act("))
+    assert line == again == "assert x.shape[1] == 10"
+
+
+def test_faults_of_the_spec_come_with_the_line_of_the_file(tmp_path):
+    text = LINEAR.replace("self.act(self.gn(self.fc(x)))", "self.act(self.fc(x))").replace("        self.gn = nn.GroupNorm(groups, width_out)\n", "")
+    ((line, message),) = faults(tmp_path, text.replace("groups, low", "low").replace("12, 3,", "12,"))
+    assert line == "return self.act(self.fc(x))" and "has no group_norm" in message
+
+
+# The command.
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "codegen.from_module", *arguments]
+    return subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(TOP), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+
+
+def test_names_and_targets():
+    names = {"30_Gemm_GroupNorm.py": "gemm_groupnorm", "7.py": "layer", "class.py": "layer_class"}
+    assert {file: default_name(Path(file)) for file in names} == names
+    assert split_target("a/b.py:Net") == (Path("a/b.py"), "Net") and split_target("a/b.py") == (Path("a/b.py"), "Model")
+
+
+def test_the_command_writes_a_spec_and_its_package(tmp_path):
+    (tmp_path / "12_My Layer.py").write_text(LINEAR.replace("class Model", "class Net").replace("import torch\n", "import torch\nprint('noise')\n", 1))
+    done = run(tmp_path, "12_My Layer.py:Net", "--out", "specs", "--precision", "bf16", "--generate")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("specs/my_layer.yaml: linear -> group_norm -> hardtanh, x (6, 10) -> y (6, 12)") and "noise" not in done.stdout
+    assert load_spec(tmp_path / "specs" / "my_layer.yaml").precision.name == "bf16"
+    assert (tmp_path / "generated" / "my_layer_bf16" / "manifest.json").is_file()
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith("__")] == []  # importing leaves nothing behind
+
+
+def test_the_command_replaces_another_spec_only_when_told(tmp_path):
+    (tmp_path / "layer.py").write_text(LINEAR)
+    (tmp_path / "layer.yaml").write_text("mine")
+    refused = run(tmp_path, "layer.py", "--no-check")
+    assert refused.returncode == 1 and "exists and is another spec" in refused.stderr and (tmp_path / "layer.yaml").read_text() == "mine"
+    assert run(tmp_path, "layer.py", "--no-check", "--force").returncode == 0
+    assert "(unchanged)" in run(tmp_path, "layer.py", "--no-check").stdout
+
+
+def test_the_command_reports_faults_and_crashes(tmp_path):
+    (tmp_path / "bad.py").write_text(LINEAR.replace("self.act(", "torch.cumsum(").replace("(x)))", "(x)), 1)"))
+    done = run(tmp_path, "bad.py")
+    assert done.returncode == 2 and done.stderr.startswith("bad.py:14: cumsum is no operator of the grammar") and "the grammar has linear," in done.stderr
+    assert not list(tmp_path.glob("*.yaml"))
+    (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
+    done = run(tmp_path, "dies.py")
+    assert done.returncode == 1 and "ended with status 3" in done.stderr
+    assert run(tmp_path, "none.py").returncode == 1
+
+
+def test_the_help_warns_that_the_file_is_run(tmp_path):
+    assert "the file is imported and its Model constructed and run" in " ".join(run(tmp_path, "--help").stdout.split())
