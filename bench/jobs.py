@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor import config as inductor
 
 from bench.children import ProcessLost, Result
 from bench.machine import precision_flags
@@ -38,13 +39,16 @@ def guarded(job: Mapping[str, Any], setting: Mapping[str, Any], work: Callable[[
 
 
 def compile_peers(subject: Subject, peers: Iterable[str]) -> None:
-    """Leave what torch.compile makes of the peer "compile", where it is among `peers`, in Inductor's cache."""
+    """Leave what torch.compile makes of the peer "compile", where it is among `peers`, in Inductor's cache.
+
+    What it tries on the card meanwhile is not kept: beside other processes it would choose by chance, and the process that times chooses alone.
+    """
     names = tuple(name for name in peers if name == "compile")
     if names:
         subject.load({})
         torch.manual_seed(INPUT_SEED)
         x = subject.emitted.module.get_inputs()[0].to(subject.device)
-        with torch.no_grad(), precision_flags(subject.spec.precision.name):
+        with torch.no_grad(), precision_flags(subject.spec.precision.name), inductor.patch(autotune_local_cache=False):
             build(names, subject.emitted, subject.eager, x)
 
 

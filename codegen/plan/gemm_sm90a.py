@@ -88,6 +88,8 @@ def layouts(spec: Spec, form: Form) -> list[Layout]:
     found = []
     if width % tile == 0:
         tiles = width // tile
+        if tiles == 2 and not form.registers and not form.promote and spec.precision.itemsize == 4:
+            found.append(Layout(2, "input", 1, "strips", exchange=True))  # measured: 3 % faster than a tile that waits in y's 32 bits
         if tiles <= WIDEST_HELD:
             found += [Layout(2, "weight", tiles, "strips"), Layout(1, "none", tiles, "strips")]
         if tiles % 2 == 0 and tiles // 2 <= WIDEST_HELD:

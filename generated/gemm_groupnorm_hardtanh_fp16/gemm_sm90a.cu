@@ -503,11 +503,19 @@ struct Moments {
   float mean, m2;
 };
 
-__device__ __forceinline__ Moments moments(const Values& v) {
-  float sums[4] = {}, squares[4] = {};
+// The sum pair by pair: exact for equal values, whose multiples by powers of two keep all their bits.
+__device__ __forceinline__ float sum(const Values& v) {
+  float sums[2 * kPartChannels - 1];
 #pragma unroll
-  for (int i = 0; i < kPartChannels; ++i) sums[i % 4] += v[i];
-  const float mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (1.0f / kPartChannels);
+  for (int i = 0; i < kPartChannels; ++i) sums[i] = v[i];
+#pragma unroll
+  for (int i = 0; i < kPartChannels - 1; ++i) sums[kPartChannels + i] = sums[2 * i] + sums[2 * i + 1];
+  return sums[2 * kPartChannels - 2];
+}
+
+__device__ __forceinline__ Moments moments(const Values& v) {
+  const float mean = sum(v) * (1.0f / kPartChannels);
+  float squares[4] = {};
 #pragma unroll
   for (int i = 0; i < kPartChannels; ++i) {
     const float d = __fsub_rn(v[i], mean);

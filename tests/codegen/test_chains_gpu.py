@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -94,7 +96,8 @@ def full_precision():
 @pytest.mark.parametrize("name", CHAINS)
 def test_chains(name: str, precision: str, target: str, tmp_path) -> None:
     chain, batch, size = CHAINS[name]
-    ours, eager = models(make_spec(tmp_path, chain, batch, precision, size), target, tmp_path)
+    spec = replace(make_spec(tmp_path, chain, batch, precision, size), name=f"chain_{name}")  # a name of its own: a process knows a package by it
+    ours, eager = models(spec, target, tmp_path)
     generator = torch.Generator("cuda").manual_seed(2)
     x = torch.randn((batch, DEPTH) if size is None else (batch, 3, *size), generator=generator, device="cuda").to(getattr(torch, {"fp32": "float32"}.get(precision, "bfloat16")))
     steeper = max(4.0, STEEPER.get(name.split("_")[0], 1.0))  # the error of a producer and of a norm, magnified by what follows
