@@ -74,8 +74,8 @@ bench: ## time SPEC's model beside PyTorch and other peers (PEERS=evidence|autot
 	$(need-spec)
 	$(call python,run) -m bench.run $(specs) $(bench-options) $(prepack) $(if $(PEERS),--peers "$(PEERS)")
 
-evidence: ## verify and time every checked-in package on this card; writes bench/results/<gpu>/ (BUDGET= seconds; run again to go on)
-	$(call python,run) -m bench.evidence $(specs) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))
+evidence: ## verify and time every checked-in package on this card; writes bench/results/<gpu>/ (PREPACK=1, BUDGET= seconds; run again to go on)
+	$(call python,run) -m bench.evidence $(specs) $(bench-options) $(prepack) $(if $(BUDGET),--budget-s $(BUDGET))
 
 evidence-peers: ## the same with the autotuned peers, minutes a package (PEERS_CACHE= folder for Inductor's cache)
 	$(call python,run) -m bench.evidence --autotuned $(specs) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))

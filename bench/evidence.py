@@ -23,7 +23,7 @@ from bench.jobs import EXAMINED
 from bench.machine import choose_device, describe
 from bench.measure import save_machine
 from bench.peers import CHOICES, EVIDENCE
-from bench.records import RESULTS, Record, bundle, path_of, read, write_json
+from bench.records import PREPARED, RESULTS, Record, bundle, path_of, read, write_json
 from bench.run import ceilings_line
 from bench.subject import Emitted, emit
 from bench.timing import measure_ceilings
@@ -86,6 +86,7 @@ def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...]) -> list[Job
 @click.argument("specs", nargs=-1)
 @click.option("--precision", "precisions", multiple=True, help="Only this precision (repeatable).")
 @click.option("--autotuned", is_flag=True, help="Time the autotuned peers too (minutes a package).")
+@click.option("--prepack", is_flag=True, help="With prepared weights, where a target has them; the records say so in their names.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]))
 @click.option("--target", help="Measure this target instead of the loader's choice; its records carry its name.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Folder for the records; default bench/results.")
@@ -96,7 +97,7 @@ def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...]) -> list[Job
 @click.option("--force", is_flag=True, help="Measure again what is up to date.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), envvar="PEERS_CACHE", help="Keep Inductor's and Triton's caches here ($PEERS_CACHE).")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
-def main(specs, precisions, autotuned, device, target, results, archive, budget_s, limit_s, seconds, force, cache, out) -> None:
+def main(specs, precisions, autotuned, prepack, device, target, results, archive, budget_s, limit_s, seconds, force, cache, out) -> None:
     """Measure SPECS (all packages of generated/index.yaml when none is named) and write the records."""
     deadline = time.time() + budget_s if budget_s else None
     console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
@@ -111,9 +112,12 @@ def main(specs, precisions, autotuned, device, target, results, archive, budget_
     wrong = failed = 0
     pending: dict[str, Pending] = {}
     for path, precision in wanted_jobs(specs, precisions):
-        emitted = emit(path, precision, emitted_for, out)
+        emitted = emit(path, precision, emitted_for, out, prepack)
         name = _target_for(emitted, where, target)
-        at = path_of(results, machine.slug, emitted.spec.name, precision, target)
+        if prepack and not emitted.prepares(name):
+            console.print(f"{emitted.spec.package} ({name}): this target prepares no weights for it")
+            continue
+        at = path_of(results, machine.slug, emitted.spec.name, precision, target, PREPARED if prepack else "not prepared")
         old = read(at)
         if not force and up_to_date(old, emitted.key(name), machine.torch, peers, autotuned):
             console.print(f"{emitted.spec.package} ({name}): up to date" + ("" if old["verified"] else ", [bold red]WRONG[/]"))
@@ -122,7 +126,7 @@ def main(specs, precisions, autotuned, device, target, results, archive, budget_
         known = old and old["key"] == emitted.key(name) and old.get("verification") and autotuned
         task = {"path": path, "precision": precision, "verdict": {k: old[k] for k in ("verified", "verification")} if known else None}
         pending[f"{len(pending):03}"] = Pending(emitted.spec.package, task, at)
-    setting = {"device": where.type, "target": emitted_for, "out": str(out), "peers": list(peers), "seconds": seconds, "autotuned": autotuned}
+    setting = {"device": where.type, "target": emitted_for, "out": str(out), "peers": list(peers), "seconds": seconds, "autotuned": autotuned, "prepack": prepack}
 
     def run(work: str, tasks: dict[str, Any], workers: int, until: float | None, more: dict[str, Any], take) -> bool:
         command = lambda folder: [sys.executable, "-m", "bench.evidence_case", str(folder)]  # noqa: E731

@@ -31,3 +31,9 @@ def test_a_package_that_takes_too_long_is_given_up_and_said(tmp_path):
     done = evidence(tmp_path, SPEC, "--limit-s", "0.01")
     assert done.returncode == 1 and "gemm_groupnorm_hardtanh_small could not be measured: took longer than" in done.stdout.replace("\n", " ")
     assert not list((tmp_path / "results" / "cpu").glob("gemm*"))
+
+
+def test_prepared_weights_are_measured_only_where_a_target_has_them(tmp_path):
+    done = evidence(tmp_path, SPEC, "--prepack")
+    assert done.returncode == 0 and "this target prepares no weights" in done.stdout
+    assert not list((tmp_path / "results").glob("*/gemm*"))
