@@ -27,6 +27,8 @@ _SPAN = {"fp32": 24, "tf32": 24, "bf16": 24, "fp16": 10}
 _OUTLIER = {"fp32": 1e6, "tf32": 1e6, "bf16": 1e6, "fp16": 4096.0}
 # A value that meets only zeros in the other operand.
 _LOSSY = {"fp32": 1.7e12, "tf32": 1.7e12, "bf16": 1.7e12, "fp16": 6e4}
+# How far a weight lies above the others of its row where it meets only zeros.
+_FAINT = {"fp32": 2.0**20, "tf32": 2.0**20, "bf16": 2.0**20, "fp16": 2.0**8}
 # Magnitudes around the largest fp16 value, where a split into fp16 parts overflows unless it is scaled.
 _HIGH = {"fp32": (2.0**15, 2.0**17), "tf32": (2.0**15, 2.0**17), "bf16": (2.0**15, 2.0**17), "fp16": (2.0**5, 2.0**7)}
 
@@ -325,6 +327,21 @@ def _lossy_split(d: Draw):
     return x, parameters
 
 
+def _faint_weights(d: Draw):
+    """In one group each row of the weight is faint but for one value of ordinary size, which meets zeros in x: a split that goes by the largest
+    value of a row, or by none, loses what carries the result."""
+    x, parameters = d.x(), d.parameters()
+    weight, scale, width = parameters[d.weight], _FAINT[d.precision], d.spec.group_channels
+    rows = slice(width, 2 * width) if d.spec.channels > width else slice(0, None)
+    x *= scale
+    x[:, weight.shape[1] - 1 :: weight.shape[1]] = 0.0
+    weight[rows] /= scale
+    weight[rows, -1] = 4.0
+    for key in d.shifts:
+        parameters[key].zero_()
+    return x, parameters
+
+
 def _has_spare_input(spec: Spec) -> bool:
     return spec.producer.parameters[0].shape[1] > 1
 
@@ -344,6 +361,7 @@ FAMILIES: dict[str, Family] = {
         Family("split high", "around the largest fp16 value", _split_high),
         Family("split low", "towards the smallest fp16 values", _split_low),
         Family("lossy split", "huge values that only meet zeros", _lossy_split, applies=_has_spare_input),
+        Family("faint weights", "small weights beside one that only meets zeros", _faint_weights, applies=_has_spare_input),
         Family("outlier first", "the first value of each group far off", _outlier_first, applies=_has_spare_input),
         Family("outlier anywhere", "one value of each group far off", _outlier_anywhere, applies=_has_spare_input),
         Family("huge", "scaled up by a large power of two", _huge),

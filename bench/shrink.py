@@ -11,20 +11,21 @@ import yaml
 from codegen.spec import Spec, load_spec
 from codegen.spec_writer import resolved
 
-BATCH, GROUPS, DEPTH = 160, 4, 320  # 160 is no multiple of a tile of 64 or 128: the ragged edge is run too
+BATCHES = (160, 512)  # 160 is no multiple of a tile of 64 or 128: the ragged edge is run too, where the full shape's kernel takes one
+GROUPS, CHANNELS, DEPTH = 4, 1024, 1088  # at least so many groups and channels; fp32 splits from a depth of 1024 on
 CONV_BATCH = 3
 
 
-def shrunken(spec: Spec, library: bool = False) -> dict[str, Any]:
+def shrunken(spec: Spec, library: bool = False, batch: int = BATCHES[0]) -> dict[str, Any]:
     """The small spec as plain data. Linear layers keep their group width, convolutions everything but the batch.
 
-    `library` says that the full spec's plan multiplies with torch's own GEMM; the small one then does too, and otherwise does not.
+    `library` says that the full spec's plan multiplies with torch's own GEMM or convolution; the small one then does too, and otherwise does not.
     """
     data = copy.deepcopy(resolved(spec))
     data["name"] = f"{spec.name}_tiny"
     linear = spec.producer.operator.name == "linear"
-    data["batch"] = min(spec.batch, BATCH if linear else CONV_BATCH)
-    groups = min(spec.num_groups, GROUPS) if linear else spec.num_groups
+    data["batch"] = min(spec.batch, batch if linear else CONV_BATCH)
+    groups = min(spec.num_groups, max(GROUPS, CHANNELS // spec.group_channels)) if linear else spec.num_groups
     channels = groups * spec.group_channels
     for step, entry in zip(spec.chain, data["chain"], strict=True):
         if isinstance(entry, str):
@@ -43,14 +44,13 @@ def shrunken(spec: Spec, library: bool = False) -> dict[str, Any]:
                 arguments[key] = value
             else:
                 data["args"][source] = value
-    if linear:
-        data["gemm"] = "library" if library else "generated"
+    data["gemm"] = "library" if library else "generated"
     return data
 
 
-def shrink(spec: Spec, folder: Path, library: bool = False) -> Spec:
+def shrink(spec: Spec, folder: Path, library: bool = False, batch: int = BATCHES[0]) -> Spec:
     """Write the small spec under `folder` and load it. Raises SpecError where the chain does not allow it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{spec.package}_tiny.yaml"
-    path.write_text(yaml.safe_dump(shrunken(spec, library), sort_keys=False), encoding="utf-8")
+    path.write_text(yaml.safe_dump(shrunken(spec, library, batch), sort_keys=False), encoding="utf-8")
     return load_spec(path)

@@ -9,14 +9,13 @@ from codegen.chain import Apply, Constant, c_identifier, unique_constants
 from codegen.numerics import float_literal
 from codegen.plan.gemm_sm90a_epilogue import distinct, epilogue, line, vector_count
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks
+from codegen.plan.gemm_sm90a_window import row_limits, window
 from codegen.plan.model import Kernel
 from codegen.spec import Spec
 from codegen.targets import Target
 
 THREADS = 128 * (1 + CONSUMERS)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 * 24 + 256 * 240 = 64512 of 65536
-WEIGHT_SHIFT = 12  # W is multiplied by 2^12 before its split in registers: rows whose largest value lies in [2^-12, 16) fit
-ROUNDED_SMALLEST = 2.0**-11  # largest value of a row of W below which rounding to half loses more than TF32 would
 TOP_EXPONENT = 14  # rows that are scaled end up with their largest value in [2^14, 2^15)
 LARGEST_SHIFT = 114  # the reciprocal of the scale times 2^-12 must stay a normal float
 X_SPLIT, X_UNSCALE, WEIGHT_SPLIT, WEIGHT_UNSCALE = "x_split", "x_unscale", "weight_split", "weight_unscale"
@@ -221,6 +220,7 @@ def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: i
         Constant("kTopExponent", str(TOP_EXPONENT), "a row's largest value ends up in [2^14, 2^15)"),
         Constant("kLargestShift", str(LARGEST_SHIFT), "what undoes the scale must be a normal float"),
         Constant("kSmallestExponent", str(TOP_EXPONENT - LARGEST_SHIFT - 1), "kTopExponent - kLargestShift - 1: rows below cannot be scaled up"),
+        *row_limits(form, columns),
     ]
     if padded_rows > rows:
         constants.insert(0, rows_constant)
@@ -362,14 +362,8 @@ def _constants(
         rows.append(("kExchangeAt", where.exchange_at, "statistics from the other CTA of the cluster, two units' places"))
     rows += [("kBarriersAt", where.barriers_at, "full, empty"), ("kSharedBytes", where.total, "in all")]
     constants = [Constant(name, str(value), why) for name, value, why in rows]
-    if form.registers and form.parts == 2:
-        constants += [
-            Constant("kWeightScale", float_literal(2.0**WEIGHT_SHIFT), "brings W's low parts into the range of halves", "float"),
-            Constant("kWeightScaleHalves", f"0x{(WEIGHT_SHIFT + 15) << 10:04x}{(WEIGHT_SHIFT + 15) << 10:04x}", "the same, twice, as halves", "uint32_t"),
-            Constant("kSmallestHalf", float_literal(1.0), "the largest value of a scaled row must reach it: what is lost below 2^-25 is then 2^-25 of it", "float"),
-        ]
-    elif form.registers:
-        constants.append(Constant("kSmallestHalf", float_literal(ROUNDED_SMALLEST), "the largest value of a row must reach it: what is lost below 2^-25 is then 2^-14 of it", "float"))
+    if form.registers:
+        constants += window(form, k)
     if layout.statistics != "none":
         constants.append(Constant("kEps", float_literal(spec.norm.values["eps"]), "inside the root", "float"))
     return (*constants, *unique_constants(items))

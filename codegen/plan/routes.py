@@ -49,6 +49,11 @@ def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False
     return _planned(spec, chosen, DEVICES[name], debug, candidate)
 
 
+def plan_for_class(spec: Spec, target: str, device: DeviceClass) -> Plan:
+    """The plan for a class of card that DEVICES does not list. Raises PlanError."""
+    return _planned(spec, TARGETS[target], device, False, None)
+
+
 def _planned(spec: Spec, target: Target, device: DeviceClass, debug: bool, candidate: Candidate | None) -> Plan:
     from codegen.plan.stages import first_stage, plan_stages
 

@@ -63,6 +63,10 @@ constexpr int kTileGroups = 4;  // groups of a tile
 constexpr int kBarriersAt = 221184;  // full, empty
 constexpr int kSharedBytes = 221232;  // in all
 constexpr float kSmallestHalf = 0.00048828125f;  // the largest value of a row must reach it: what is lost below 2^-25 is then 2^-14 of it
+constexpr float kFaint = 6.1035156e-5f;  // 2^-14: values below lose too many bits
+constexpr uint32_t kFaintHalves = 0x04000400;  // 2^-14, twice, as halves
+constexpr float kFaintLimit = 1024.0f;  // in_features / 8: with more such values a row is computed again
+constexpr float kFaintSeen = 1024.0f;  // with more zeros or such values a row is looked at again
 constexpr float kEps = 1.0e-5f;  // inside the root
 constexpr float kHardtanhMinVal = -1.0f;  // hardtanh's min_val
 constexpr float kHardtanhMaxVal = 1.0f;  // hardtanh's max_val
@@ -322,23 +326,30 @@ __device__ __forceinline__ uint32_t to_halves(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// The largest magnitudes seen, two halves a word; NaN wins.
-__device__ __forceinline__ void keep_largest(uint32_t& largest, uint32_t halves) {
-  asm("{\n.reg .b32 magnitude;\nabs.f16x2 magnitude, %1;\nmax.NaN.f16x2 %0, %0, magnitude;\n}" : "+r"(largest) : "r"(halves));
+// What a thread has seen of its two rows of W, two halves a word: the largest magnitudes, where NaN wins, and how many were faint.
+struct Seen {
+  uint32_t largest[2], faint[2];
+};
+
+__device__ __forceinline__ void look_at(Seen& seen, int h, uint32_t halves) {
+  asm("{\n.reg .b32 magnitude, below;\n"
+      "abs.f16x2 magnitude, %2;\nmax.NaN.f16x2 %0, %0, magnitude;\n"
+      "set.lt.f16x2.f16x2 below, magnitude, %3;\nadd.f16x2 %1, %1, below;\n}"
+      : "+r"(seen.largest[h]), "+r"(seen.faint[h]) : "r"(halves), "r"(kFaintHalves));
 }
 
-__device__ __forceinline__ void round_fragment(const Fragment& raw, uint32_t (&rounded)[4], uint32_t (&largest)[2]) {
+__device__ __forceinline__ void round_fragment(const Fragment& raw, uint32_t (&rounded)[4], Seen& seen) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     rounded[h] = to_halves(raw.row[h].x, raw.row[h].y);
     rounded[2 + h] = to_halves(raw.row[h].z, raw.row[h].w);
-    keep_largest(largest[h], rounded[h]);
-    keep_largest(largest[h], rounded[2 + h]);
+    look_at(seen, h, rounded[h]);
+    look_at(seen, h, rounded[2 + h]);
   }
 }
 
 // One stage. The next 16 k of W are read and rounded while up to kInFlight groups of multiplications run.
-__device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulators], Feed& feed, bool accumulate, uint32_t (&largest)[2]) {
+__device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulators], Feed& feed, bool accumulate, Seen& seen) {
   wait(feed.shared.full(feed.ring.stage), feed.ring.parity, "full");
   const uint32_t weight = feed.shared.weight(feed.ring.stage, 0) + feed.self.warpgroup * kWeightBlockBytes +
                           (feed.self.warp * 16 + feed.self.lane / 4) * kPlaneRowBytes + feed.self.lane % 4 * 16;
@@ -347,7 +358,7 @@ __device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulat
 #pragma unroll
   for (int k = 0; k < kTileK / 16; ++k) {
     uint32_t rounded[4];
-    round_fragment(raw, rounded, largest);
+    round_fragment(raw, rounded, seen);
     if (k + 1 < kTileK / 16) raw = load_fragment(weight + (k + 1) * kPlaneBytes);
     wgmma_fence();
     wgmma(sums[0], rounded, input + k * kDescriptorStep, k > 0 || accumulate);
@@ -360,9 +371,9 @@ __device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulat
 }
 
 // The product of one tile.
-__device__ __forceinline__ void multiply_tile(float (&sums)[kBlocks][kAccumulators], Feed& feed, uint32_t (&largest)[2]) {
+__device__ __forceinline__ void multiply_tile(float (&sums)[kBlocks][kAccumulators], Feed& feed, Seen& seen) {
 #pragma unroll 1
-  for (int step = 0; step < kSteps; ++step) multiply_stage(sums, feed, step > 0, largest);
+  for (int step = 0; step < kSteps; ++step) multiply_stage(sums, feed, step > 0, seen);
   wgmma_wait<0>();
   feed.release();
 #pragma unroll
@@ -410,20 +421,37 @@ __device__ __forceinline__ const float* input_row(const Arguments& arguments, in
   return arguments.x + static_cast<size_t>(sample) * kInFeatures;
 }
 
-// Whether a row of W left the window in which its split is exact enough. All four lanes of a quad hold parts of the row.
-__device__ __forceinline__ bool outside_window(uint32_t largest, const float* row, int lane) {
-  keep_largest(largest, __shfl_xor_sync(~0u, largest, 1));
-  keep_largest(largest, __shfl_xor_sync(~0u, largest, 2));
-  const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&largest));
-  if (!(pair.x <= 65504.0f) || !(pair.y <= 65504.0f)) return true;  // too large, infinite or NaN
-  const float magnitude = fmaxf(pair.x, pair.y);
-  if (magnitude > 0.0f) return magnitude < kSmallestHalf;
-  bool any = false;  // a row of zeros is fine, a row that vanished in rounding is not
-  for (int k = lane % 4 * 4; k < kInFeatures; k += 16) {
+// The largest and the sum of what the four lanes of a quad have: a row of W.
+__device__ __forceinline__ float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float v) {
+  v += __shfl_xor_sync(~0u, v, 1);
+  return v + __shfl_xor_sync(~0u, v, 2);
+}
+
+__device__ __forceinline__ float2 pair_of(uint32_t halves) { return __half22float2(*reinterpret_cast<const __half2*>(&halves)); }
+
+// Whether a row of W left the window in which its split is exact enough: by its largest value, or by how many others lose bits. Zeros lose
+// none, and only a walk along the row tells them from values that are faint or vanished.
+__device__ __forceinline__ bool outside_window(const Seen& seen, int h, const float* row, int lane) {
+  const float2 largest = pair_of(seen.largest[h]), faint = pair_of(seen.faint[h]);
+  const bool holds = largest.x <= 65504.0f && largest.y <= 65504.0f;  // not too large, infinite or NaN
+  const float magnitude = quad_max(fmaxf(largest.x, largest.y));
+  const bool doubtful = quad_sum(faint.x + faint.y) > kFaintSeen;
+  float count = 0.0f;
+  for (int k = lane % 4 * 4; doubtful && k < kInFeatures; k += 16) {
     const float4 w = *reinterpret_cast<const float4*>(row + k);
-    any |= w.x != 0.0f || w.y != 0.0f || w.z != 0.0f || w.w != 0.0f;
+    count += w.x != 0.0f && fabsf(w.x) < kFaint ? 1.0f : 0.0f;
+    count += w.y != 0.0f && fabsf(w.y) < kFaint ? 1.0f : 0.0f;
+    count += w.z != 0.0f && fabsf(w.z) < kFaint ? 1.0f : 0.0f;
+    count += w.w != 0.0f && fabsf(w.w) < kFaint ? 1.0f : 0.0f;
   }
-  return any;
+  count = quad_sum(count);
+  if (magnitude == 0.0f) return count > 0.0f;
+  return quad_max(holds ? 0.0f : 1.0f) > 0.0f || magnitude < kSmallestHalf || count > kFaintLimit;
 }
 
 __device__ __forceinline__ float dot(float4 a, float4 b) { return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w))); }
@@ -454,7 +482,7 @@ __device__ __forceinline__ void recompute(float (&v)[kBlocks][kAccumulators], co
 
 // Takes the operands' scales out of the sums; `marked` scales, NaN, and rows of W outside the window ask for `recompute`.
 __device__ __forceinline__ void unscale(float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile,
-                                        const Consumer& self, uint32_t (&largest)[2]) {
+                                        const Consumer& self, const Seen& seen) {
   bool unfit = false;
 #pragma unroll
   for (int j = 0; j < kTileSamples / 8; ++j) {
@@ -471,7 +499,7 @@ __device__ __forceinline__ void unscale(float (&v)[kBlocks][kAccumulators], cons
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    unfit |= outside_window(largest[h], weight_row(arguments, tile.channel + self.channel(0, h)), self.lane);
+    unfit |= outside_window(seen, h, weight_row(arguments, tile.channel + self.channel(0, h)), self.lane);
   }
   if (__any_sync(~0u, unfit)) recompute(v, arguments, tile, self);
 }
@@ -644,12 +672,12 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
   for (int unit = blockIdx.x / kCluster; unit < kUnits; unit += gridDim.x / kCluster) {
     float v[kBlocks][kAccumulators];
     for (int tile = 0; tile < kUnitTiles; ++tile) {
-      uint32_t largest[2] = {0, 0};
-      multiply_tile(v, feed, largest);
+      Seen seen = {};
+      multiply_tile(v, feed, seen);
       // The epilogue's addresses are computed after this: before the multiplication they would take registers that it needs.
       asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));
       const Tile at = tile_of(unit, tile, cluster_rank());
-      unscale(v, arguments, at, self, largest);
+      unscale(v, arguments, at, self, seen);
       before_norm(v, arguments, at, self);
       named_barrier(2 + self.warpgroup, 128);  // all have read the last unit's normalisers there
       write_strips(v, strips, self);

@@ -26,6 +26,9 @@ constexpr int kPieces = 8;  // of 4 values a thread, in registers
 constexpr int kTopExponent = 14;  // a row's largest value ends up in [2^14, 2^15)
 constexpr int kLargestShift = 114;  // what undoes the scale must be a normal float
 constexpr int kSmallestExponent = -101;  // kTopExponent - kLargestShift - 1: rows below cannot be scaled up
+constexpr float kSmall = 0.25f;  // 2^-2: scaled values below lose bits
+constexpr int kSmallLimit = 8;  // in_features / 1024, at least 4: more such values and the row is given up
+constexpr int kNearLimit = 512;  // in_features / 16, at least 256: values near the largest without which there may be none
 constexpr size_t kLowPart = 1024ull * 4096;  // words from the high parts to the low parts
 constexpr int kWeightShift = 12;  // the multiplication scales W by 2^12
 
@@ -62,6 +65,20 @@ __device__ __forceinline__ uint32_t block_largest(uint32_t magnitude) {
   return __reduce_max_sync(~0u, warps[threadIdx.x % (kThreads / 32)]);
 }
 
+// A scaled value of 16 or more is near the largest of its row, and one below kSmall loses bits: one more of either, 16 bits each.
+__device__ __forceinline__ uint32_t count_of(float v, float scale) {
+  const float scaled = fabsf(v) * scale;
+  return (scaled >= 16.0f ? 0x10000u : 0u) + (v != 0.0f && scaled < kSmall ? 1u : 0u);
+}
+
+__device__ __forceinline__ uint32_t block_count(uint32_t count) {
+  __shared__ uint32_t warps[kThreads / 32];
+  count = __reduce_add_sync(~0u, count);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = count;
+  __syncthreads();
+  return __reduce_add_sync(~0u, threadIdx.x % 32 < kThreads / 32 ? warps[threadIdx.x % 32] : 0u);
+}
+
 // One row a block: its largest magnitude picks a power of two that brings it to 2^kTopExponent, then the row is split.
 __global__ void __launch_bounds__(kThreads)
 split(const float* __restrict__ from, __half* __restrict__ to, float* __restrict__ unscale) {
@@ -81,9 +98,23 @@ split(const float* __restrict__ from, __half* __restrict__ to, float* __restrict
   const int exponent = static_cast<int>(magnitude >> 23) - 127;
   const int shift = magnitude == 0 ? 0 : min(kTopExponent - exponent, kLargestShift);
   const float scale = power_of_two(shift);
+
+  // Small values are harmless beside many near ones: a loss is 2^-29 of a near value, and shows only where small values meet larger factors than
+  // all the near ones together. Beside few, zeros opposite those would leave nothing but the losses.
+  uint32_t count = 0;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    count += count_of(v[i].x, scale);
+    count += count_of(v[i].y, scale);
+    count += count_of(v[i].z, scale);
+    count += count_of(v[i].w, scale);
+  }
+  count = block_count(count);
   if (threadIdx.x == 0) {
-    // NaN asks the multiplication for plain fp32 arithmetic: the row holds an infinity or NaN, or is too small to be scaled up.
-    const bool fits = magnitude < 0x7f800000u && (magnitude == 0 || exponent > kSmallestExponent);
+    // NaN asks the multiplication for plain fp32 arithmetic: the row holds an infinity or NaN, is too small to be scaled up, or would lose bits.
+    const uint32_t near = count >> 16, small = count & 0xffffu;
+    const bool keeps = small == 0 || (small <= kSmallLimit && near >= kNearLimit);
+    const bool fits = keeps && magnitude < 0x7f800000u && (magnitude == 0 || exponent > kSmallestExponent);
     unscale[row] = fits ? power_of_two(-shift - kWeightShift) : __uint_as_float(0x7fffffffu);
   }
   uint32_t* words = reinterpret_cast<uint32_t*>(to + static_cast<size_t>(row) * kColumns);

@@ -1,5 +1,6 @@
 """The sanitizer's child runs only our kernels on the device, and its report is read rightly."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from bench import sanitize
+from codegen import index
+from codegen.emit import make_package
+from codegen.spec import load_spec
 from runtime import launch
+
+ROOT = Path(__file__).parents[2]
 
 CPU = torch.device("cpu")
 
@@ -50,3 +56,15 @@ def test_jobs_cover_every_tool_and_share_a_folder(tmp_path, monkeypatch):
     jobs = sanitize._jobs([("specs/gemm_groupnorm_hardtanh_small.yaml", "fp32")], ["sm_80"], sanitize.TOOLS)
     assert [job.tool for job in jobs] == list(sanitize.TOOLS) and len({job.folder for job in jobs}) == 1
     assert jobs[0].identity == ("gemm_groupnorm_hardtanh_small", "fp32", "sm_80", sanitize.TOOLS[0]) and jobs[0].kernels
+
+
+def test_every_checked_in_package_is_examined_by_the_kernels_it_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "specs").symlink_to(ROOT / "codegen" / "specs")
+    for path, precision in index.entries(ROOT / "generated"):
+        spec = load_spec(path, precision)
+        for plan in make_package(spec).plans:
+            if plan.target.name == "cpu":
+                continue
+            _, kernels = sanitize.small_package(spec, plan.target.name)
+            assert set(kernels) == {kernel.file(plan.target).removesuffix(".cu") for kernel in plan.kernels}, (path, precision, plan.target.name)

@@ -165,7 +165,7 @@ def test_infinity_and_nan_come_out_where_they_do_in_pytorch(built):
     torch.testing.assert_close(y[finite].float(), expected[finite].float(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("change", ["infinite", "large", "small", "vanishing", "wide"])
+@pytest.mark.parametrize("change", ["infinite", "large", "small", "vanishing", "wide", "faint", "sparse"])
 @torch.no_grad()
 def test_fp32_data_that_halves_cannot_carry_keep_their_accuracy(built, change):
     shape, precision, ours, eager = built
@@ -184,6 +184,13 @@ def test_fp32_data_that_halves_cannot_carry_keep_their_accuracy(built, change):
             weight[80] = 0.0
         elif change == "vanishing":
             weight[3] *= 1e-16
+        elif change == "faint":  # beside a value that meets only zeros
+            x *= 2.0**20
+            x[:, -1] = 0.0
+            weight[:70] *= 2.0**-20
+            weight[:70, -1] = 4.0
+        elif change == "sparse":  # zeros are not faint
+            weight[:, ::3] = 0.0
         else:
             x[3] *= 1e-20
             x[4] *= 1e15
