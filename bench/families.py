@@ -328,15 +328,14 @@ def _lossy_split(d: Draw):
 
 
 def _faint_weights(d: Draw):
-    """In one group each row of the weight is faint but for one value of ordinary size, which meets zeros in x: a split that goes by the largest
-    value of a row, or by none, loses what carries the result."""
+    """Each row of the weight is faint but for one value of ordinary size, which meets zeros in x: a split that goes by the largest value of a row,
+    or by none, loses what carries the result."""
     x, parameters = d.x(), d.parameters()
-    weight, scale, width = parameters[d.weight], _FAINT[d.precision], d.spec.group_channels
-    rows = slice(width, 2 * width) if d.spec.channels > width else slice(0, None)
+    weight, scale = parameters[d.weight], _FAINT[d.precision]
     x *= scale
     x[:, weight.shape[1] - 1 :: weight.shape[1]] = 0.0
-    weight[rows] /= scale
-    weight[rows, -1] = 4.0
+    weight /= scale
+    weight[:, -1] = 4.0
     for key in d.shifts:
         parameters[key].zero_()
     return x, parameters
