@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from codegen.plan.gemm_sm90a_epilogue import vector_count
+from codegen.plan.gemm_sm90a_epilogue import costly, epilogue, vector_count
 from codegen.plan.gemm_sm90a_kernels import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, gemm_kernel, split_kernel
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, by_rows, memory
 from codegen.plan.gemm_sm90a_window import WEIGHT_SHIFT
@@ -72,7 +72,8 @@ def choose_layout(spec: Spec, target: Target, device: DeviceClass, form: Form) -
     """The layout with the fewest rounds of tiles; ties go to the earlier of those that `layouts` lists."""
     fitting = [
         layout for layout in layouts(spec, form)
-        if memory(form, layout, spec.group_channels, spec.precision.itemsize, target.smem_bytes, vector_count(spec), bool(spec.before_norm)) is not None and not _held_tail(spec, form, layout)
+        if memory(form, layout, spec.group_channels, spec.precision.itemsize, target.smem_bytes, vector_count(spec)) is not None
+        and not _held_tail(spec, form, layout) and not _crowded(spec, form, layout)
     ]  # fmt: skip
     return min(fitting, key=lambda layout: _rounds(spec, form, layout, device.sms)[0])
 
@@ -142,6 +143,15 @@ def _held_tail(spec: Spec, form: Form, layout: Layout) -> bool:
     return layout.unit_tiles > 1 and spec.batch % (form.tile_samples * samples) != 0
 
 
+def _crowded(spec: Spec, form: Form, layout: Layout) -> bool:
+    """Seen with nvcc 13: where tiles wait in y and a thread has 128 sums, too few registers are left for exponentials: before the norm of fp32
+    values, whose scales and rows are looked at first, and after that of 16 bits."""
+    if layout.unit_tiles == 1 or form.promote or by_rows(form, layout, spec.precision.itemsize):
+        return False
+    before, after, *_ = epilogue(spec, True)
+    return costly(before if spec.precision.itemsize == 4 else after)
+
+
 def _splits(spec: Spec, form: Form, prepack: bool) -> tuple[list[Launch], list[Buffer]]:
     batch, k = spec.input_shape
     padded = math.ceil(batch / (2 * form.tile_samples)) * 2 * form.tile_samples
@@ -166,7 +176,7 @@ def _notes(spec: Spec, form: Form, layout: Layout, rounds: float) -> tuple[str, 
         notes.append(f"groups of {spec.group_channels} channels lie in the lanes of a warp")
     elif layout.statistics == "strips":
         wide = layout.unit_tiles > 1 or layout.exchange
-        place = "registers" if by_rows(form, layout, spec.precision.itemsize, bool(spec.before_norm)) else "y"
+        place = "registers" if by_rows(form, layout, spec.precision.itemsize) else "y"
         where = f"{layout.unit_tiles} tiles of a CTA" + (f", which wait in {place}" if layout.unit_tiles > 1 else "") if wide else "one tile"
         notes.append(f"groups of {spec.group_channels} channels lie in {where}" + (", and their other half in the cluster's other CTA" if layout.exchange else ""))
     if form.registers:

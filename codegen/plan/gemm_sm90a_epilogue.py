@@ -5,6 +5,10 @@ from __future__ import annotations
 from codegen.chain import Apply, applies, c_identifier
 from codegen.spec import Spec
 
+# Functions of comparisons and products alone.
+SPARING = frozenset({"relu", "relu6", "leaky_relu", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardswish", "hardsigmoid", "softshrink"})
+PIECE = 64
+
 
 def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply, ...], list[Apply], list[Apply]]:
     """What precedes the norm and what follows it, and the parameters of each, the producer's bias first, gamma and beta before others.
@@ -14,6 +18,18 @@ def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply
     bias = [vector(spec.producer.key(p)) for p in spec.producer.parameters if p.suffix == "bias"]
     affine = [vector(spec.norm.key(p)) for s in ("weight", "bias") for p in spec.norm.parameters if p.suffix == s] if finished else []
     return before, after, bias + [a for a in before if a.parameter], affine + [a for a in after if a.parameter]
+
+
+def costly(items: tuple[Apply, ...]) -> bool:
+    """Whether an operator takes many registers: its value and an exponential of it, for as many values at once as the compiler finds room for."""
+    return any(name not in SPARING for item in items for name in item.functions)
+
+
+def in_pieces(before: tuple[Apply, ...], group_width: int) -> bool:
+    """Whether the operators before the norm are to be done for PIECE sums of a thread after the other, where it has 128. With nvcc 13 the compiler
+    was seen to find registers for all of them at once where groups are narrow and no function has more than mish's temporaries."""
+    names = {name for item in before for name in item.functions}
+    return costly(before) and not (group_width <= 32 and names <= SPARING | {"mish"})
 
 
 def vector_count(spec: Spec) -> int:

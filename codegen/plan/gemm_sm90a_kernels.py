@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from codegen.chain import Apply, Constant, c_identifier, unique_constants
 from codegen.numerics import float_literal
-from codegen.plan.gemm_sm90a_epilogue import distinct, epilogue, line, vector_count
+from codegen.plan.gemm_sm90a_epilogue import PIECE, costly, distinct, epilogue, in_pieces, line, vector_count
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks
 from codegen.plan.gemm_sm90a_window import row_limits, window
 from codegen.plan.model import Kernel
@@ -102,7 +102,7 @@ class GemmSm90aKernel(Kernel):
 
     @property
     def by_rows(self) -> bool:
-        return by_rows(self.form, self.layout, 4 if self.value_type == "float" else 2, bool(self.before))
+        return by_rows(self.form, self.layout, 4 if self.value_type == "float" else 2)
 
     @property
     def row_channels(self) -> int:
@@ -112,7 +112,12 @@ class GemmSm90aKernel(Kernel):
     @property
     def row_parts(self) -> int:
         """Parts of a group in a row."""
-        return row_parts(self.form, self.layout, self.group_width)[1]
+        return row_parts(self.form, self.layout, self.group_width, costly(self.before + self.after))[1]
+
+    @property
+    def piece(self) -> int:
+        """Values of a tile that are worked on at once before the norm, where all of them would take more registers than a thread has; else 0."""
+        return PIECE if self.registers_a and self.tile_samples > 128 and in_pieces(self.before, self.group_width) else 0
 
     @property
     def vectors(self) -> tuple[Apply, ...]:
@@ -261,7 +266,7 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
     def pointer(name: str) -> Pointer:
         return Pointer(types.get(name, precision.c_type), c_identifier(name), name == "y")
 
-    where = memory(form, layout, width, precision.itemsize, target.smem_bytes, vector_count(spec), bool(before))
+    where = memory(form, layout, width, precision.itemsize, target.smem_bytes, vector_count(spec))
     sample_tiles, channel_tiles = math.ceil(batch / form.tile_samples), math.ceil(channels / form.tile_channels)
     cluster_samples = layout.cluster if layout.share == "weight" else 1
     cluster_channels = layout.cluster if layout.share == "input" else 1
@@ -337,9 +342,9 @@ def _constants(
         rows.append(("kScratchBytes", where.scratch, "a warpgroup"))
     if where.store_samples:
         rows += [("kStoreSamples", where.store_samples, "rows of y in a piece that leaves"), ("kStoreBytes", where.store_samples * 128, "of 64 channels each")]
-    rows_finish = by_rows(form, layout, spec.precision.itemsize, bool(spec.before_norm))
+    rows_finish = by_rows(form, layout, spec.precision.itemsize)
     vectors = vector_count(spec) if rows_finish else 0
-    part, parts = row_parts(form, layout, width)
+    part, parts = row_parts(form, layout, width, costly(items))
     if rows_finish:
         rows += [
             ("kRowChannels", 64 * form.blocks, "channels of a sample that a thread finishes"),

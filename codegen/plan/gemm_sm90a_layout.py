@@ -56,17 +56,16 @@ def in_warpgroup(form: Form, group_width: int) -> bool:
     return group_width <= form.tile_channels // CONSUMERS
 
 
-def by_rows(form: Form, layout: Layout, itemsize: int, before: bool) -> bool:
+def by_rows(form: Form, layout: Layout, itemsize: int) -> bool:
     """Whether threads finish whole rows of a tile, one sample each: results of 16 bits, whose tile fits into shared memory beside the ring,
-    and at most one other waits in registers, unless the norm has operators `before` it."""
-    tiles = 1 if before else 2
-    return layout.statistics == "strips" and itemsize == 2 and not layout.exchange and layout.unit_tiles <= tiles and form.tile_samples == 128 and form.blocks <= 2
+    and at most one other waits in registers."""
+    return layout.statistics == "strips" and itemsize == 2 and not layout.exchange and layout.unit_tiles <= 2 and form.tile_samples == 128 and form.blocks <= 2
 
 
-def row_parts(form: Form, layout: Layout, group_width: int) -> tuple[int, int]:
+def row_parts(form: Form, layout: Layout, group_width: int, costly: bool) -> tuple[int, int]:
     """How many channels of a row a thread holds in registers at a time, and how often to meet all of a group's in the row. Beside a tile that
-    waits there are registers for half as many."""
-    part = min(group_width, ROW_PART // layout.unit_tiles)
+    waits there are registers for half as many, and for half of those where operators are `costly`."""
+    part = min(group_width, ROW_PART // (layout.unit_tiles * (2 if costly and layout.unit_tiles > 1 else 1)))
     return part, min(group_width, 64 * form.blocks) // part
 
 
@@ -87,15 +86,14 @@ class Memory:
     total: int
 
 
-def memory(form: Form, layout: Layout, group_width: int, itemsize: int, limit: int, vectors: int = 0, before: bool = False) -> Memory | None:
-    """Where everything lies; None when it does not fit into `limit` bytes. `vectors`: parameters of the epilogue; `before`: whether operators
-    precede the norm."""
+def memory(form: Form, layout: Layout, group_width: int, itemsize: int, limit: int, vectors: int = 0) -> Memory | None:
+    """Where everything lies; None when it does not fit into `limit` bytes. `vectors`: parameters of the epilogue."""
     weight_part = form.tile_channels * TILE_K * (4 if form.registers else 2)
     input_part = form.tile_samples * TILE_K * 2
     stage = weight_part * (1 if form.registers else form.parts) + input_part * form.parts
     strips = groups = 0
     planes = form.tile_samples * STATISTICS_BYTES
-    rows = by_rows(form, layout, itemsize, before)
+    rows = by_rows(form, layout, itemsize)
     if rows:
         groups = 0 if in_warpgroup(form, group_width) else CONSUMERS * form.tile_samples * 8  # mean and M2
     elif layout.statistics == "strips":

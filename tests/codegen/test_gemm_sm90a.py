@@ -167,7 +167,7 @@ def test_balanced_takes_no_more_rounds_than_all_places_would(units, places):
     assert clusters <= places and math.ceil(units / clusters) == math.ceil(units / places)
 
 
-@pytest.mark.parametrize(("width", "before", "expected"), [(8, (), False), (32, ("mish",), True), (256, ("mish",), True), (512, (), True), (512, ("mish",), False), (1024, (), False)])
+@pytest.mark.parametrize(("width", "before", "expected"), [(8, (), False), (32, ("mish",), True), (256, ("mish",), True), (512, (), True), (512, ("mish",), True), (1024, (), False)])
 def test_results_of_16_bits_are_finished_by_rows_where_registers_allow(width, before, expected, tmp_path):
     for precision in ("fp16", "bf16"):
         kernel = gemm_of(plan_sm_90a(spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision, before=before), TARGET, DEVICE))
@@ -178,6 +178,23 @@ def test_results_of_16_bits_are_finished_by_rows_where_registers_allow(width, be
         assert c["kPartChannels"] * kernel.row_parts * (2 if width > kernel.row_channels else 1) * kernel.layout.unit_tiles == max(width, c["kPartChannels"])
         assert c["kVectors"] == len(kernel.vectors) == 3  # bias, gamma, beta
         assert c["kParametersAt"] + 4 * c["kVectors"] * c["kTileChannels"] * c["kUnitTiles"] <= c["kBarriersAt"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "width", "before", "after"), [("tf32", 256, ("silu",), ("relu",)), ("tf32", 512, ("mish",), ()), ("fp16", 1024, (), ("gelu",)), ("bf16", 1024, ("mish",), ("silu",))]
+)
+def test_tiles_with_exponentials_do_not_wait_in_y(precision, width, before, after, tmp_path):
+    """They would take more registers than there are; the norm's own kernel finishes them, or the cluster's other CTA has the rest of the group."""
+    plain = gemm_of(plan_sm_90a(spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision, before=("relu",)), TARGET, DEVICE))
+    assert plain.held_in_y
+    costly = gemm_of(plan_sm_90a(spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision, before=before, after=after), TARGET, DEVICE))
+    assert not costly.held_in_y
+
+
+@pytest.mark.parametrize(("precision", "width", "before", "expected"), [("tf32", 64, ("silu",), True), ("tf32", 64, ("relu",), False), ("tf32", 32, ("mish",), False), ("fp32", 64, ("silu",), False)])
+def test_sums_wait_for_each_other_where_all_at_once_would_take_too_many_registers(precision, width, before, expected, tmp_path):
+    plan = plan_sm_90a(spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision, before=before), TARGET, DEVICE)
+    assert ("blockIdx.z" in render_kernel(plan, gemm_of(plan))) is expected
 
 
 def test_promotion_is_a_whole_number_of_stages(tmp_path):
@@ -191,7 +208,8 @@ COMPILED = [
     ("mish_bf16", (1024, 8192, 8192, 256), "bf16", {"before": ("mish",)}), ("exchange_tf32", (1024, 8192, 8192, 16), "tf32", {}),
     ("tails_fp32", (4000, 336, 4000, 125), "fp32", {"before": ("mish",)}), ("lanes_fp16", (4000, 328, 4008, 501), "fp16", {}),
     ("across_warpgroups_fp16", (1024, 1024, 8192, 32), "fp16", {"before": ("mish",)}), ("waits_bf16", (1024, 1024, 8192, 16), "bf16", {}),
-    ("norm_fp32", (1024, 1024, 9600, 100), "fp32", {"before": ("mish",)}), ("few_steps_bf16", (4096, 256, 4096, 8), "bf16", {}),
+    ("pieces_tf32", (1024, 1024, 8192, 128), "tf32", {"before": ("silu",)}), ("waits_before_fp16", (1024, 1024, 8192, 16), "fp16", {"before": ("gelu",), "after": ("silu",)}),
+    ("waits_costly_bf16", (1024, 1024, 8192, 16), "bf16", {"after": ("gelu",)}), ("norm_fp32", (1024, 1024, 9600, 100), "fp32", {"before": ("mish",)}), ("few_steps_bf16", (4096, 256, 4096, 8), "bf16", {}),
 ]  # fmt: skip
 
 

@@ -26,7 +26,9 @@ WEIGHT, INPUT, ALONE = (2, "weight"), (2, "input"), (1, "none")
 CASES = [
     ("waits_in_place", (1024, 512, 4096, 8), (), None, False),
     ("several_units", (4096, 256, 4096, 8), (), None, False),
+    ("waits_before_the_norm", (1024, 512, 4096, 8), MISH, None, False),
     ("strips", (1024, 1024, 4096, 128), MISH, None, False),
+    ("pieces", (1024, 1024, 4096, 64), ("silu", *MISH), None, False),
     ("tails_weight", (200, 336, 320, 10), MISH, Layout(*WEIGHT, 1, "strips"), False),
     ("tails_input", (200, 336, 320, 5), MISH, Layout(*INPUT, 1, "strips"), False),
     ("alone", (130, 256, 640, 5), (), Layout(*ALONE, 1, "strips"), False),
