@@ -12,8 +12,9 @@ from rich.table import Table
 from . import kernel_report, toolchain
 from .build import ensure_built, plan_build
 from .cache import LIBRARY, default_cache
-from .doctor import examine
+from .doctor import examine, examine_package
 from .errors import PackageError, RuntimeFailure
+from .load import with_backwards
 from .package import Package
 from .process import run_program
 from .wheel import make_wheel
@@ -28,9 +29,11 @@ def main():
 
 
 @main.command()
-def doctor():
-    """Say what was found, what is missing and what to install, and which targets run here."""
-    findings = examine()
+@click.argument("package", type=click.Path(path_type=Path), required=False)
+def doctor(package):
+    """Say what was found, what is missing and what to install, and which targets run here; of PACKAGE (a folder), if one is named,
+    which libraries this machine needs and which of them are built."""
+    findings = examine() + (examine_package(Package(package)) if package else [])
     table = Table("what", "state", "detail", box=None)
     for finding in findings:
         table.add_row(finding.what, f"[{STYLES[finding.state]}]{finding.state}[/]", finding.detail.replace("[", r"\["))
@@ -43,20 +46,23 @@ def doctor():
 @click.option("--targets", default="", help="Targets to build, separated by spaces or commas; all emitted ones if absent.")
 @click.option("--capability", multiple=True, metavar="X.Y",
               help="Compile for devices of this compute capability (repeatable); else for every device of the target.")  # fmt: skip
-def build(package, targets, capability):
+@click.option("--backward/--no-backward", default=True, help="Also the libraries that gradients need.  [default: yes]")
+def build(package, targets, capability, backward):
     """Compile PACKAGE (a generated folder) into the cache; no GPU is needed."""
     opened = Package(package)
     names = targets.replace(",", " ").split() or list(opened.manifest.targets)
     wanted = [_capability(text) for text in capability] or [None]
+    chosen = []
     for name in names:
         target = opened.target(name)
         able = [None] if target.arch is None else [entry for entry in wanted if entry is None or target.runs_on(entry)]
         for entry in wanted:
             if entry not in able and target.arch is not None:
                 click.echo(f"{opened.manifest.name} {name}: not for capability {entry[0]}.{entry[1]}, which it does not run on", err=True)
-        for entry in able:
-            path = ensure_built(plan_build(opened, target, entry))
-            click.echo(f"{opened.manifest.name} {name}: {path}")
+        chosen += [(target, entry) for entry in able]
+    for target, entry in with_backwards(opened, chosen) if backward else chosen:
+        path = ensure_built(plan_build(opened, target, entry))
+        click.echo(f"{opened.manifest.name} {target.name}: {path}")
 
 
 @main.command("package")
@@ -74,32 +80,46 @@ def make_wheels(packages, out, version):
 @click.argument("package", type=click.Path(path_type=Path))
 @click.option("--target", "targets", multiple=True, help="Only this target (repeatable).")
 @click.option("--arch", help="Architecture to compile a native target for, such as sm_86.")
+@click.option("--backward/--no-backward", default=True, help="Also the sources that gradients need.  [default: yes]")
 @click.option("--ptx", "form", flag_value="ptx", help="Print the PTX.")
 @click.option("--sass", "form", flag_value="sass", help="Print the machine code (needs cuobjdump).")
 @click.option("--resources", "form", flag_value="resources", default=True, help="Print registers, stack, spills (default).")
-def show(package, targets, arch, form):
-    """Compile the CUDA sources of PACKAGE (a generated folder) and print what came out."""
+def show(package, targets, arch, backward, form):
+    """Compile the CUDA sources of PACKAGE (a generated folder) and print what came out: the forward's, then the backward's."""
     opened = Package(package)
-    chosen = [opened.target(name) for name in targets] or [t for t in opened.manifest.targets.values() if t.arch]
-    units = [(target, source) for target in chosen for source in target.sources if source.endswith(".cu")]
-    if not units:
+    chosen = [(opened.target(name), None) for name in targets] or [(t, None) for t in opened.manifest.targets.values() if t.arch]
+    parts = {"forward": chosen}
+    if backward:
+        behind = with_backwards(opened, chosen)[len(chosen) :]
+        parts["backward"] = list({entry[0].name: entry for entry in reversed(behind)}.values())  # each for its first device
+    shown = False
+    for part, entries in parts.items():
+        units = [(*entry, source) for entry in entries for source in entry[0].sources if source.endswith(".cu")]
+        if units:
+            _show_part(opened, part, units, arch, form)
+            shown = True
+    if not shown:
         raise PackageError(f"{opened.manifest.name} has no CUDA sources among the targets asked for.")
-    table = Table("target", "source", "kernel", "registers", "stack", "spills", "static shared", "double", box=None)
-    for target, source in units:
-        compiled_for = (arch or "sm_%d%d" % target.least_capability) if target.arch == "native" else target.arch
-        path = opened.path / source
-        if form == "resources":
-            report = kernel_report.compile_report(path, target.flags, compiled_for)
-            for kernel in report.kernels:
-                spills = kernel.spill_stores + kernel.spill_loads
-                numbers = (kernel.registers, kernel.stack, spills, kernel.static_shared)
-                double = "yes" if report.uses_double else "no"
-                table.add_row(target.name, source, kernel.short_name, *map(str, numbers), double)
-            for warning in report.warnings:
-                click.echo(warning, err=True)
-        else:
-            click.echo(f"// {target.name}: {source} for {compiled_for}")
+
+
+def _show_part(package: Package, part: str, units: list, arch: str | None, form: str) -> None:
+    """Prints what became of ``units`` (target, capability, source), under the heading ``part``."""
+    title = f"{package.manifest.name}, {part}"
+    table = Table("target", "source", "for", "kernel", "registers", "stack", "spills", "static shared", "double", box=None, title=title, title_justify="left")
+    for target, capability, source in units:
+        compiled_for = (arch or "sm_%d%d" % (capability or target.least_capability)) if target.arch == "native" else target.arch
+        path = package.path / source
+        if form != "resources":
+            click.echo(f"// {title}: {target.name}: {source} for {compiled_for}")
             click.echo(_device_text(path, target.flags, compiled_for, form))
+            continue
+        report = kernel_report.compile_report(path, target.flags, compiled_for)
+        for kernel in report.kernels:
+            spills = kernel.spill_stores + kernel.spill_loads
+            numbers = (kernel.registers, kernel.stack, spills, kernel.static_shared)
+            table.add_row(target.name, source, compiled_for, kernel.short_name, *map(str, numbers), "yes" if report.uses_double else "no")
+        for warning in report.warnings:
+            click.echo(warning, err=True)
     if form == "resources":
         _console().print(table)
 

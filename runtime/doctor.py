@@ -7,10 +7,12 @@ from typing import Callable
 
 import torch
 
+from .build import plan_build
 from .cache import default_cache
 from .devices import check_driver, driver_version, visible_capabilities
-from .errors import ToolchainError
-from .package import TargetManifest
+from .errors import RuntimeFailure, ToolchainError
+from .load import choose_targets, with_backwards
+from .package import Package, TargetManifest
 from .resources import free_memory, parallel_jobs, usable_cores
 from .toolchain import Tool, find_cuobjdump, find_gxx, find_ninja, find_nvcc
 
@@ -91,3 +93,34 @@ def _target(name, arch, least, capabilities, found: dict[str, bool]) -> Finding:
     able = [f"GPU {index}" for index, capability in enumerate(capabilities) if target.runs_on(capability)]
     runs = f"runs here on {', '.join(able)}" if able else "no visible GPU runs it"
     return Finding(f"target {name}", "ok" if able and not absent else "optional", f"{builds}; {runs}")
+
+
+def examine_package(package: Package) -> list[Finding]:
+    """The libraries of ``package`` that models on this machine load, the backward's included, and what has become of each.
+
+    What is not built yet is no fault: constructing a model builds it, the first forward that asks for gradients the backward.
+    """
+    try:
+        chosen = choose_targets(package, visible_capabilities(), os.environ.get("TARGETS", ""))
+    except RuntimeFailure as error:
+        return [Finding(package.manifest.name, "missing", str(error))]
+    findings = []
+    for target, capability in with_backwards(package, chosen):
+        what = f"{package.manifest.name} {target.name}"
+        compiled_for = "" if capability is None else f", for capability {capability[0]}.{capability[1]}"
+        try:
+            state, detail = _library(package, target, capability, (target, capability) in chosen)
+        except RuntimeFailure as error:
+            state, detail, compiled_for = "missing", str(error), ""
+        findings.append(Finding(what, state, detail + compiled_for))
+    return findings
+
+
+def _library(package: Package, target: TargetManifest, capability, forward: bool) -> tuple[str, str]:
+    if package.prebuilt is not None:
+        package.prebuilt.library(target.name, capability)
+        return "ok", "came with the package"
+    build = plan_build(package, target, capability)
+    if default_cache().find(build.key) is not None:
+        return "ok", f"built: {build.key[:12]} in the cache"
+    return "optional", f"not built yet: {'constructing a model' if forward else 'the first forward that asks for gradients'} does it"

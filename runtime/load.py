@@ -96,6 +96,21 @@ def choose_targets(
     return chosen
 
 
+def with_backwards(package: Package, chosen: list[tuple[TargetManifest, Capability | None]]) -> list[tuple[TargetManifest, Capability | None]]:
+    """``chosen`` as it is, and behind it the libraries that gradients on the same devices need, each once.
+
+    One backward serves all CUDA targets, compiled for each device: for one that ``chosen`` leaves open, the only one that the target
+    runs on, or where there are several, the least.
+    """
+    found = []
+    for target, capability in chosen:
+        backward = backward_for(package.manifest, torch.device("cpu" if target.arch is None else "cuda"))
+        if backward is not None:
+            alone = capability is None and target.is_for_one_capability
+            found.append((backward.target, target.least_capability if alone else capability))
+    return [*chosen, *dict.fromkeys(found)]
+
+
 def best_target(package: Package, capability: Capability) -> TargetManifest | None:
     """The emitted target to prefer on a GPU: one made for exactly this architecture, else the latest that runs."""
     able = [target for target in package.manifest.targets.values() if target.runs_on(capability)]

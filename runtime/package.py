@@ -89,9 +89,14 @@ class TargetManifest:
         """Whether a device of this compute capability (None: the CPU) can run the target."""
         if capability is None or self.arch is None:
             return capability is None and self.arch is None
-        if self.arch != "native" and self.arch[-1].isalpha():
+        if self.is_for_one_capability:
             return capability == _capability_of(self.arch)
         return capability >= self.least_capability
+
+    @property
+    def is_for_one_capability(self) -> bool:
+        """Whether its code runs on devices of exactly one compute capability."""
+        return self.arch is not None and self.arch != "native" and self.arch[-1].isalpha()
 
     @property
     def least_capability(self) -> tuple[int, int]:

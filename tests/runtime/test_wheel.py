@@ -115,6 +115,42 @@ def test_it_runs_without_compilers_and_gives_the_references_values(bare):
     assert "built=cpu" in output
 
 
+@pytest.mark.parametrize("name", [GEMM, CONV])
+def test_it_trains_without_compilers(bare, name):
+    """The backward is a library of its own, opened at the first forward that asks for gradients: it came with the wheel too.
+
+    How exact gradients are is tested elsewhere. Here one window whose largest value is another in float64 than in fp32 is allowed.
+    """
+    bare.run(f"""
+        import copy, sys, torch
+        started = []
+        watched = ("subprocess.Popen", "os.mkdir", "os.fork", "os.exec", "os.posix_spawn")
+        sys.addaudithook(lambda event, args: started.append((event, args)) if event in watched else None)
+        from {name} import Model, ModelNew, get_init_inputs, get_inputs
+        torch.manual_seed(3)
+        reference, (x,) = Model(*get_init_inputs()), get_inputs()
+        model = ModelNew(*get_init_inputs())
+        model.load_state_dict(reference.state_dict())
+        exact = copy.deepcopy(reference).double()
+        for _ in range(2):
+            seen = x.clone().requires_grad_()
+            model(seen).square().mean().backward()
+            seen64 = x.double().requires_grad_()
+            exact.load_state_dict(model.state_dict())
+            exact.zero_grad()
+            exact(seen64).square().mean().backward()
+            pairs = [(seen, seen64), *zip(model.parameters(), exact.parameters())]
+            for got, want in pairs:
+                error = (got.grad.double() - want.grad).norm() / want.grad.norm()
+                assert error < 1e-2, error
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad, alpha=0.1)
+            model.zero_grad()
+        assert started == [], started
+    """)
+
+
 def test_two_wheels_live_side_by_side(bare):
     bare.run(f"""
         import torch
@@ -208,34 +244,23 @@ def test_the_cpu_library_is_for_a_processor_level_and_uses_torchs_openmp(gemm_wh
     assert "-march=x86-64-v3" in manifest["targets"]["cpu"]["flags"] and "-march=native" not in manifest["targets"]["cpu"]["flags"]
 
 
-BACKWARD_SOURCE = """
-extern "C" int scale_backward(const void*, const void*, const void*, void*, void*, int, void*) { return 0; }
-"""
-
-
 def test_a_backward_of_its_own_is_packed_too(tiny, tmp_path, monkeypatch):
-    def with_backward(data):
-        data["targets"].pop("sm_80")
-        cpu = data["targets"]["cpu"]
-        data["parameters"].append({"key": "weight", "shape": [8, 8], "dtype": "float32"})
-        cpu["steps"] = [
-            {"library": "linear", "args": ["x", "weight", None], "out": "t0"},
-            {"launch": "scale_launch", "args": ["t0", "scale", "workspace", "y"]},
-        ]
-        data["backward"] = {
-            "cpu": {
-                "sources": ["backward.cpp"], "flags": ["-O1", "-march=native"], "source_key": "", "gradients": ["scale"],
-                "saved": {"name": "t0", "shape": [4, 8], "dtype": "float32"},
-                "steps": [{"launch": "scale_backward", "args": ["grad:y", "t0", "scale", "grad:t0", "grad:scale"]}],
-            }
-        }  # fmt: skip
-
-    (tiny.path / "backward.cpp").write_text(BACKWARD_SOURCE)
-    package = Package(unpack(make_wheel(tiny.edit(with_backward), tmp_path / "dist"), tmp_path))
+    tiny.add_backward()
+    tiny.edit(lambda data: [data[part].pop("sm_80") for part in ("targets", "backward")])
+    package = Package(unpack(make_wheel(tiny.package, tmp_path / "dist"), tmp_path))
     assert sorted(package.prebuilt.index["libraries"]) == ["cpu", "cpu-backward"]
     assert package.manifest.backward["cpu"].target.flags == ("-O1", "-march=x86-64-v3")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert load.load_backward(package, torch.device("cpu")) is not None
+
+
+def test_the_wheel_of_a_gpu_target_holds_its_backward(gemm_wheel):
+    with zipfile.ZipFile(gemm_wheel) as archive:
+        index = json.loads(archive.read(f"{GEMM}/prebuilt.json"))["libraries"]
+        assert sorted(index) == ["cpu", "cpu-backward", "sm_80", "sm_80-backward"]
+        for entry in index.values():
+            assert hashlib.sha256(archive.read(f"{GEMM}/{entry['file']}")).hexdigest() == entry["sha256"]
+    assert index["sm_80-backward"]["code"] == ["sm_80", "compute_80"]
 
 
 def test_the_same_package_gives_the_same_bytes(tiny, tmp_path):

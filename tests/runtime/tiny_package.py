@@ -56,6 +56,17 @@ extern "C" int scale_launch(const void* x, const void* scale, void* workspace, v
 }
 """
 
+CPU_BACKWARD = """
+extern "C" int scale_backward(const void*, const void*, const void*, void*, void*, int, void*) { return 0; }
+"""
+CUDA_BACKWARD = """
+__global__ void back_kernel(float* x) { x[threadIdx.x] = 0.0f; }
+extern "C" int scale_backward(const void*, const void*, const void*, void* x, void*, int, void* stream) {
+  back_kernel<<<1, 8, 0, static_cast<cudaStream_t>(stream)>>>(static_cast<float*>(x));
+  return cudaGetLastError();
+}
+"""
+
 MODEL = """
     from pathlib import Path
 
@@ -97,6 +108,25 @@ class TinyPackage:
         file = self.path / name
         assert old in file.read_text()
         file.write_text(file.read_text().replace(old, new))
+
+    def add_backward(self) -> Package:
+        """A linear layer goes before the scaling, and both targets get backward sources, which compute nothing of use; for what looks at packages."""
+        (self.path / "backward.cpp").write_text(CPU_BACKWARD)
+        (self.path / "backward_sm80.cu").write_text(CUDA_BACKWARD)
+        made = {"source_key": "", "gradients": ["scale"], "saved": {"name": "t0", "shape": [BATCH, FEATURES], "dtype": "float32"},
+                "steps": [{"launch": "scale_backward", "args": ["grad:y", "t0", "scale", "grad:t0", "grad:scale"]}]}  # fmt: skip
+
+        def change(data):
+            data["parameters"].append({"key": "weight", "shape": [FEATURES, FEATURES], "dtype": "float32"})
+            data["backward"] = {}
+            for name, source, flags in (("cpu", "backward.cpp", ["-O1", "-march=native"]), ("sm_80", "backward_sm80.cu", ["-O1", "-std=c++17"])):
+                data["targets"][name]["steps"] = [
+                    {"library": "linear", "args": ["x", "weight", None], "out": "t0"},
+                    {"launch": "scale_launch", "args": ["t0", "scale", "workspace", "y"]},
+                ]
+                data["backward"][name] = {**made, "sources": [source], "flags": flags}
+
+        return self.edit(change)
 
     def model_class(self):
         """``ModelNew``, from a module name of its own."""
