@@ -10,7 +10,7 @@ import jinja2
 from bench import pictures
 from bench.records import PREPARED, RESULTS, SWEEP, Record, ledger, loaders_choice, read, read_all
 from bench.sweep import summary
-from bench.tables import put_table, readme_table, state_today
+from bench.tables import not_measured, put_table, readme_table, state_today
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -78,7 +78,7 @@ def build(results: Path, out: Path) -> Path:
         kernelbench = read(results / slug / "kernelbench.json")
         cards.append({
             "slug": slug, "name": machine["gpu"], "machine": machine, "records": records, "pictures": _pictures(loaders_choice(records), machine, out / slug) if records else [],
-            "missing": [f"{s.spec} {s.precision}" for s in statuses if records and s.gpu == slug and s.state == "missing"],
+            "missing": not_measured(slug, statuses) if records else [],
             "kernelbench": kernelbench["runs"] if kernelbench else [], "sweep": _sweep(results, slug, out / slug),
         })  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)

@@ -7,12 +7,18 @@ from pathlib import Path
 
 from bench.records import PREPARED, Record, Status, loaders_choice, present_keys, state_of
 
+HEADLINE = ("gemm_groupnorm_hardtanh", "gemm_biasadd_hardtanh_mish_groupnorm", "conv2d_groupnorm_scale_maxpool_clamp")  # at the shapes of either version
+HEAD = [
+    "| system | precision | target | ours | error | torch's best | times as fast | best peer of equal or better accuracy | times as fast | verified |",
+    "|--|--|--|--|--|--|--|--|--|--|",
+]
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 _WORDS = {"verified": "yes", "wrong": "**no: wrong**", "changed": "unverified (sources changed since)", "missing": "unverified"}
 
 
 def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
-    """Markdown: one table a card, a row for every checked-in package that has a record, of the target that the loader picks there, and what has none."""
+    """Markdown: two tables a card, of the systems that this project exists for and of the others. A row for every package that has a record, of the
+    target that the loader picks there; then what has none."""
     states = {(s.gpu, s.spec, s.precision, s.target): s.state for s in statuses}
     lines: list[str] = []
     for card, records in cards.items():
@@ -22,18 +28,13 @@ def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
         lines += [
             f"**{first['gpu']}**, torch {first['torch']}, times in milliseconds (median, L2 flushed before each call), errors relative to float64:",
             "",
-            "| system | precision | target | ours | error | torch's best | times as fast | best peer of equal or better accuracy | times as fast | verified |",
-            "|--|--|--|--|--|--|--|--|--|--|",
         ]
-        for r in loaders_choice(records):
-            prepared = r["weights"] == PREPARED
-            state = (None if prepared else states.get((card, r["spec"], r["precision"], r["target"]))) or state_today(r)
-            lines.append(
-                f"| {r['spec']}{', weights prepared' if prepared else ''} | {r['precision']} | {r['target']} | {r['ours']['ms']:.4f} | {r['ours']['rel_error']:.1e} | {_peer(r, 'best_torch')} "
-                f"| {_times(r['speedup_torch'])} | {_peer(r, 'best_peer')} | {_times(r['speedup'])} | {_WORDS[state]} |"
-            )
-        missing = [f"{s.spec} {s.precision}" for s in statuses if s.gpu == card and s.state == "missing"]
-        lines += ["", *([f"Not measured on this card, so unverified: {', '.join(missing)}.", ""] if missing else [])]
+        shown = loaders_choice(records)
+        for title, rows in (("", [r for r in shown if _headline(r["spec"])]), ("Other shipped systems:", [r for r in shown if not _headline(r["spec"])])):
+            if rows:
+                lines += [*([title, ""] if title else []), *HEAD, *(_row(card, r, states) for r in rows), ""]
+        missing = not_measured(card, statuses)
+        lines += [f"Not measured yet on this card, so unverified: {'; '.join(missing)}.", ""] if missing else []
     if not lines:
         return "No GPU has been measured yet: every kernel is unverified there. `make evidence` on a GPU fills this table."
     lines += [
@@ -43,6 +44,28 @@ def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
         "what was measured of the others."
     ]
     return "\n".join(lines)
+
+
+def not_measured(card: str, statuses: list[Status]) -> list[str]:
+    """The checked-in packages without a record on a card, as `name (precisions)`."""
+    missing: dict[str, list[str]] = {}
+    for status in statuses:
+        if status.gpu == card and status.state == "missing":
+            missing.setdefault(status.spec, []).append(status.precision)
+    return [f"{spec} ({', '.join(precisions)})" for spec, precisions in missing.items()]
+
+
+def _headline(spec: str) -> bool:
+    return spec.removesuffix("_small") in HEADLINE
+
+
+def _row(card: str, r: Record, states: dict[tuple[str, str, str, str], str]) -> str:
+    prepared = r["weights"] == PREPARED
+    state = (None if prepared else states.get((card, r["spec"], r["precision"], r["target"]))) or state_today(r)
+    return (
+        f"| {r['spec']}{', weights prepared' if prepared else ''} | {r['precision']} | {r['target']} | {r['ours']['ms']:.4f} | {r['ours']['rel_error']:.1e} | {_peer(r, 'best_torch')} "
+        f"| {_times(r['speedup_torch'])} | {_peer(r, 'best_peer')} | {_times(r['speedup'])} | {_WORDS[state]} |"
+    )
 
 
 def _exception(cards: dict[str, list[Record]]) -> str:

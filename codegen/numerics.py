@@ -36,6 +36,8 @@ PRECISIONS: dict[str, Precision] = {
     )
 }
 
+FP32 = PRECISIONS["fp32"]
+
 
 @dataclass(frozen=True)
 class Arithmetic:

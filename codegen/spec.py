@@ -64,7 +64,8 @@ class Spec:
     """A validated spec.
 
     `args` are the constructor's arguments in order, the last of which may have their values as defaults: `defaults` names those. `chain`
-    starts with the producer; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as it was named on the command line, for messages and headers.
+    starts with the producer; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as it was named on the command line, for messages and headers. `gives` is the type
+    of the result of a part of a chain where it is another than the precision's.
     """
 
     name: str
@@ -80,6 +81,12 @@ class Spec:
     prepack: bool = False
     prepack_asked: bool = False  # on the command line, not in the file
     defaults: tuple[str, ...] = ()
+    gives: Precision | None = None
+
+    @property
+    def result(self) -> Precision:
+        """The type of y."""
+        return self.gives or self.precision
 
     @property
     def package(self) -> str:

@@ -184,7 +184,7 @@ def cpu_backward(spec: Spec) -> tuple[CpuBackwardKernel, int]:
         arguments=("t0", *values, "grad:y", "grad:t0", *(f"grad:{key}" for key in keys), *((SUMS,) if keys else ())),
         constants=_constants(spec, forward, pools, scratch, slabs, samples, len(keys)),
         summary=f"gradients of everything after torch's {spec.producer.operator.name}, one group of one sample at a time",
-        notes=_notes(spec, slabs, samples, held), dtype=forward.dtype, before=forward.before, after=forward.after,
+        notes=_notes(spec, slabs, samples, held), dtype=forward.dtype, result=forward.dtype, before=forward.before, after=forward.after,
         gamma=forward.gamma, beta=forward.beta if needs_beta else None, flat=forward.flat, buffered=buffered, pieces=forward.pieces,
         scratch=scratch, on_heap=held > STACK_VALUES, parallel=forward.parallel, back_before=before, back_after=after, back_pools=pools,
         gamma_operand=affine.get("weight"), beta_operand=affine.get("bias"), operands=tuple(operands.values()),

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, unique_constants
-from codegen.numerics import Arithmetic
+from codegen.numerics import FP32, Arithmetic
 from codegen.plan.conv import ONE_READ, Windows, arithmetic_of, constant, direction_of, reasons, shape_constants, windows_of
 from codegen.plan.conv_sm80_geometry import Geometry, candidates, choose
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
@@ -86,15 +86,10 @@ class ConvKernel(Kernel):
 class FinishKernel(NormKernel):
     """What templates/conv_sm80/finish.cu.j2 reads: the norm of the values that were kept."""
 
-    @property
-    def parameter_widths(self) -> tuple[int, ...]:
-        """The widths at which parameters are loaded: vectors of them where each kept value is a channel of its own."""
-        return (self.width,) if self.channel_mode == "vector" else ()
-
     def device_parameters(self, c_type: str) -> list[str]:
         """Parameters of the CUDA kernel: the input is fp32 whatever the storage type."""
         listed = (f"const {c_type}* __restrict__ {operand.pointer}" for operand in self.operands)
-        return ["const float* __restrict__ kept", "const float4* __restrict__ statistics", *listed, f"{c_type}* __restrict__ output"]
+        return ["const float* __restrict__ kept", "const float4* __restrict__ statistics", *listed, f"{self.result.c_type}* __restrict__ output"]
 
 
 def plan_conv_sm_80(spec: Spec, target: Target, device: DeviceClass, geometry: Geometry | None = None) -> Plan:
@@ -245,6 +240,7 @@ def _finish_kernel(spec: Spec, g: Geometry, windows: Windows) -> FinishKernel:
         constants=constants, summary=f"merges a group's statistics, then normalises the {size} values that were kept of it, and what follows",
         max_registers=64, threads=threads, blocks=groups, input="kept", output="output", operands=unique_operands(finish), applied=items, prepare=None,
         finish=finish, width=width, io_widths=(width,), channel_mode=channel_mode(plane, width), groups=groups, min_blocks=1,
+        storage=spec.precision, source=FP32, result=spec.result,
     )  # fmt: skip
 
 

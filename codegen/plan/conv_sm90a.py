@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from codegen.chain import Apply, Constant, applies
-from codegen.numerics import Arithmetic
+from codegen.numerics import Arithmetic, Precision
 from codegen.plan.conv import ONE_READ, Windows, arithmetic_of, ceil_div, constant, direction_of, reasons, shape_constants, split_at_pool, windows_of
 from codegen.plan.conv_sm90a_geometry import PREFERENCE, REGISTERS, Geometry, Layout, candidates, channel_tile, choose
 from codegen.plan.conv_steps import Step, steps, uses_none
@@ -34,6 +34,7 @@ class ConvKernel(Kernel):
     tile's statistics are taken in two walks; otherwise a shift rides in an unused part of K. `transforms`: accumulators are turned into the norm's
     input one by one; otherwise what is left of them is, a strip's extremes and a sample's moments.
     `scaled`: x is multiplied by a power of two and split, so its range is checked. `fold_lines` update `factor` and `offset`, `finish` does the rest.
+    `result` is the type of y.
     """
 
     geometry: Geometry
@@ -55,6 +56,7 @@ class ConvKernel(Kernel):
     split: bool
     padded: bool
     operand_type: str
+    result: Precision
     debug: bool = False
 
     @property
@@ -71,7 +73,7 @@ class ConvKernel(Kernel):
 
     def parameters(self, c_type: str) -> str:
         """The launcher's tensors, four to a line."""
-        names = [f"const {c_type}* {name}" for name in ("x", "weight", *(o.pointer for o in self.operands))] + [f"{c_type}* y"]
+        names = [f"const {c_type}* {name}" for name in ("x", "weight", *(o.pointer for o in self.operands))] + [f"{self.result.c_type}* y"]
         return ",\n    ".join(", ".join(names[i : i + 4]) for i in range(0, len(names), 4))
 
 
@@ -164,7 +166,7 @@ def _kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, r
         operands=operands, applied=applied, prepare=prepare, prepare_operands=prepare.operands if prepare else (), finish=finish, fold_lines=fold_lines,
         fold_operands=fold_operands, direction=rising.expression, direction_operands=rising.factors, bias=bias, two_walks=two_walks, transforms=bool(spec.before_norm), scaled=scaled,
         split=arithmetic.parts == 2, padded=producer.values["padding"][0] > 0,
-        operand_type="__nv_bfloat16" if spec.precision.name == "bf16" else "__half", debug=debug,
+        operand_type="__nv_bfloat16" if spec.precision.name == "bf16" else "__half", debug=debug, result=spec.result,
     )  # fmt: skip
 
 

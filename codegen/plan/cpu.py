@@ -66,11 +66,12 @@ class CpuKernel(Kernel):
     `after`: the operators between the norm and the first pooling or the end. `flat`: one value per channel at the norm, so that the loop over a
     group's values is one over channels. `buffered`: the group's values are kept as floats in scratch, else they are read where torch left
     them. `pieces`: how many parts the statistics are formed in. `plane`: a channel is normalised once into scratch and then pooled, as
-    windows overlap or rows are short. `parallel`: worth more than one thread. Results that operators take once more: `keeps_product` by those
+    windows overlap or rows are short. `parallel`: worth more than one thread. `result` is the type of y. Results that operators take once more: `keeps_product` by those
     before the norm, `keeps_norm` by those up to the pooling, and `keeps_input` is the norm's input, which these take as an argument.
     """
 
     dtype: str = "float32"
+    result: str = "float32"
     story: str = ""
     before: tuple[Apply, ...] = ()
     after: tuple[Apply, ...] = ()
@@ -95,7 +96,12 @@ class CpuKernel(Kernel):
     @property
     def storage(self) -> str:
         """The C type of a stored value."""
-        return "std::uint16_t" if self.half else "float"
+        return _c_type(self.dtype)
+
+    @property
+    def result_type(self) -> str:
+        """That of a value of y."""
+        return _c_type(self.result)
 
     @property
     def after_ops(self) -> tuple[Apply, ...]:
@@ -120,7 +126,7 @@ class CpuKernel(Kernel):
 
     @property
     def signature(self) -> str:
-        return _wrapped([f"{'' if name == 'y' else 'const '}{self.storage}* {name}" for name in self.pointers], "    ")
+        return _wrapped([f"{self.result_type}* y" if name == "y" else f"const {self.storage}* {name}" for name in self.pointers], "    ")
 
     @property
     def call(self) -> str:
@@ -142,6 +148,10 @@ def _wrapped(items: list[str], indent: str, width: int = 100) -> str:
             lines.append("")
         lines[-1] += item + (", " if i < len(items) - 1 else "")
     return f"\n{indent}".join(line.rstrip() for line in lines)
+
+
+def _c_type(dtype: str) -> str:
+    return "float" if dtype == "float32" else "std::uint16_t"
 
 
 def _pointer(key: str) -> str:
@@ -184,7 +194,7 @@ def cpu_kernel(spec: Spec, name: str = "chain") -> CpuKernel:
     return CpuKernel(
         name=name, template="cpu/chain.cpp.j2", arguments=("t0", *keys, "y"), constants=_constants(spec, ops, pools, scratch, pieces),
         summary=f"everything after torch's {spec.producer.operator.name}, one group of one sample at a time", notes=_notes(spec, buffered, plane, pools, held),
-        dtype=spec.precision.dtype, before=before, after=after, gamma=affine.get("weight"), beta=affine.get("bias"),
+        dtype=spec.precision.dtype, result=spec.result.dtype, before=before, after=after, gamma=affine.get("weight"), beta=affine.get("bias"),
         story=_story(spec), flat=spec.spatial == 1 and not pools, buffered=buffered, pieces=pieces, pools=pools, plane=plane, scratch=scratch,
         on_heap=held > STACK_VALUES, parallel=elements >= PARALLEL_ELEMENTS, keeps_product=_kept(spec, spec.before_norm, 0),
         keeps_input=_kept(spec, spec.after_norm, spec.norm_index - 1), keeps_norm=_kept(spec, spec.after_norm, spec.norm_index),

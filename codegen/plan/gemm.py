@@ -73,7 +73,7 @@ def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arith
 
 
 def _tail_ms(spec: Spec, device: DeviceClass) -> float:
-    return 2 * spec.batch * spec.channels * spec.precision.itemsize / (device.hbm * 1e6) + device.launch_us / 1e3
+    return 2 * spec.batch * spec.channels * spec.result.itemsize / (device.hbm * 1e6) + device.launch_us / 1e3
 
 
 def _scale_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:

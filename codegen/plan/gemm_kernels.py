@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, parameter_keys, unique_constants
-from codegen.numerics import Arithmetic, float_literal
+from codegen.numerics import FP32, Arithmetic, Precision, float_literal
 from codegen.plan.gemm_tiles import WARP, Choice, Tile
 from codegen.plan.model import Kernel
 from codegen.plan.norm_chain import Operand, kept_in_front, named_operand, norm_operands, operand_of
@@ -64,13 +64,14 @@ class Epilogue:
 
 @dataclass(frozen=True)
 class GemmKernel(Kernel):
-    """One GEMM with its epilogue. `affine`: gamma and beta, or nothing; `copy_bytes` is the widest copy that every row of x and W allows; the `ragged_*` flags say whether a
+    """One GEMM with its epilogue. `affine`: gamma and beta, or nothing; `copy_bytes` is the widest copy that every row of x and W allows; `result` is the type of y; the `ragged_*` flags say whether a
     tile can reach beyond the operands' rows or K."""
 
     pointers: tuple[Pointer, ...] = ()
     tile: Tile | None = None
     arithmetic: Arithmetic | None = None
     storage: str = "float"
+    result: Precision = FP32
     copy_bytes: int = 16
     ragged_m: bool = False
     ragged_n: bool = False
@@ -114,10 +115,15 @@ class GemmKernel(Kernel):
         return tuple(p for p in self.pointers if p.name not in ("x", self.weight, SCALES))
 
     @property
+    def rounds(self) -> bool:
+        """Whether statistics are those of values as 16 bits store them."""
+        return self.statistics and self.result.itemsize == 2
+
+    @property
     def uses_to_float(self) -> bool:
         """Whether the epilogue reads single values of the storage type."""
         by_value = self.epilogue.vector == 1 and self.loads_channels
-        return self.storage != "float" and bool(self.scalars or by_value or self.statistics)
+        return self.storage != "float" and bool(self.scalars or by_value or self.rounds)
 
     @property
     def loads_channels(self) -> bool:
@@ -194,7 +200,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     parameters = tuple(dict.fromkeys(key for key in named if key))
     scaled = arithmetic.name == "fp16x3"
     arguments = ("x", *parameters, *((SCALES,) if scaled else ()), *((STATISTICS,) if statistics else ()), "y")
-    types = {SCALES: "float", STATISTICS: "float4"}
+    types = {SCALES: "float", STATISTICS: "float4", "y": spec.result.c_type}
     known = {operand.key: operand.pointer for operand in (*map(named_operand, parameters), *affine)}
     pointers = tuple(Pointer(types.get(a, precision.c_type), known.get(a, a), a in ("y", STATISTICS)) for a in arguments)
     stages_per_chunk, stage_count = _stage_counts(arithmetic, tile, k, precision.itemsize)
@@ -205,7 +211,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     kernel = GemmKernel(
         name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic),
         smem_bytes=max(tile.smem_bytes, epilogue.round_rows * epilogue.pitch * 4 * tile.warps_k), max_registers=tile.max_registers,
-        threads=tile.threads, blocks=tiles_m * tiles_n, pointers=pointers, tile=tile, arithmetic=arithmetic, storage=precision.c_type,
+        threads=tile.threads, blocks=tiles_m * tiles_n, pointers=pointers, tile=tile, arithmetic=arithmetic, storage=precision.c_type, result=spec.result,
         copy_bytes=math.gcd(16, k * precision.itemsize), ragged_m=spec.batch % tile.m != 0,
         ragged_n=(tiles_n - 1) * choice.columns + tile.n > spec.channels, ragged_k=padded_k != k,
         ragged_outputs=tiles_n * choice.columns != spec.channels, raster_remainder=tiles_m % raster != 0,
@@ -294,7 +300,7 @@ def _stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> 
 
 def _epilogue(spec: Spec, tile: Tile, choice: Choice, pad: int) -> Epilogue:
     span = spec.group_channels if choice.finished else tile.n
-    vector = math.gcd(math.gcd(span, spec.channels), 16 // spec.precision.itemsize)
+    vector = math.gcd(math.gcd(span, spec.channels), 16 // spec.result.itemsize)
     slices = span // vector
     team = min(WARP, 1 << (slices - 1).bit_length())
     spans = choice.columns // span

@@ -47,7 +47,8 @@ class SplitKernel(Kernel):
 
 @dataclass(frozen=True)
 class GemmSm90aKernel(Kernel):
-    """The multiplication with its epilogue. `guarded`: fp32 operands, which halves may not be able to carry."""
+    """The multiplication with its epilogue. `guarded`: fp32 operands, which halves may not be able to carry; `value_type` is the
+    type of the parameters, `result_type` that of y."""
 
     form: Form | None = None
     layout: Layout | None = None
@@ -71,6 +72,7 @@ class GemmSm90aKernel(Kernel):
     after_lines: tuple[str, ...] = ()
     after_parameters: tuple[Apply, ...] = ()
     producer_bias: bool = False
+    result_type: str = "float"
 
     input_unscale = X_UNSCALE
     weight_unscale = WEIGHT_UNSCALE
@@ -102,7 +104,7 @@ class GemmSm90aKernel(Kernel):
 
     @property
     def by_rows(self) -> bool:
-        return by_rows(self.form, self.layout, 4 if self.value_type == "float" else 2)
+        return by_rows(self.form, self.layout, 4 if self.result_type == "float" else 2)
 
     @property
     def row_channels(self) -> int:
@@ -180,7 +182,7 @@ class GemmSm90aKernel(Kernel):
 
     @property
     def staged_store(self) -> bool:
-        return self.value_type != "float"
+        return self.result_type != "float"
 
     @property
     def names_samples(self) -> bool:
@@ -264,9 +266,9 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
     types = {X_SPLIT: "__half", WEIGHT_SPLIT: "__half", X_UNSCALE: "float", WEIGHT_UNSCALE: "float"}
 
     def pointer(name: str) -> Pointer:
-        return Pointer(types.get(name, precision.c_type), c_identifier(name), name == "y")
+        return Pointer(spec.result.c_type if name == "y" else types.get(name, precision.c_type), c_identifier(name), name == "y")
 
-    where = memory(form, layout, width, precision.itemsize, target.smem_bytes, vector_count(spec))
+    where = memory(form, layout, width, spec.result.itemsize, target.smem_bytes, vector_count(spec))
     sample_tiles, channel_tiles = math.ceil(batch / form.tile_samples), math.ceil(channels / form.tile_channels)
     cluster_samples = layout.cluster if layout.share == "weight" else 1
     cluster_channels = layout.cluster if layout.share == "input" else 1
@@ -281,7 +283,7 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
         c_identifier(weight_operand), input_operand, c_identifier(keys["weight"]), guarded, width,
         batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
         channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
-        tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), "bias" in keys,
+        tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), "bias" in keys, spec.result.c_type,
     )  # fmt: skip
 
 
@@ -342,7 +344,7 @@ def _constants(
         rows.append(("kScratchBytes", where.scratch, "a warpgroup"))
     if where.store_samples:
         rows += [("kStoreSamples", where.store_samples, "rows of y in a piece that leaves"), ("kStoreBytes", where.store_samples * 128, "of 64 channels each")]
-    rows_finish = by_rows(form, layout, spec.precision.itemsize)
+    rows_finish = by_rows(form, layout, spec.result.itemsize)
     vectors = vector_count(spec) if rows_finish else 0
     part, parts = row_parts(form, layout, width, costly(items))
     if rows_finish:

@@ -177,7 +177,7 @@ def tile_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile,
     flop = 2.0 * tile.m * tile.n * stages * tile.stage_k(itemsize) * len(arithmetic.products)
     multiply = per_sm * flop / (multiplier_rate(arithmetic, device) / device.sms * tile.share * 1e9)
     level2 = per_sm * (tile.m + tile.n) * k * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
-    memory = (m * k + n * k + m * n) * itemsize / (device.hbm * 1e6)
+    memory = ((m * k + n * k) * itemsize + m * n * spec.result.itemsize) / (device.hbm * 1e6)
     latency = rounds * (stages * STEP_CYCLES + FILL_CYCLES) / (CLOCK_GHZ * 1e6)
     return max(multiply, level2, memory, latency)
 
@@ -190,7 +190,7 @@ def choose_tile(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> Choi
 def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> list[Choice]:
     """All tiles, with and without the norm in the epilogue, the least estimated time first."""
     width = spec.group_channels
-    tail_bytes = 2 * spec.batch * spec.channels * spec.precision.itemsize
+    tail_bytes = 2 * spec.batch * spec.channels * spec.result.itemsize
     tail = tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3
     choices = []
     for tile in tiles_for(arithmetic):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from codegen.chain import Apply, Constant, applies, c_identifier, kept_name, unique_constants
-from codegen.numerics import float_literal
+from codegen.numerics import Precision, float_literal
 from codegen.ops import Kind
 from codegen.plan.model import Kernel
 from codegen.spec import Spec, Step
@@ -55,7 +55,8 @@ class NormKernel(Kernel):
     `entry` is the CUDA kernel's name; `input` and `output` the C names of its tensors, the same one in place; `operands` its parameter
     tensors in the launcher's order; `width` the values of one access, and `io_widths` all widths for which load and store are needed;
     `channel_mode` says how a vector of values meets its parameters: "vector" (one channel each), "uniform" (one channel for all) or
-    "element" (found value by value). `groups` counts the groups of all samples, `min_blocks` the blocks that must fit on an SM.
+    "element" (found value by value). `groups` counts the groups of all samples, `min_blocks` the blocks that must fit on an SM. `storage` is the
+    type of the parameters, `source` and `result` those of the input and the output.
     """
 
     entry: str
@@ -70,8 +71,24 @@ class NormKernel(Kernel):
     channel_mode: str
     groups: int
     min_blocks: int
+    storage: Precision
+    source: Precision
+    result: Precision
 
     statistics: str = ""  # "reads", "writes" or nothing: what the kernel does with a buffer of statistics
+
+    @property
+    def loads_parameters(self) -> bool:
+        """Are parameters loaded as many at a time as values?"""
+        return self.channel_mode == "vector" and any(operand.per_channel for operand in self.operands)
+
+    def accesses(self, loads: Sequence[int], stores: Sequence[int], parameters: Sequence[int]) -> list[tuple[Precision, list[int], list[int]]]:
+        """(type, widths of loads, widths of stores) of every type that is accessed, from the widths for the input, the output and the parameters."""
+        found: dict[str, tuple[Precision, set[int], set[int]]] = {}
+        for precision, place, widths in ((self.source, 1, loads), (self.storage, 1, parameters), (self.result, 2, stores)):
+            if widths:
+                found.setdefault(precision.dtype, (precision, set(), set()))[place].update(widths)
+        return [(precision, sorted(own), sorted(given)) for precision, own, given in found.values()]
 
     @property
     def in_place(self) -> bool:
@@ -79,10 +96,10 @@ class NormKernel(Kernel):
 
     def device_parameters(self, c_type: str) -> list[str]:
         """Parameters of the CUDA kernel. In place, input and output are one tensor, and nothing may assume that it does not change."""
-        first = f"{c_type}* {self.input}" if self.in_place else f"const {c_type}* __restrict__ {self.input}"
+        first = f"{self.result.c_type}* {self.input}" if self.in_place else f"const {self.source.c_type}* __restrict__ {self.input}"
         listed = [first, *(f"const {c_type}* __restrict__ {operand.pointer}" for operand in self.operands)]
         if not self.in_place and self.statistics != "writes":
-            listed.append(f"{c_type}* __restrict__ {self.output}")
+            listed.append(f"{self.result.c_type}* __restrict__ {self.output}")
         return listed + {"reads": ["const float4* __restrict__ statistics"], "writes": ["float4* __restrict__ statistics"]}.get(self.statistics, [])
 
     def host_parameters(self, c_type: str) -> list[str]:
@@ -95,9 +112,14 @@ class NormKernel(Kernel):
         return [parameter.split()[-1] for parameter in self.host_parameters("float")]
 
 
-def vector_width(spec: Spec, *lengths: int) -> int:
-    """Values of the widest access that every one of `lengths` is a multiple of."""
-    return math.gcd(VECTOR_BYTES // spec.precision.itemsize, *lengths)
+def vector_width(precision: Precision, *lengths: int) -> int:
+    """Values of the widest access to a tensor of that type that every one of `lengths` is a multiple of."""
+    return math.gcd(VECTOR_BYTES // precision.itemsize, *lengths)
+
+
+def tensor_types(spec: Spec, source: str) -> dict[str, Precision]:
+    """The types of a kernel's tensors. The input has that of y where it lies there."""
+    return dict(storage=spec.precision, source=spec.result if source == "y" else spec.precision, result=spec.result)
 
 
 def channel_mode(spatial: int, width: int) -> str:

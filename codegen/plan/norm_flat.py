@@ -27,6 +27,7 @@ from codegen.plan.norm_chain import (
     register_limit,
     shape_constants,
     tensor_names,
+    tensor_types,
     unique_operands,
     vector_width,
 )
@@ -74,7 +75,8 @@ class FlatKernel(NormKernel):
     @property
     def reads_single_values(self) -> bool:
         """Does an access or a parameter take one value at a time?"""
-        return self.width == 1 or any(self.channel_mode != "vector" or not operand.per_channel for operand in self.operands)
+        alone = self.width == 1 and (self.source.itemsize == 2 or self.loads_parameters)
+        return alone or any(self.channel_mode != "vector" or not operand.per_channel for operand in self.operands)
 
 
 def residency(spec: Spec, width: int) -> Residency | None:
@@ -111,9 +113,9 @@ def _overhead(spec: Spec, width: int) -> int:
 
 def access_width(spec: Spec) -> int:
     """Values of one access: all of one channel where that leaves accesses of at least 8 bytes."""
-    width = vector_width(spec, spec.group_size)
-    uniform = vector_width(spec, spec.group_size, spec.spatial)
-    return uniform if spec.spatial > 1 and uniform * spec.precision.itemsize >= 8 else width
+    width = vector_width(spec.result, spec.group_size)
+    uniform = vector_width(spec.result, spec.group_size, spec.spatial)
+    return uniform if spec.spatial > 1 and uniform * spec.result.itemsize >= 8 else width
 
 
 def _shared(spec: Spec, source: str, apply_before: bool, producer_bias: str | None, width: int) -> dict:
@@ -124,13 +126,13 @@ def _shared(spec: Spec, source: str, apply_before: bool, producer_bias: str | No
     return dict(
         input=names[0], output=names[1], operands=operands, applied=chain_items(spec, apply_before), prepare=prepare, finish=finish, width=width,
         io_widths=(width,), channel_mode=channel_mode(spec.spatial, width), groups=spec.batch * spec.num_groups,
-        arguments=launch_arguments(source, operands),
+        arguments=launch_arguments(source, operands), **tensor_types(spec, source),
     )  # fmt: skip
 
 
 def _access_constants(spec: Spec, width: int, counted: bool = True) -> list[Constant]:
     """`counted`: the kernel compares with the number of accesses in a group."""
-    listed = [Constant("kWidth", str(width), f"values of one access: {width * spec.precision.itemsize} bytes")]
+    listed = [Constant("kWidth", str(width), f"values of one access: {width * spec.result.itemsize} bytes{' of the result' if spec.gives else ''}")]
     return listed + [Constant("kGroupVectors", str(spec.group_size // width), "kGroupSize / kWidth")] if counted else listed
 
 

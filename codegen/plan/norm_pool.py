@@ -30,6 +30,7 @@ from codegen.plan.norm_chain import (
     register_limit,
     shape_constants,
     tensor_names,
+    tensor_types,
     unique_operands,
     vector_width,
 )
@@ -218,15 +219,15 @@ def _one_read(spec: Spec, window: Window, rising: Direction, extremes: int, sour
     rows = band_rows(window, spec.precision.itemsize)
     plane, band_values = spec.spatial, rows * window.stride[0] * window.size[1]
     bands = max(-(-plane // band_values), -(-window.output[0] // rows))
-    width = vector_width(spec, plane, band_values)
+    width = vector_width(spec.precision, plane, band_values)
     lane_vectors = -(-band_values // (32 * width))
     rises = all(item.monotone for item in applies(spec, spec.before_norm))
     chunk_values = CHUNK_BYTES // spec.precision.itemsize if rises else CHUNK_VALUES
     chunks = -(-lane_vectors * width // chunk_values)
     vectors = -(-lane_vectors // chunks)
-    access = 1 if window.guard(1) or window.dilation[1] > 1 else vector_width(spec, window.kernel[1], window.stride[1], window.size[1])
+    access = 1 if window.guard(1) or window.dilation[1] > 1 else vector_width(spec.precision, window.kernel[1], window.stride[1], window.size[1])
     pooled = spec.group_channels * math.prod(window.output)
-    pooled_width = vector_width(spec, pooled)
+    pooled_width = vector_width(spec.result, pooled)
     tasks = spec.group_channels * bands
     warps = 16 if extremes > 24 * 1024 else 8
     threads = 32 * min(warps, 1 << (tasks - 1).bit_length())
@@ -265,7 +266,7 @@ def _one_read(spec: Spec, window: Window, rising: Direction, extremes: int, sour
         max_registers=register_limit(threads, min_blocks), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
         applied=items, prepare=prepare, finish=finish, width=width, io_widths=tuple(sorted({width, access, *_parameter_width(pooled_width, window)})),
         store_widths=(pooled_width,), channel_mode=channel_mode(math.prod(window.output), pooled_width), groups=groups, min_blocks=min_blocks,
-        vectors=vectors, ragged=True, padding=window.padding, dilation=window.dilation, guard_rows=window.guard(0), guard_columns=window.guard(1),
+        **tensor_types(spec, source), vectors=vectors, ragged=True, padding=window.padding, dilation=window.dilation, guard_rows=window.guard(0), guard_columns=window.guard(1),
         **_unrolled(window, rows),
         channel_values=unique_operands(ValueFunction("", "", (), (*prepared, *rising.factors))),
         prepared=prepared, direction=rising.expression, guard_bands=guard_bands, chunks=chunks,
@@ -283,8 +284,8 @@ def _two_reads(spec: Spec, window: Window, source: str, apply_before: bool, prod
     prepare = prepare_function(spec, apply_before, producer_bias)
     finish = finish_function(spec, before_pool, "normalise_value", "The norm and what follows it up to the pool. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.")
     follow = follow_function(spec, after_pool, "follow_value", "What follows the pool.")
-    width = vector_width(spec, spec.group_size)
-    uniform = vector_width(spec, spec.group_size, spec.spatial)
+    width = vector_width(spec.precision, spec.group_size)
+    uniform = vector_width(spec.precision, spec.group_size, spec.spatial)
     width = uniform if uniform * spec.precision.itemsize >= 8 else width
     group_bytes = spec.group_size * spec.precision.itemsize
     threads = 512 if group_bytes >= 32 * 1024 else 256
@@ -312,7 +313,7 @@ def _two_reads(spec: Spec, window: Window, source: str, apply_before: bool, prod
         summary=f"GroupNorm, max pool and what follows in two reads; a block takes a group of {spec.group_size} values", smem_bytes=threads // 32 * 16,
         max_registers=register_limit(threads, min_blocks), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
         applied=items, prepare=prepare, finish=finish, follow=follow, width=width, io_widths=(width,), channel_mode=channel_mode(spec.spatial, width),
-        groups=groups, min_blocks=min_blocks, vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, padding=window.padding,
+        groups=groups, min_blocks=min_blocks, **tensor_types(spec, source), vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, padding=window.padding,
         dilation=window.dilation, guard_rows=window.guard(0), guard_columns=window.guard(1), **_unrolled(window, 1),
         channel_values=operands,
     )  # fmt: skip

@@ -55,11 +55,11 @@ def plan_for_class(spec: Spec, target: str, device: DeviceClass) -> Plan:
 
 
 def _planned(spec: Spec, target: Target, device: DeviceClass, debug: bool, candidate: Candidate | None) -> Plan:
-    from codegen.plan.stages import first_stage, plan_stages
+    from codegen.plan.stages import first_stage, head_of, plan_stages
 
     first = first_stage(spec, target)
     if first is not None:
-        return plan_stages(spec, _planned(replace(spec, chain=spec.chain[:first]), target, device, debug, candidate), first)
+        return plan_stages(spec, _planned(head_of(spec, first), target, device, debug, candidate), first)
     if target.name == "sm_90a":
         return _sm_90a(spec, target, device, debug)
     return _cpu(spec, target, device) if target.name == "cpu" else _sm_80(spec, target, device, candidate)
@@ -143,13 +143,29 @@ def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool) -> Pla
         return plan_conv_sm_90a(spec, target, device, debug=debug)
     from codegen.plan.gemm_sm90a import plan_sm_90a
 
-    return plan_sm_90a(spec, target, device, debug=debug)
+    return plan_sm_90a(spec, target, device, debug=debug, layout=_float32_layout(spec, target, device) if spec.gives else None)
+
+
+def _float32_layout(spec: Spec, target: Target, device: DeviceClass) -> "Layout":  # noqa: F821
+    """How tiles make up a float32 result of 16-bit operands: each group in one tile, or left to the norm kernel. What waits for another tile
+    takes registers that float32 values leave none of. Raises PlanError."""
+    from codegen.plan.gemm_sm90a import FORMS, LEAST_SHARE, _rounds, layouts
+    from codegen.plan.gemm_sm90a_layout import memory
+
+    form = FORMS[spec.precision.name, False]
+    listed = [layout for layout in layouts(spec, form) if layout.unit_tiles == 1 and not layout.exchange]
+    fitting = [layout for layout in listed if memory(form, layout, spec.group_channels, spec.result.itemsize, target.smem_bytes)]
+    layout = min(fitting, key=lambda layout: _rounds(spec, form, layout, device.sms)[0])
+    _, busy = _rounds(spec, form, layout, device.sms)
+    if busy < LEAST_SHARE:
+        raise PlanError(f"tiles of {form.tile_channels} x {form.tile_samples} would keep only {busy:.0%} of {device.name}'s SMs busy; sm_80 has smaller ones")
+    return layout
 
 
 def library_linear_ms(spec: Spec, device: DeviceClass) -> float:
-    """Estimate of the vendor's half-precision GEMM followed by the norm kernel: two launches, y written, read and written again."""
+    """Estimate of the vendor's half-precision GEMM followed by the norm kernel: two launches, its result written and read, y written."""
     bound = floor(spec, device, rate=device.fp16 * device.library_share)
-    tail_bytes = 2 * math.prod(spec.output_shape) * spec.precision.itemsize
+    tail_bytes = math.prod(spec.output_shape) * (spec.precision.itemsize + spec.result.itemsize)
     return bound.ms + tail_bytes / (device.hbm * 1e6) + 2 * device.launch_us / 1e3
 
 
@@ -164,7 +180,7 @@ def _generated_linear(spec: Spec, target: Target, device: DeviceClass, candidate
     if not gemm.finished:
         tail = _norm(spec, target, device, source="y", apply_before=False, producer_bias=None, statistics=gemm.statistics)
         steps, buffers, why = steps + tail.steps, buffers + tail.buffers, why + tail.why
-        estimate += 2 * math.prod(spec.output_shape) * spec.precision.itemsize / (device.hbm * 1e6) + device.launch_us / 1e3
+        estimate += 2 * math.prod(spec.output_shape) * spec.result.itemsize / (device.hbm * 1e6) + device.launch_us / 1e3
     rate = {"fp32": device.fp32, "tf32": device.tf32, "fp16": device.fp16, "bf16": device.fp16}[arithmetic.operand]
     bound = floor(spec, device, len(arithmetic.products), rate)
     return Plan(spec, target, device, steps, buffers, bound, why), estimate

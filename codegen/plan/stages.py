@@ -1,7 +1,8 @@
 """What no fused kernel takes of a chain: average pooling, a pooling behind another, reductions over channels, and broadcasts behind those.
 
 The chain is cut in front of the first of them. Its head is planned as if it were the whole; its result goes to a buffer. Each stage after it is one
-small kernel: an operator that gives the values another shape, and the element-wise operators behind it. Buffers between stages are float32.
+small kernel: an operator that gives the values another shape, and the element-wise operators behind it. Buffers in front of stages are float32 whatever
+the precision: a result of 16 bits is rounded once, at the end, and so is no further from the exact one than eager's.
 
     rows      a reduction behind a linear: lanes share a row of channels
     columns   a reduction behind a convolution: lanes take neighbouring positions, slices of a block share their channels
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, unique_constants
-from codegen.numerics import PRECISIONS, Precision
+from codegen.numerics import FP32, Precision
 from codegen.ops import Kind, Shape
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
 from codegen.plan.norm_chain import VECTOR_BYTES, operand_of, register_limit, statements
@@ -117,6 +118,11 @@ def first_stage(spec: Spec, target: Target) -> int | None:
     return None
 
 
+def head_of(spec: Spec, first: int) -> Spec:
+    """The chain up to place `first`, which gives float32."""
+    return replace(spec, chain=spec.chain[:first], gives=FP32 if spec.precision.itemsize == 2 else None)
+
+
 def stages_of(spec: Spec, first: int) -> list[tuple[Step, ...]]:
     """The steps from `first` on, cut in front of each that gives values another shape."""
     stages: list[list[Step]] = []
@@ -134,13 +140,12 @@ def plan_stages(spec: Spec, head: Plan, first: int) -> Plan:
     target, device = head.target, head.device
     stages = stages_of(spec, first)
     names = [_name(steps[0]) for steps in stages]
-    buffers, launches = [Buffer("stage:0", head.spec.output_shape, spec.precision.dtype)], []
+    buffers, launches = [Buffer("stage:0", head.spec.output_shape, FP32.dtype)], []
     for number, steps in enumerate(stages):
         last = number == len(stages) - 1
-        source = spec.precision if number == 0 else PRECISIONS["fp32"]
-        result = spec.precision if last else PRECISIONS["fp32"]
+        result = spec.precision if last else FP32
         name = names[number] + (str(names[: number + 1].count(names[number])) if names.count(names[number]) > 1 else "")
-        kernel = _kernel(spec, steps, name, f"stage:{number}", source, result, target, device)
+        kernel = _kernel(spec, steps, name, f"stage:{number}", result, target, device)
         launches.append(Launch(kernel, result="y" if last else f"stage:{number + 1}"))
         if not last:
             buffers.append(Buffer(f"stage:{number + 1}", steps[-1].output_shape, "float32"))
@@ -149,6 +154,9 @@ def plan_stages(spec: Spec, head: Plan, first: int) -> Plan:
     bound = replace(head.floor, bytes=whole.bytes, memory_ms=whole.memory_ms)
     cut = ", ".join(dict.fromkeys(steps[0].operator.name for steps in stages))
     why = (*head.why, f"{cut}: behind the fused kernels, in {len(stages)} kernel{'s' if len(stages) > 1 else ''} of {'their' if len(stages) > 1 else 'its'} own")
+    if spec.precision.itemsize == 2:
+        size = buffers[0].size
+        why += (f"the head's result stays float32 until then, {size / 1e6:.3g} MB where {spec.precision.dtype} were {size / 2e6:.3g}: what stages give is rounded once",)
     return Plan(spec, target, device, (*steps, *launches), (*head.buffers, *buffers), bound, why)
 
 
@@ -176,7 +184,7 @@ def element_offset(shape: Shape, whole: Shape) -> str:
 
 
 def _kernel(
-    spec: Spec, steps: Sequence[Step], name: str, source_name: str, source: Precision, result: Precision, target: Target, device: DeviceClass
+    spec: Spec, steps: Sequence[Step], name: str, source_name: str, result: Precision, target: Target, device: DeviceClass
 ) -> StageKernel:
     lead, output = steps[0], steps[-1].output_shape
     stage, reduction = _stage(spec, lead)
@@ -190,7 +198,7 @@ def _kernel(
     kernel = StageKernel(
         name=name, template=f"stages/{'stage.cpp' if target.language == 'cpp' else stage + '.cu'}.j2",
         arguments=(source_name, *(o.key for o in operands), "y"), constants=(), summary=_summary(stage, steps), stage=stage, reduction=reduction,
-        dtype=spec.precision.dtype, source=source, result=result, lines=statements(spec, steps), operands=tuple(operands), applied=items, parallel=math.prod(lead.input_shape) >= 32768,
+        dtype=spec.precision.dtype, source=FP32, result=result, lines=statements(spec, steps), operands=tuple(operands), applied=items, parallel=math.prod(lead.input_shape) >= 32768,
     )  # fmt: skip
     made, constants = {"rows": _rows, "columns": _columns, "windows": _windows, "spread": _spread}[stage](kernel, lead, output, device)
     if target.language == "cpp":
@@ -348,4 +356,4 @@ def _spread(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass)
     return made, constants
 
 
-__all__ = ["StageKernel", "element_offset", "first_stage", "plan_stages", "stages_of"]
+__all__ = ["StageKernel", "element_offset", "first_stage", "head_of", "plan_stages", "stages_of"]

@@ -85,6 +85,16 @@ def test_the_table_says_unverified_once_a_kernel_changed(results):
     assert "| yes |" not in after and "unverified (sources changed since)" in after
 
 
+def test_other_systems_have_a_table_of_their_own_and_what_was_not_measured_is_named(results):
+    table = readme_table(records.read_all(results), ledger(results))
+    assert "Other shipped systems" not in table and "matmul_swish_sum_groupnorm (fp32, fp16, bf16)" in table.split("Not measured yet on this card, so unverified: ")[1]
+    other = "specs/matmul_swish_sum_groupnorm.yaml"
+    write_json(path_of(results, "h200", "matmul_swish_sum_groupnorm", "fp32"), {**record(present_keys(other, "fp32")["sm_80"]), "spec": "matmul_swish_sum_groupnorm", "path": other})
+    first, second = readme_table(records.read_all(results), ledger(results)).split("Other shipped systems:")
+    assert f"| {NAME} | fp32" in first and "| matmul_swish_sum_groupnorm | fp32" not in first
+    assert "| matmul_swish_sum_groupnorm | fp32" in second and "matmul_swish_sum_groupnorm (fp16, bf16)" in second
+
+
 def test_the_table_shows_the_target_that_the_loader_picks(results):
     keys = present_keys(SPEC, "fp32")
     write_json(path_of(results, "h200", NAME, "fp32", "sm_90a"), {**record(keys["sm_90a"]), "target": "sm_90a"})

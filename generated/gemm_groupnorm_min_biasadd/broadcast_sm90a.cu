@@ -1,0 +1,79 @@
+// gemm_groupnorm_min_biasadd: broadcast to another shape, then add
+//
+//   linear(in_features=8192, out_features=8192, bias=True)  # gemm
+//   group_norm(num_groups=512, eps=1e-05, affine=True)  # group_norm
+//   min(dim=1, keepdim=True)
+//   add(shape=(1, 8192, 1, 1), init=randn)  # bias
+//   x (1024, 8192) -> y (1, 8192, 1024, 1), fp32
+//
+// Plan for sm_90a on h100:
+//   8192 blocks of 256 threads, 0 bytes of shared memory
+//
+// Generated from specs/gemm_groupnorm_min_biasadd.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_min_biasadd.yaml
+
+#include <cuda_runtime.h>
+#include <cstdint>
+
+namespace broadcast_sm90a {
+namespace {
+
+constexpr int kWidth = 4;  // results of a thread: neighbours
+constexpr int kThreads = 256;  // threads of a block
+constexpr int kBlocks = 8192;  // outputs / (kThreads x kWidth)
+
+__device__ __forceinline__ void store(float* to, const float (&v)[4]) {
+  *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+}
+
+// What follows, for the result in place `index`.
+__device__ __forceinline__ float follow(float v, int index, const float* p_bias) {
+  const float c_bias = p_bias[index / 1024];
+  v = v + c_bias;  // add(shape=(1, 8192, 1, 1), init=randn)
+  return v;
+}
+
+// A thread gives kWidth neighbouring results; each finds its value and its parameters.
+__global__ void __launch_bounds__(kThreads) spread(
+    const float* __restrict__ input,
+    const float* __restrict__ p_bias,
+    float* __restrict__ output) {
+  const int first = (blockIdx.x * kThreads + threadIdx.x) * kWidth;
+  float v[kWidth];
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+    const int index = first + e;
+    v[e] = follow(input[index % 1024], index, p_bias);
+  }
+  store(output + first, v);
+}
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+}  // namespace
+}  // namespace broadcast_sm90a
+
+extern "C" int broadcast_sm90a_launch(const float* input, const float* p_bias, float* output, int device, cudaStream_t stream) {
+  using namespace broadcast_sm90a;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kBlocks;
+  config.blockDim = kThreads;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, spread, input, p_bias, output);
+}

@@ -1,0 +1,81 @@
+// gemm_groupnorm_min_biasadd: everything after torch's linear, one group of one sample at a time
+//
+//   linear(in_features=8192, out_features=8192, bias=True)  # gemm
+//   group_norm(num_groups=512, eps=1e-05, affine=True)  # group_norm
+//   min(dim=1, keepdim=True)
+//   add(shape=(1, 8192, 1, 1), init=randn)  # bias
+//   x (1024, 8192) -> y (1, 8192, 1024, 1), fp32
+//
+// Plan for cpu on host:
+//   a thread takes whole groups: 524288 of 16 values (0.0625 KB as float)
+//
+// Generated from specs/gemm_groupnorm_min_biasadd.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_min_biasadd.yaml
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace chain_cpu {
+namespace {
+
+constexpr int kBatch = 1024;  // batch
+constexpr int kNumGroups = 512;  // group_norm's num_groups
+constexpr int kGroupChannels = 16;  // channels / kNumGroups
+constexpr int kGroupSize = 16;  // kGroupChannels
+constexpr double kEps = 1e-05;  // group_norm's eps
+
+struct Moments {
+  double mean;
+  double m2;  // sum of the squared deviations from the mean
+};
+
+// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
+inline Moments moments(const float* value, int count) {
+  const double shift = value[0];
+  double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+  for (int i = 0; i < count; ++i) {
+    sum += value[i] - shift;
+  }
+  const double mean = shift + sum / count;
+  double m2 = 0.0;
+#pragma omp simd reduction(+ : m2)
+  for (int i = 0; i < count; ++i) {
+    const double deviation = value[i] - mean;
+    m2 += deviation * deviation;
+  }
+  return {mean, m2};
+}
+
+// One group of one sample: statistics, normalise, store.
+inline void run_group(const float* t0, const float* group_norm_weight_data, const float* group_norm_bias_data, float* y, int index) {
+  const int first = index % kNumGroups * kGroupChannels;  // the group's first channel
+
+  const float* const value = t0 + std::int64_t{index} * kGroupSize;
+
+  const Moments group = moments(value, kGroupSize);
+  const float mean = static_cast<float>(group.mean);
+  const float mean_rest = static_cast<float>(group.mean - mean);  // what rounding took: it matters where the mean is large against the spread
+  const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
+
+  float* const target = y + std::int64_t{index} * kGroupSize;
+#pragma omp simd
+  for (int i = 0; i < kGroupSize; ++i) {
+    const float v = (value[i] - mean - mean_rest) * (group_norm_weight_data[first + i] * rstd) + group_norm_bias_data[first + i];
+    target[i] = v;
+  }
+}
+
+}  // namespace
+}  // namespace chain_cpu
+
+// The chain behind torch's linear, on `threads` threads. Returns 0, or -1 for a wrong number of threads.
+extern "C" int chain_cpu_launch(const float* t0, const float* group_norm_weight_data, const float* group_norm_bias_data, float* y, int threads, void*) {
+  using namespace chain_cpu;
+  if (threads < 1) return -1;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int index = 0; index < kBatch * kNumGroups; ++index) {
+    run_group(t0, group_norm_weight_data, group_norm_bias_data, y, index);
+  }
+  return 0;
+}

@@ -1,0 +1,51 @@
+"""gemm_groupnorm_min_biasadd: linear -> group_norm -> min -> add, fp32.
+
+x (1024, 8192) -> y (1, 8192, 1024, 1). `ModelNew` runs the kernels beside this file, `Model` is the same layer in plain PyTorch.
+Generated from specs/gemm_groupnorm_min_biasadd.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_min_biasadd.yaml
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from runtime import GeneratedModule, Package
+
+PACKAGE = Package(Path(__file__).parent)
+
+
+class Model(nn.Module):
+    """The reference: every operator by PyTorch. Sizes are those of the spec, so the constructor's arguments are not used again."""
+
+    def __init__(self, in_features, out_features, num_groups, bias_shape):
+        super().__init__()
+        self.gemm = nn.Linear(8192, 8192)
+        self.group_norm = nn.GroupNorm(512, 8192)
+        self.bias = nn.Parameter(torch.randn((1, 8192, 1, 1)))
+
+    def forward(self, x):
+        v = self.gemm(x)
+        v = self.group_norm(v)
+        v = torch.min(v, dim=1, keepdim=True)[0]
+        v = v + self.bias
+        return v
+
+
+class ModelNew(GeneratedModule):
+    """The generated layer: same constructor, same parameters, same initial weights under the same seed."""
+
+    def __init__(self, in_features, out_features, num_groups, bias_shape):
+        super().__init__(PACKAGE, in_features=in_features, out_features=out_features, num_groups=num_groups, bias_shape=bias_shape)
+        self.gemm = nn.Linear(8192, 8192)
+        self.group_norm = nn.GroupNorm(512, 8192)
+        self.bias = nn.Parameter(torch.randn((1, 8192, 1, 1)))
+
+
+def get_inputs():
+    """One random input, on the CPU."""
+    return [torch.rand(1024, 8192)]
+
+
+def get_init_inputs():
+    """The constructor's arguments."""
+    return [8192, 8192, 512, (1, 8192, 1, 1)]

@@ -1,0 +1,167 @@
+// gemm_groupnorm_min_biasadd: x split into two halves a value, rows scaled by powers of two
+//
+//   linear(in_features=8192, out_features=8192, bias=True)  # gemm
+//   group_norm(num_groups=512, eps=1e-05, affine=True)  # group_norm
+//   min(dim=1, keepdim=True)
+//   add(shape=(1, 8192, 1, 1), init=randn)  # bias
+//   x (1024, 8192) -> y (1, 8192, 1024, 1), fp32
+//
+// Plan for sm_90a on h100:
+//   one block a row: largest value, scale, split
+//   1024 blocks of 256 threads, 0 bytes of shared memory
+//
+// Generated from specs/gemm_groupnorm_min_biasadd.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_min_biasadd.yaml
+
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace split_x_sm90a {
+namespace {
+
+constexpr int kColumns = 8192;  // in_features
+constexpr int kBlocks = 1024;  // one a row
+constexpr int kThreads = 256;  // of a block
+constexpr int kPieces = 8;  // of 4 values a thread, in registers
+constexpr int kTopExponent = 14;  // a row's largest value ends up in [2^14, 2^15)
+constexpr int kLargestShift = 114;  // what undoes the scale must be a normal float
+constexpr int kSmallestExponent = -101;  // kTopExponent - kLargestShift - 1: rows below cannot be scaled up
+constexpr float kSmall = 0.25f;  // 2^-2: scaled values below lose bits
+constexpr int kSmallLimit = 8;  // in_features / 1024, at least 4: more such values and the row is given up
+constexpr int kNearLimit = 512;  // in_features / 16, at least 256: values near the largest without which there may be none
+constexpr size_t kLowPart = 1024ull * 4096;  // words from the high parts to the low parts
+constexpr int kWeightShift = 12;  // the multiplication scales W by 2^12
+
+// Two values, rounded to nearest, as halves in a word.
+__device__ __forceinline__ uint32_t to_halves(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// v0, v1 = high + low up to 2^-22 of each, or 2^-25.
+__device__ __forceinline__ void split_pair(float v0, float v1, uint32_t& high, uint32_t& low) {
+  high = to_halves(v0, v1);
+  const float2 part = __half22float2(*reinterpret_cast<const __half2*>(&high));
+  low = to_halves(v0 - part.x, v1 - part.y);
+}
+
+// Of every 16 values, words 0 to 3 hold k = 4c, 4c + 1 and words 4 to 7 hold k = 4c + 2, 4c + 3 of lane c: the order in which the
+// multiplication reads W. Neighbouring lanes swap a word, so that each writes two in a row; returns where.
+__device__ __forceinline__ int reorder(uint32_t (&pair)[2], int piece) {
+  const bool odd = piece % 2;
+  const uint32_t other = __shfl_xor_sync(~0u, odd ? pair[0] : pair[1], 1);
+  (odd ? pair[0] : pair[1]) = other;
+  return piece / 4 * 8 + (odd ? 4 : 0) + piece % 4 / 2 * 2;
+}
+
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23); }
+
+// The largest magnitude of the block's values as bits of a float, which order like integers; infinities and NaN come out on top.
+__device__ __forceinline__ uint32_t block_largest(uint32_t magnitude) {
+  __shared__ uint32_t warps[kThreads / 32];
+  const uint32_t largest = __reduce_max_sync(~0u, magnitude);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = largest;
+  __syncthreads();
+  return __reduce_max_sync(~0u, warps[threadIdx.x % (kThreads / 32)]);
+}
+
+// A scaled value of 16 or more is near the largest of its row, and one below kSmall loses bits: one more of either, 16 bits each.
+__device__ __forceinline__ uint32_t count_of(float v, float scale) {
+  const float scaled = fabsf(v) * scale;
+  return (scaled >= 16.0f ? 0x10000u : 0u) + (v != 0.0f && scaled < kSmall ? 1u : 0u);
+}
+
+__device__ __forceinline__ uint32_t block_count(uint32_t count) {
+  __shared__ uint32_t warps[kThreads / 32];
+  count = __reduce_add_sync(~0u, count);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = count;
+  __syncthreads();
+  return __reduce_add_sync(~0u, threadIdx.x % 32 < kThreads / 32 ? warps[threadIdx.x % 32] : 0u);
+}
+
+// One row a block: its largest magnitude picks a power of two that brings it to 2^kTopExponent, then the row is split.
+__global__ void __launch_bounds__(kThreads)
+split(const float* __restrict__ from, __half* __restrict__ to, float* __restrict__ unscale) {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // the multiplication may begin to fetch W
+  const int row = blockIdx.x;
+  float4 v[kPieces];
+  uint32_t magnitude = 0;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int piece = i * kThreads + threadIdx.x;
+    v[i] = __ldcs(reinterpret_cast<const float4*>(from + static_cast<size_t>(row) * kColumns) + piece);
+    magnitude = max(magnitude, max(max(__float_as_uint(v[i].x) & 0x7fffffffu, __float_as_uint(v[i].y) & 0x7fffffffu),
+                                   max(__float_as_uint(v[i].z) & 0x7fffffffu, __float_as_uint(v[i].w) & 0x7fffffffu)));
+  }
+  magnitude = block_largest(magnitude);
+
+  const int exponent = static_cast<int>(magnitude >> 23) - 127;
+  const int shift = magnitude == 0 ? 0 : min(kTopExponent - exponent, kLargestShift);
+  const float scale = power_of_two(shift);
+
+  // Small values are harmless beside many near ones: a loss is 2^-29 of a near value, and shows only where small values meet larger factors than
+  // all the near ones together. Beside few, zeros opposite those would leave nothing but the losses.
+  uint32_t count = 0;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    count += count_of(v[i].x, scale);
+    count += count_of(v[i].y, scale);
+    count += count_of(v[i].z, scale);
+    count += count_of(v[i].w, scale);
+  }
+  count = block_count(count);
+  if (threadIdx.x == 0) {
+    // NaN asks the multiplication for plain fp32 arithmetic: the row holds an infinity or NaN, is too small to be scaled up, or would lose bits.
+    const uint32_t near = count >> 16, small = count & 0xffffu;
+    const bool keeps = small == 0 || (small <= kSmallLimit && near >= kNearLimit);
+    const bool fits = keeps && magnitude < 0x7f800000u && (magnitude == 0 || exponent > kSmallestExponent);
+    unscale[row] = fits ? power_of_two(-shift - kWeightShift) : __uint_as_float(0x7fffffffu);
+  }
+  uint32_t* words = reinterpret_cast<uint32_t*>(to + static_cast<size_t>(row) * kColumns);
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int piece = i * kThreads + threadIdx.x;
+    uint32_t high[2], low[2];
+    split_pair(v[i].x * scale, v[i].y * scale, high[0], low[0]);
+    split_pair(v[i].z * scale, v[i].w * scale, high[1], low[1]);
+    const int at = reorder(high, piece);
+    reorder(low, piece);
+    *reinterpret_cast<uint2*>(words + at) = make_uint2(high[0], high[1]);
+    *reinterpret_cast<uint2*>(words + kLowPart + at) = make_uint2(low[0], low[1]);
+  }
+}
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+constexpr int kMisaligned = -1;  // beside cudaError_t (positive): a pointer is no multiple of 16 bytes
+
+}  // namespace
+}  // namespace split_x_sm90a
+
+extern "C" int split_x_sm90a_launch(const float* from, __half* to, float* unscale, int device, cudaStream_t stream) {
+  using namespace split_x_sm90a;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0 || reinterpret_cast<uintptr_t>(to) % 16 != 0) return kMisaligned;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kBlocks;
+  config.blockDim = kThreads;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, split, from, to, unscale);
+}

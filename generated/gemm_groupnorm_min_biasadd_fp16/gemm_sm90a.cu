@@ -1,0 +1,628 @@
+// gemm_groupnorm_min_biasadd_fp16: linear -> group_norm in one kernel: TMA, warp-specialised wgmma, clusters
+//
+//   linear(in_features=8192, out_features=8192, bias=True)  # gemm
+//   group_norm(num_groups=512, eps=1e-05, affine=True)  # group_norm
+//   min(dim=1, keepdim=True)
+//   add(shape=(1, 8192, 1, 1), init=randn)  # bias
+//   x (1024, 8192) -> y (1, 8192, 1024, 1), fp16
+//
+// Plan for sm_90a on h100:
+//   tiles of 256 channels x 128 samples, 4 stages of 64 k; one warpgroup fetches, 2 multiply
+//   clusters of 2 CTAs that share rows of W: fetched once, received by both
+//   groups of 16 channels lie in one tile
+//   128 blocks of 384 threads, 221248 bytes of shared memory
+//
+// Generated from specs/gemm_groupnorm_min_biasadd.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_min_biasadd.yaml PRECISION=fp16
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <mutex>
+
+namespace gemm_sm90a {
+namespace {
+
+constexpr int kBatch = 1024;  // rows of x and y
+constexpr int kInFeatures = 8192;  // columns of x and W
+constexpr int kOutFeatures = 8192;  // rows of W, columns of y
+constexpr int kGroupWidth = 16;  // out_features / num_groups
+constexpr int kTileChannels = 256;  // channels of a tile: rows of W, operand A
+constexpr int kTileSamples = 128;  // samples of a tile: rows of x, operand B
+constexpr int kTileK = 64;  // k of a stage
+constexpr int kSteps = 128;  // ceil(in_features / kTileK)
+constexpr int kStages = 4;  // of the ring
+constexpr int kCluster = 2;  // CTAs that share rows of W
+constexpr int kUnitTiles = 1;  // tiles a CTA computes before their groups are complete
+constexpr int kSampleBlocks = 4;  // clusters side by side along the batch
+constexpr int kUnits = 128;  // pieces of work, one a cluster at a time
+constexpr int kGrid = 128;  // CTAs: 64 clusters take 2 units each at most
+constexpr int kThreads = 384;  // one warpgroup that fetches, two that multiply
+constexpr int kConsumerWarps = 8;  // each frees a stage once
+constexpr int kProducerRegisters = 24;  // a thread that fetches
+constexpr int kConsumerRegisters = 240;  // a thread that multiplies
+constexpr int kBlocks = 2;  // accumulators of 64 channels a warpgroup
+constexpr int kAccumulators = 64;  // registers of one: 64 x kTileSamples values over 128 threads
+constexpr int kRowBytes = 128;  // kTileK halves
+constexpr int kWeightBlockBytes = 8192;  // 64 rows of W
+constexpr int kWeightPartBytes = 32768;  // one part of W in a stage
+constexpr int kInputPartBytes = 16384;  // one part of x in a stage
+constexpr int kStageBytes = 49152;  // all parts
+constexpr int kScratchAt = 196608;  // behind the stages
+constexpr int kScratchBytes = 12288;  // a warpgroup
+constexpr int kStripFloats = 384;  // three numbers a sample
+constexpr int kStripValues = 16;  // channels of a group that one warp holds in a tile
+constexpr int kGroupStrips = 1;  // strips of a group in this CTA
+constexpr int kTileGroups = 16;  // groups of a tile
+constexpr int kBarriersAt = 221184;  // full, empty
+constexpr int kSharedBytes = 221248;  // in all
+constexpr float kEps = 1.0e-5f;  // inside the root
+
+// What the epilogue reads and writes.
+struct Arguments {
+  const __half* gemm_bias;
+  const __half* group_norm_weight;
+  const __half* group_norm_bias;
+  float* y;
+};
+
+// --- instructions: one wrapper each (PTX ISA 9.0, 9.7.9 and 9.7.13 to 9.7.16) ---
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+__device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the barrier at the same offset in CTA `rank` of the cluster. Without .release: it says only that this warp's multiplications
+// have read their operands, and a release at cluster scope would wait for all of memory.
+__device__ __forceinline__ void arrive(uint32_t barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+
+// Copies a box of the tensor behind `map` to shared memory and credits its bytes to the barrier; what lies outside the tensor reads as 0.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4}], [%5];" ::"r"(to), "l"(map),
+               "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
+               : "memory");
+}
+
+// The same box, to the same offset and barrier in every CTA of the cluster.
+__device__ __forceinline__ void copy_box_to_all(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, { %2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(static_cast<uint16_t>((1 << kCluster) - 1))
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Rows of 64 halves (128 bytes), 128-byte swizzle, 1024 bytes from one group of eight rows to the next. A step of 16 along K adds 2.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t tile) {
+  return (1ull << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) | (1ull << 16) | ((tile & 0x3FFFF) >> 4);
+}
+constexpr int kDescriptorStep = 2;  // 16 halves = 32 bytes, in units of 16
+
+// d += a b^T, or d = a b^T where `accumulate` is false; d is in flight until wgmma_wait. a, b: matrix descriptors.
+__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// --- pipeline: a ring of stages in shared memory, filled by one thread, read by the consumers ---
+
+struct Shared {
+  uint32_t base;
+  __device__ uint32_t weight(int stage, int part) const { return base + stage * kStageBytes + part * kWeightPartBytes; }
+  __device__ uint32_t input(int stage, int part) const { return base + stage * kStageBytes + 1 * kWeightPartBytes + part * kInputPartBytes; }
+  __device__ uint32_t full(int stage) const { return base + kBarriersAt + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return full(kStages + stage); }
+};
+
+// A place in the ring; the phase's parity tells this round's fill of a stage from the last one's.
+struct Ring {
+  int stage = 0, parity = 0;
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
+  while (!try_wait(barrier, parity)) {
+  }
+}
+
+// --- schedule: clusters take units in turn; units that follow each other share rows of W, which L2 then holds ---
+
+struct Tile {
+  int sample, channel;  // the first of each
+};
+
+__device__ __forceinline__ Tile tile_of(int unit, int tile, int rank) {
+  return {(unit % kSampleBlocks * kCluster + rank) * kTileSamples, (unit / kSampleBlocks * kUnitTiles + tile) * kTileChannels};
+}
+
+// Walks all k-steps of all tiles of this CTA.
+struct Walk {
+  int unit = blockIdx.x / kCluster, tile = 0, step = 0;
+  __device__ bool inside() const { return unit < kUnits; }
+  __device__ void advance() {
+    if (++step < kSteps) return;
+    step = 0;
+    if (++tile < kUnitTiles) return;
+    tile = 0;
+    unit += gridDim.x / kCluster;
+  }
+};
+
+__device__ __forceinline__ void fetch_weight(const Shared& shared, const CUtensorMap* map, const Walk& at, int stage, int rank) {
+  const int row = tile_of(at.unit, at.tile, rank).channel;
+  constexpr int kSlice = kTileChannels / kCluster;  // rows that each CTA fetches for all
+  for (int part = 0; part < 1; ++part) {
+    copy_box_to_all(shared.weight(stage, part) + rank * kSlice * kRowBytes, map, at.step * kTileK, row + rank * kSlice, part, shared.full(stage));
+  }
+}
+
+__device__ __forceinline__ void fetch_input(const Shared& shared, const CUtensorMap* map, const Walk& at, int stage, int rank) {
+  const int row = tile_of(at.unit, at.tile, rank).sample;
+  for (int part = 0; part < 1; ++part) {
+    copy_box(shared.input(stage, part), map, at.step * kTileK, row, part, shared.full(stage));
+  }
+}
+
+// One thread keeps the ring full.
+__device__ void produce(const Shared& shared, const CUtensorMap* map_weight, const CUtensorMap* map_input, int rank) {
+  Ring ring;
+  for (Walk at; at.inside(); at.advance(), ring.advance()) {
+    wait(shared.empty(ring.stage), ring.parity ^ 1, "empty");  // true at once in the first round
+    expect_bytes(shared.full(ring.stage), kStageBytes);
+    fetch_weight(shared, map_weight, at, ring.stage, rank);
+    fetch_input(shared, map_input, at, ring.stage, rank);
+  }
+}
+
+// --- multiply: rows of the accumulators are channels (W is operand A), columns are samples (x is operand B) ---
+
+// Where a consumer thread stands. Accumulator register 4 j + 2 h + e of block b is channel `channel(b, h)`,
+// sample 8 j + 2 (lane % 4) + e.
+struct Consumer {
+  int warpgroup, warp, lane;
+  __device__ int channel(int block, int half) const { return (warpgroup * kBlocks + block) * 64 + warp * 16 + half * 8 + lane / 4; }
+  __device__ int first_sample() const { return lane % 4 * 2; }
+};
+
+struct Feed {
+  const Shared& shared;
+  const Consumer& self;
+  Ring ring;
+  int reading = -1;  // the stage whose multiplications may still be running
+
+  // One arrival a warp, in every CTA of the cluster: all of them fill the stage.
+  __device__ __forceinline__ void release() {
+    if (reading >= 0 && self.lane < kCluster) arrive(shared.empty(reading), self.lane);
+    reading = -1;
+  }
+};
+
+// One stage: queued as one group, while the stage before it may still run.
+__device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulators], Feed& feed, bool accumulate) {
+  wait(feed.shared.full(feed.ring.stage), feed.ring.parity, "full");
+  const uint64_t weight = matrix_descriptor(feed.shared.weight(feed.ring.stage, 0) + feed.self.warpgroup * kBlocks * kWeightBlockBytes);
+  const uint64_t input = matrix_descriptor(feed.shared.input(feed.ring.stage, 0));
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kTileK / 16; ++k) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const uint64_t a = weight + block * (kWeightBlockBytes >> 4) + k * kDescriptorStep;
+      const uint64_t b = input + k * kDescriptorStep;
+      wgmma(sums[block], a, b, k > 0 || accumulate);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<1>();
+  feed.release();
+  feed.reading = feed.ring.stage;
+  feed.ring.advance();
+}
+
+// The product of one tile.
+__device__ __forceinline__ void multiply_tile(float (&sums)[kBlocks][kAccumulators], Feed& feed) {
+#pragma unroll 1
+  for (int step = 0; step < kSteps; ++step) multiply_stage(sums, feed, step > 0);
+  wgmma_wait<0>();
+  feed.release();
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {  // the compiler must not read the sums before the wait
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+f"(sums[block][i])::"memory");
+  }
+}
+
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+
+__device__ __forceinline__ float parameter(const __half* vector, int channel) {
+  return to_float(vector[channel]);
+}
+
+// --- statistics: merged by Chan's formula in a fixed order; exact for equal values ---
+
+// Of a set of values: its mean is `mean` + `rest`, which holds what rounding left, m2 the sum of squared differences from it.
+struct Moments {
+  float mean, rest, m2;
+};
+
+// Only differences of means are rounded, which are as small as the spread: neither a far mean nor one far value costs the others their bits.
+// __fsub_rn keeps the compiler from fusing a difference with the product that made its operand, which would differ from the value kept.
+__device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float other_count) {
+  const float share = other_count / (count + other_count);
+  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
+  const float mean = fmaf(d, share, a.mean);
+  return {mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * all * (count * share)};
+}
+
+// What makes (v - mean) * rstd + offset the normalised value: offset takes the mean's rest.
+struct Normaliser {
+  float mean, rstd, offset;
+};
+
+__device__ __forceinline__ Normaliser normaliser(const Moments& group) {
+  const float rstd = 1.0f / sqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);
+  return {group.mean, rstd, -group.rest * rstd};
+}
+
+__device__ __forceinline__ Moments of_two(float a, float b) {
+  const float d = __fsub_rn(b, a), mean = fmaf(d, 0.5f, a);
+  return {mean, fmaf(d, 0.5f, __fsub_rn(a, mean)), 0.5f * d * d};
+}
+
+// In shared memory, three numbers of kTileSamples samples each lie in planes: of a strip its moments, of a group its normaliser.
+__device__ __forceinline__ Moments load_moments(const float* from) { return {from[0], from[kTileSamples], from[2 * kTileSamples]}; }
+__device__ __forceinline__ void store_moments(float* to, const Moments& m) { to[0] = m.mean, to[kTileSamples] = m.rest, to[2 * kTileSamples] = m.m2; }
+__device__ __forceinline__ void store_normaliser(float* to, const Normaliser& n) { to[0] = n.mean, to[kTileSamples] = n.rstd, to[2 * kTileSamples] = n.offset; }
+
+// Two lanes that differ in `bit` hold moments of `count` values for two samples each: the lane with the bit takes over the second sample.
+__device__ __forceinline__ Moments share_out(const Moments& first, const Moments& second, int lane, int bit, int count) {
+  const bool upper = lane & bit;
+  const Moments own = upper ? second : first, given = upper ? first : second;
+  const Moments got = {__shfl_xor_sync(~0u, given.mean, bit), __shfl_xor_sync(~0u, given.rest, bit), __shfl_xor_sync(~0u, given.m2, bit)};
+  return merge(own, count, got, count);
+}
+
+// The channels of a strip that this thread holds, for sample `c` of its 8.
+__device__ __forceinline__ Moments thread_moments(const float (&v)[kBlocks][kAccumulators], int block, int samples, int c) {
+  const int at = 16 * samples + 4 * (c / 2) + c % 2;
+  return of_two(v[block][at], v[block][at + 2]);
+}
+
+// A warp's strip of kStripValues channels, for 32 samples: lanes exchange halves of the samples they still look after, so that each ends
+// up with one, which `strip_sample` names.
+__device__ __forceinline__ Moments strip_statistics(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
+  Moments all[4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    all[c] = share_out(thread_moments(v, block, samples, c), thread_moments(v, block, samples, c + 4), lane, 16, 2);
+  }
+#pragma unroll
+  for (int kept = 2, bit = 8, count = 4; kept; kept /= 2, bit /= 2, count *= 2) {
+#pragma unroll
+    for (int c = 0; c < kept; ++c) all[c] = share_out(all[c], all[c + kept], lane, bit, count);
+  }
+  return all[0];
+}
+
+__device__ __forceinline__ int strip_sample(int samples, int lane) { return 32 * samples + 8 * (lane / 8) + lane % 4 * 2 + lane / 4 % 2; }
+
+// A warp's strips of a tile, into its warpgroup's part of shared memory.
+__device__ __forceinline__ void write_strips(const float (&v)[kBlocks][kAccumulators], float* strips, const Consumer& self) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; block += 1) {
+    float* strip = strips + (block * 4 + self.warp) * kStripFloats;
+#pragma unroll
+    for (int samples = 0; samples < kTileSamples / 32; ++samples) {
+      store_moments(strip + strip_sample(samples, self.lane), strip_statistics(v, block, samples, self.lane));
+    }
+  }
+}
+
+// The strips of group `group` of a warpgroup, for one sample.
+__device__ __forceinline__ Moments merge_strips(const float* strips, int group, int sample) {
+  const float* first = strips + group * kGroupStrips * kStripFloats + sample;
+  Moments all = load_moments(first);
+#pragma unroll
+  for (int i = 1; i < kGroupStrips; ++i) all = merge(all, i * kStripValues, load_moments(first + i * kStripFloats), kStripValues);
+  return all;
+}
+
+// --- epilogue ---
+
+// What stands between the product and the norm.
+__device__ __forceinline__ void before_norm(float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile, const Consumer& self) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const int channel = tile.channel + self.channel(block, 0);
+    const float gemm_bias_c[2] = {parameter(arguments.gemm_bias, channel), parameter(arguments.gemm_bias, channel + 8)};
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) {
+      const int h = i / 2 % 2;
+      float& value = v[block][i];
+      value = value + gemm_bias_c[h];
+    }
+  }
+}
+
+// The norm and what follows it.
+__device__ __forceinline__ void norm_and_after(float (&v)[kBlocks][kAccumulators], const Arguments& arguments,
+                                               const float* groups, const Tile& tile, const Consumer& self) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const int channel = tile.channel + self.channel(block, 0);
+    const float group_norm_weight_c[2] = {parameter(arguments.group_norm_weight, channel), parameter(arguments.group_norm_weight, channel + 8)};
+    const float group_norm_bias_c[2] = {parameter(arguments.group_norm_bias, channel), parameter(arguments.group_norm_bias, channel + 8)};
+    const float* group = groups + (block * 64 + self.warp * 16) / kGroupWidth * (kGroupStrips * kStripFloats) + self.first_sample();
+#pragma unroll
+    for (int j = 0; j < kTileSamples / 8; ++j) {
+      // Of two samples each.
+      const float2 mean = *reinterpret_cast<const float2*>(group + 8 * j);
+      const float2 rstd = *reinterpret_cast<const float2*>(group + 8 * j + kTileSamples);
+      const float2 offset = *reinterpret_cast<const float2*>(group + 8 * j + 2 * kTileSamples);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int h = i / 2;
+        float& value = v[block][4 * j + i];
+        value = fmaf(__fsub_rn(value, i % 2 ? mean.y : mean.x), i % 2 ? rstd.y : rstd.x, i % 2 ? offset.y : offset.x);
+        value = value * group_norm_weight_c[h] + group_norm_bias_c[h];
+      }
+    }
+  }
+}
+
+// Eight lanes write 32 consecutive bytes of a sample: whole sectors.
+__device__ __forceinline__ void store_tile(const float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile, const Consumer& self) {
+  const int sample = tile.sample + self.first_sample();
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const int channel = tile.channel + self.channel(block, 0);
+    float* to = arguments.y + static_cast<size_t>(sample) * kOutFeatures + channel;
+#pragma unroll
+    for (int i = 0; i < kAccumulators; i += 4) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float* row = to + static_cast<size_t>(2 * i + e) * kOutFeatures;
+        __stcs(row, v[block][i + e]);
+        __stcs(row + 8, v[block][i + 2 + e]);
+      }
+    }
+  }
+}
+
+// --- the kernel: warpgroup 0 fetches, warpgroups 1 and 2 multiply, normalise and store ---
+
+__device__ void consume(const Shared& shared, unsigned char* memory, const Arguments& arguments) {
+  const int thread = threadIdx.x - 128;
+  Consumer self = {thread / 128, thread / 32 % 4, thread % 32};
+  Feed feed{shared, self};
+  float* strips = reinterpret_cast<float*>(memory + kScratchAt + self.warpgroup * kScratchBytes);
+  float* groups = strips;  // a group's normaliser takes the place of its first strip
+
+  for (int unit = blockIdx.x / kCluster; unit < kUnits; unit += gridDim.x / kCluster) {
+    float v[kBlocks][kAccumulators];
+    for (int tile = 0; tile < kUnitTiles; ++tile) {
+      multiply_tile(v, feed);
+      // The epilogue's addresses are computed after this: before the multiplication they would take registers that it needs.
+      asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));
+      const Tile at = tile_of(unit, tile, cluster_rank());
+      before_norm(v, arguments, at, self);
+      named_barrier(2 + self.warpgroup, 128);  // all have read the last unit's normalisers there
+      write_strips(v, strips, self);
+    }
+
+    named_barrier(2 + self.warpgroup, 128);  // all strips of the warpgroup are there
+    constexpr int kItems = kTileGroups / 2 * kTileSamples;  // (group, sample) pairs of a warpgroup; nobody else reads what a pair's thread merges
+    for (int item = thread % 128; item < kItems; item += 128) {
+      const int group = item / kTileSamples, sample = item % kTileSamples;
+      store_normaliser(groups + group * kGroupStrips * kStripFloats + sample, normaliser(merge_strips(strips, group, sample)));
+    }
+    named_barrier(2 + self.warpgroup, 128);
+
+    const Tile at = tile_of(unit, 0, cluster_rank());
+    norm_and_after(v, arguments, groups, at, self);
+    store_tile(v, arguments, at, self);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+gemm(const __grid_constant__ CUtensorMap map_weight, const __grid_constant__ CUtensorMap map_input,
+     const __grid_constant__ Arguments arguments) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Shared shared{shared_address(memory)};
+
+  if (threadIdx.x == 0) {
+    prefetch_map(&map_weight);
+    prefetch_map(&map_input);
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(shared.full(stage), 1);
+      barrier_init(shared.empty(stage), kCluster * kConsumerWarps);
+    }
+    barrier_init_done();
+  }
+  cluster_sync();
+
+  if (threadIdx.x < 128) {
+    give_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) produce(shared, &map_weight, &map_input, cluster_rank());
+  } else {
+    take_registers<kConsumerRegisters>();
+    consume(shared, memory, arguments);
+  }
+  __syncwarp();
+  cluster_sync();  // no CTA leaves while another may still write to its shared memory
+}
+
+// --- host ---
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+// Own errors, beside cudaError_t (positive) and 1000000 + CUresult.
+constexpr int kMisaligned = -1;       // a pointer is no multiple of 16 bytes
+constexpr int kNoClusters = -2;       // the device cannot hold a cluster of this kernel
+constexpr int kDriverError = 1000000;
+
+// cuTensorMapEncodeTiled through the runtime: nothing links to the driver.
+PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) != cudaSuccess) return nullptr;
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+}
+
+struct Box {
+  CUtensorMapDataType type;
+  CUtensorMapSwizzle swizzle;
+  cuuint32_t rank;
+  cuuint64_t sizes[3], pitches[2];  // elements; bytes
+  cuuint32_t box[3];                // elements
+};
+
+int encode(CUtensorMap* map, const void* tensor, const Box& b) {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encoder = tensor_map_encoder();
+  if (encoder == nullptr) return cudaErrorNotSupported;
+  if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0) return kMisaligned;
+  const cuuint32_t every[3] = {1, 1, 1};
+  const CUresult result = encoder(map, b.type, b.rank, const_cast<void*>(tensor), b.sizes, b.pitches, b.box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                  b.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? 0 : kDriverError + result;
+}
+
+// Once on each device: shared memory above 48 KB, and whether a cluster fits.
+int prepare(int device, const cudaLaunchConfig_t& config) {
+  constexpr int kDevices = 64;
+  static std::mutex lock;
+  static bool ready[kDevices] = {};
+  const std::lock_guard<std::mutex> guard(lock);
+  if (device < kDevices && ready[device]) return 0;
+  cudaError_t error = cudaFuncSetAttribute(gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  int clusters = 0;
+  error = cudaOccupancyMaxActiveClusters(&clusters, gemm, &config);
+  if (error != cudaSuccess) return error;
+  if (clusters < 1) return kNoClusters;
+  if (device < kDevices) ready[device] = true;
+  return 0;
+}
+
+}  // namespace
+}  // namespace gemm_sm90a
+
+extern "C" int gemm_sm90a_launch(
+    const __half* x,
+    const __half* gemm_weight,
+    const __half* gemm_bias,
+    const __half* group_norm_weight,
+    const __half* group_norm_bias,
+    float* y,
+    int device, cudaStream_t stream) {
+  using namespace gemm_sm90a;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+
+  CUtensorMap map_weight, map_input;
+  const Box weight_box = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, 3, {kInFeatures, kOutFeatures, 1},
+                          {kInFeatures * 2ull, kInFeatures * 2ull * kOutFeatures}, {kTileK, kTileChannels / kCluster, 1}};
+  const Box input_box = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, 3, {kInFeatures, kBatch, 1},
+                         {kInFeatures * 2ull, kInFeatures * 2ull * kBatch}, {kTileK, kTileSamples, 1}};
+  if (const int error = encode(&map_weight, gemm_weight, weight_box)) return error;
+  if (const int error = encode(&map_input, x, input_box)) return error;
+
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kCluster, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kGrid;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 1;
+  if (const int error = prepare(device, config)) return error;
+  const Arguments arguments = {gemm_bias, group_norm_weight, group_norm_bias, y};
+  return cudaLaunchKernelEx(&config, gemm, map_weight, map_input, arguments);
+}

@@ -1,0 +1,152 @@
+// matmul_groupnorm_leakyrelu_sum: a power of two for each row of x and W that brings its largest value to [2^14, 2^15); NaN where fp16 parts cannot hold the row
+//
+//   linear(in_features=8192, out_features=8192, bias=True)  # fc
+//   group_norm(num_groups=512, eps=1e-05, affine=True)  # gn
+//   leaky_relu(negative_slope=0.01)  # leaky_relu
+//   add(from=leaky_relu)
+//   x (1024, 8192) -> y (1024, 8192), fp32
+//
+// Plan for sm_80 on a100:
+//   9216 blocks of 256 threads, 0 bytes of shared memory
+//
+// Generated from specs/matmul_groupnorm_leakyrelu_sum.yaml; do not edit. Again: make generate SPEC=specs/matmul_groupnorm_leakyrelu_sum.yaml
+
+#include <cuda_runtime.h>
+#include <cstdint>
+
+namespace row_scale_sm80 {
+namespace {
+
+constexpr int kBatch = 1024;  // rows of x
+constexpr int kInFeatures = 8192;  // values in a row of x or W
+constexpr int kBlocks = 9216;  // batch + out_features: one block for each row of x, then of W
+constexpr int kThreads = 256;  // each block
+constexpr int kVector = 4;  // values in one load: the most that in_features allows, 16 bytes at most
+constexpr int kVectors = 2048;  // in_features / vector
+constexpr int kSmallLimit = 8;  // in_features / 1024, at least 4: more values too small to split and the row is given up
+constexpr int kNearLimit = 512;  // in_features / 16, at least 256: values near the largest without which no value may be too small
+constexpr int kVectorsPerThread = (kVectors + kThreads - 1) / kThreads;  // 8
+
+__device__ __forceinline__ void load(const float* from, float (&v)[4]) {
+  const float4 t = *reinterpret_cast<const float4*>(from);
+  v[0] = t.x;
+  v[1] = t.y;
+  v[2] = t.z;
+  v[3] = t.w;
+}
+
+// The largest of one number from each thread.
+__device__ __forceinline__ uint32_t block_max(uint32_t v) {
+  __shared__ uint32_t partial[kThreads / 32];
+  v = __reduce_max_sync(0xffffffffu, v);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  return __reduce_max_sync(0xffffffffu, lane < kThreads / 32 ? partial[lane] : 0u);
+}
+
+// How many values of a row are near its largest, and how many are too small to be split exactly.
+struct Counts {
+  uint32_t near;
+  uint32_t small;
+};
+
+// The sum of one pair from each thread.
+__device__ __forceinline__ Counts block_sum(Counts v) {
+  __shared__ Counts partial[kThreads / 32];
+  v = {__reduce_add_sync(0xffffffffu, v.near), __reduce_add_sync(0xffffffffu, v.small)};
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  v = lane < kThreads / 32 ? partial[lane] : Counts{0u, 0u};
+  return {__reduce_add_sync(0xffffffffu, v.near), __reduce_add_sync(0xffffffffu, v.small)};
+}
+
+// The power of two that brings the magnitude with these bits to [2^14, 2^15), at most 2^126; 1 for zero. 2^14 has exponent field 141.
+__device__ __forceinline__ float scale_for(uint32_t largest) {
+  return largest == 0 ? 1.0f : __uint_as_float(min(141 + 127 - (largest >> 23), 127u + 126u) << 23);
+}
+
+// After scaling, the largest value is below 2^15, and near values are 2^4 or more. Below a quarter, fp16's smallest step cuts into the 22
+// bits that two parts should keep: such a value loses up to 2^-25, whatever its size. Zeros lose nothing.
+__device__ __forceinline__ void count(Counts& counts, float v, float scale) {
+  const float magnitude = fabsf(v) * scale;
+  counts.near += magnitude >= 16.0f;
+  counts.small += v != 0.0f && magnitude < 0.25f;
+}
+
+// Small values are harmless in a row with many near ones: a loss is 2^-29 of a near value, 1/32 of what fp32 itself may round off in that
+// value's product, so it shows only where the small values meet larger factors than all the near values together. A row with small values and
+// few near ones is given up: factors that are zero opposite the few would leave nothing but the losses.
+__device__ __forceinline__ bool splits(const Counts& counts) {
+  return counts.small == 0 || (counts.small <= kSmallLimit && counts.near >= kNearLimit);
+}
+
+// One block reads one row of x or W, keeps it in registers and writes its scale: NaN where the row holds an infinity or
+// a NaN, or where parts of fp16 would lose its small values.
+__global__ void __launch_bounds__(kThreads) row_scale(
+    const float* __restrict__ x,
+    const float* __restrict__ p_fc_weight,
+    float* __restrict__ row_scales) {
+  const int row = blockIdx.x;
+  const float* values = row < kBatch ? x + static_cast<int64_t>(row) * kInFeatures
+                                     : p_fc_weight + static_cast<int64_t>(row - kBatch) * kInFeatures;
+  float held[kVectorsPerThread][kVector];
+#pragma unroll
+  for (int i = 0; i < kVectorsPerThread; ++i) {
+    const int vector = threadIdx.x + i * kThreads;
+    load(values + vector * kVector, held[i]);
+  }
+
+  uint32_t largest = 0;  // magnitudes compare as integers, infinity and NaN above all numbers
+#pragma unroll
+  for (int i = 0; i < kVectorsPerThread; ++i) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) largest = max(largest, __float_as_uint(held[i][e]) & 0x7fffffffu);
+  }
+  largest = block_max(largest);
+  const float scale = scale_for(largest);
+
+  Counts counts = {0u, 0u};
+#pragma unroll
+  for (int i = 0; i < kVectorsPerThread; ++i) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) count(counts, held[i][e], scale);
+  }
+  counts = block_sum(counts);
+  if (threadIdx.x == 0) {
+    const bool usable = largest < 0x7f800000u && splits(counts);
+    row_scales[row] = usable ? scale : __uint_as_float(0x7fffffffu);
+  }
+}
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+}  // namespace
+}  // namespace row_scale_sm80
+
+extern "C" int row_scale_sm80_launch(const float* x, const float* p_fc_weight, float* row_scales, int device, cudaStream_t stream) {
+  using namespace row_scale_sm80;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kBlocks;
+  config.blockDim = kThreads;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, row_scale, x, p_fc_weight, row_scales);
+}

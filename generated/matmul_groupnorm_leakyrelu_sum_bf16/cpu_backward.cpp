@@ -1,0 +1,169 @@
+// matmul_groupnorm_leakyrelu_sum_bf16: gradients of everything after torch's linear, one group of one sample at a time
+//
+//   linear(in_features=8192, out_features=8192, bias=True)  # fc
+//   group_norm(num_groups=512, eps=1e-05, affine=True)  # gn
+//   leaky_relu(negative_slope=0.01)  # leaky_relu
+//   add(from=leaky_relu)
+//   x (1024, 8192) -> y (1024, 8192), bf16
+//
+// Plan for cpu on host:
+//   a thread takes whole groups of a slab of 1024 samples: 512 parts
+//   sums over samples are in double precision and in an order of their own, whatever the number of threads
+//   0.125 KB of scratch a thread, on its stack
+//
+// Generated from specs/matmul_groupnorm_leakyrelu_sum.yaml; do not edit. Again: make generate SPEC=specs/matmul_groupnorm_leakyrelu_sum.yaml PRECISION=bf16
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace chain_backward_cpu {
+namespace {
+
+constexpr int kBatch = 1024;  // batch
+constexpr int kChannels = 8192;  // channels at the norm
+constexpr int kNumGroups = 512;  // group_norm's num_groups
+constexpr int kGroupChannels = 16;  // kChannels / kNumGroups
+constexpr int kGroupSize = 16;  // kGroupChannels
+constexpr double kEps = 1e-05;  // group_norm's eps
+constexpr float kLeakyReluNegativeSlope = 0.01f;  // leaky_relu's negative_slope
+constexpr int kSlabs = 1;  // slabs of samples whose sums are formed apart
+constexpr int kSlabSamples = 1024;  // batch / kSlabs, rounded up
+constexpr int kParameters = 2;  // parameters behind the producer
+
+// bfloat16 is the upper half of a float.
+inline float load(std::uint16_t bits) {
+  const std::uint32_t wide = std::uint32_t{bits} << 16;
+  float v;
+  std::memcpy(&v, &wide, sizeof v);
+  return v;
+}
+
+// To the nearest bfloat16, ties to even; NaN stays NaN.
+inline std::uint16_t store(float v) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &v, sizeof bits);
+  const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return static_cast<std::uint16_t>(v == v ? rounded : 0x7FC0u);
+}
+
+// slope at 0, as PyTorch's leaky_relu.
+inline float leaky_relu_grad(float v, float slope) {
+  return v > 0.0f ? 1.0f : slope;
+}
+
+// Back through what follows the norm: the gradient of v for that of the result, g.
+inline float after_norm_grad(float v, float g) {
+  g = g + g;
+  g = g * leaky_relu_grad(v, kLeakyReluNegativeSlope);
+  return g;
+}
+
+struct Moments {
+  double mean;
+  double m2;  // sum of the squared deviations from the mean
+};
+
+// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
+inline Moments moments(const float* value, int count) {
+  const double shift = value[0];
+  double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+  for (int i = 0; i < count; ++i) {
+    sum += value[i] - shift;
+  }
+  const double mean = shift + sum / count;
+  double m2 = 0.0;
+#pragma omp simd reduction(+ : m2)
+  for (int i = 0; i < count; ++i) {
+    const double deviation = value[i] - mean;
+    m2 += deviation * deviation;
+  }
+  return {mean, m2};
+}
+
+// One group of one sample: the chain again as far as the derivatives need it, then back.
+inline void run_group(const std::uint16_t* t0, const std::uint16_t* gn_weight_data, const std::uint16_t* gn_bias_data,
+    const std::uint16_t* grad_y, std::uint16_t* grad_t0, double* sums, int index) {
+  alignas(64) float value[kGroupSize];  // the group's values before the norm
+  alignas(64) float grad[kGroupSize];  // the gradient of the normalised values
+  const int first = index % kNumGroups * kGroupChannels;  // the group's first channel
+  double* const gn_weight_sum = sums + first;
+  double* const gn_bias_sum = sums + 1 * kChannels + first;
+
+  const std::uint16_t* const source = t0 + std::int64_t{index} * kGroupSize;
+#pragma omp simd
+  for (int i = 0; i < kGroupSize; ++i) {
+    value[i] = load(source[i]);
+  }
+
+  const Moments group = moments(value, kGroupSize);
+  const float mean = static_cast<float>(group.mean);
+  const float mean_rest = static_cast<float>(group.mean - mean);
+  const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
+
+  // Back to the norm. Its own derivative needs two sums over the group: of the gradient, and of its product with the normalised value.
+  double total = 0.0, total_normal = 0.0;
+  const std::uint16_t* const incoming = grad_y + std::int64_t{index} * kGroupSize;
+#pragma omp simd reduction(+ : total, total_normal)
+  for (int i = 0; i < kGroupSize; ++i) {
+    const float normal = (value[i] - mean - mean_rest) * rstd;
+    const float v = (value[i] - mean - mean_rest) * (load(gn_weight_data[first + i]) * rstd) + load(gn_bias_data[first + i]);
+    const float g = after_norm_grad(v, load(incoming[i]));
+    gn_weight_sum[i] += static_cast<double>(g) * normal;
+    gn_bias_sum[i] += g;
+    grad[i] = g * load(gn_weight_data[first + i]);
+    total += grad[i];
+    total_normal += static_cast<double>(grad[i]) * normal;
+  }
+
+  // Back through the norm and what comes before it.
+  const float mean_grad = static_cast<float>(total / kGroupSize);
+  const float mean_product = static_cast<float>(total_normal / kGroupSize);
+  std::uint16_t* const target = grad_t0 + std::int64_t{index} * kGroupSize;
+#pragma omp simd
+  for (int i = 0; i < kGroupSize; ++i) {
+    const float normal = (value[i] - mean - mean_rest) * rstd;
+    const float g = rstd * (grad[i] - mean_grad - normal * mean_product);
+    target[i] = store(g);
+  }
+}
+
+// A parameter's gradient, a value per channel: the sums of the slabs, in their order.
+inline void add_up(const double* sums, std::uint16_t* grad) {
+  for (int channel = 0; channel < kChannels; ++channel) {
+    double total = 0.0;
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      total += sums[std::int64_t{slab} * kParameters * kChannels + channel];
+    }
+    grad[channel] = store(static_cast<float>(total));
+  }
+}
+
+}  // namespace
+}  // namespace chain_backward_cpu
+
+// From the gradient of y to those of t0, torch's linear, and of the parameters behind it, on `threads` threads.
+// Returns 0, or -1 for a wrong number of threads.
+extern "C" int chain_backward_cpu_launch(const std::uint16_t* t0, const std::uint16_t* gn_weight_data, const std::uint16_t* gn_bias_data,
+    const std::uint16_t* grad_y, std::uint16_t* grad_t0, std::uint16_t* gn_weight_grad,
+    std::uint16_t* gn_bias_grad, double* sums, int threads, void*) {
+  using namespace chain_backward_cpu;
+  if (threads < 1) return -1;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int part = 0; part < kSlabs * kNumGroups; ++part) {
+    const int slab = part / kNumGroups, group = part % kNumGroups;
+    double* const slab_sums = sums + std::int64_t{slab} * kParameters * kChannels;
+    for (int parameter = 0; parameter < kParameters; ++parameter) {
+      for (int c = 0; c < kGroupChannels; ++c) {
+        slab_sums[parameter * kChannels + group * kGroupChannels + c] = 0.0;
+      }
+    }
+    for (int sample = slab * kSlabSamples; sample < (slab + 1) * kSlabSamples && sample < kBatch; ++sample) {
+      run_group(t0, gn_weight_data, gn_bias_data, grad_y, grad_t0, slab_sums, sample * kNumGroups + group);
+    }
+  }
+  add_up(sums, gn_weight_grad);
+  add_up(sums + 1 * kChannels, gn_bias_grad);
+  return 0;
+}

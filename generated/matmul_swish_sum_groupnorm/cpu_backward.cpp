@@ -1,0 +1,195 @@
+// matmul_swish_sum_groupnorm: gradients of everything after torch's linear, one group of one sample at a time
+//
+//   linear(in_features=1024, out_features=4096, bias=True)  # matmul
+//   silu()
+//   add(shape=(4096,), init=randn)  # bias
+//   group_norm(num_groups=64, eps=1e-05, affine=True)  # group_norm
+//   x (32768, 1024) -> y (32768, 4096), fp32
+//
+// Plan for cpu on host:
+//   a thread takes whole groups of a slab of 32768 samples: 64 parts
+//   sums over samples are in double precision and in an order of their own, whatever the number of threads
+//   0.5 KB of scratch a thread, on its stack
+//
+// Generated from specs/matmul_swish_sum_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/matmul_swish_sum_groupnorm.yaml
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace chain_backward_cpu {
+namespace {
+
+constexpr int kBatch = 32768;  // batch
+constexpr int kChannels = 4096;  // channels at the norm
+constexpr int kNumGroups = 64;  // group_norm's num_groups
+constexpr int kGroupChannels = 64;  // kChannels / kNumGroups
+constexpr int kGroupSize = 64;  // kGroupChannels
+constexpr double kEps = 1e-05;  // group_norm's eps
+constexpr int kSlabs = 1;  // slabs of samples whose sums are formed apart
+constexpr int kSlabSamples = 32768;  // batch / kSlabs, rounded up
+constexpr int kParameters = 3;  // parameters behind the producer
+
+// e^v, error at most 3 units; results below 2^-126 may be 0.
+inline float exponential(float v) {
+  const float shifted = v * 1.44269504f + 12582912.0f;
+  const float n = shifted - 12582912.0f;
+  const float r = (v - n * 0.693359375f) + n * 2.12194440e-4f;  // |r| <= ln 2 / 2
+  float q = 1.38206338e-3f;
+  q = q * r + 8.36867373e-3f;
+  q = q * r + 4.16682661e-2f;
+  q = q * r + 1.66665211e-1f;
+  q = q * r + 4.99999940e-1f;
+  const float mantissa = q * (r * r) + r + 1.0f;
+  unsigned bits, exponent;
+  memcpy(&bits, &mantissa, sizeof bits);
+  memcpy(&exponent, &shifted, sizeof exponent);
+  bits += exponent << 23;  // times 2^n
+  float power;
+  memcpy(&power, &bits, sizeof power);
+  return v < -87.33654f ? 0.0f : (v <= 88.72283f ? power : v + INFINITY);  // v + INFINITY keeps NaN
+}
+
+// a / b for b >= 1, error at most 3 units; 0 for b > 2^126 on a GPU, whose fast division this is.
+inline float divide(float a, float b) {
+  return a / b;
+}
+
+// s (1 + v (1 - s)), s = sigmoid(v); s and 1 - s are 1 / (1 + e) and e / (1 + e), e = e^-|v|.
+inline float silu_grad(float v) {
+  const float e = exponential(v < 0.0f ? v : -v);
+  const float large = divide(1.0f, 1.0f + e);
+  const float small = e * large;
+  return v < 0.0f ? small * (1.0f + v * large) : large * (1.0f + v * small);
+}
+
+// v * sigmoid(v), error at most 5 units; results below 2^-119 may be 0.
+inline float silu(float v) {
+  return divide(v, 1.0f + exponential(-v));
+}
+
+// What comes before the norm.
+inline float before_norm(float v, float bias_c) {
+  v = silu(v);
+  v = v + bias_c;
+  return v;
+}
+
+// Back through what comes before the norm: the gradient of v for that of the result, g.
+inline float before_norm_grad(float v, float g, float& bias_g) {
+  bias_g = g;
+  g = g * silu_grad(v);
+  return g;
+}
+
+struct Moments {
+  double mean;
+  double m2;  // sum of the squared deviations from the mean
+};
+
+// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
+inline Moments moments(const float* value, int count) {
+  const double shift = value[0];
+  double sum = 0.0;
+#pragma omp simd reduction(+ : sum)
+  for (int i = 0; i < count; ++i) {
+    sum += value[i] - shift;
+  }
+  const double mean = shift + sum / count;
+  double m2 = 0.0;
+#pragma omp simd reduction(+ : m2)
+  for (int i = 0; i < count; ++i) {
+    const double deviation = value[i] - mean;
+    m2 += deviation * deviation;
+  }
+  return {mean, m2};
+}
+
+// One group of one sample: the chain again as far as the derivatives need it, then back.
+inline void run_group(const float* t0, const float* bias_data, const float* group_norm_weight_data, const float* grad_y,
+    float* grad_t0, double* sums, int index) {
+  alignas(64) float value[kGroupSize];  // the group's values before the norm
+  alignas(64) float grad[kGroupSize];  // the gradient of the normalised values
+  const int first = index % kNumGroups * kGroupChannels;  // the group's first channel
+  double* const bias_sum = sums + first;
+  double* const group_norm_weight_sum = sums + 1 * kChannels + first;
+  double* const group_norm_bias_sum = sums + 2 * kChannels + first;
+
+  const float* const source = t0 + std::int64_t{index} * kGroupSize;
+#pragma omp simd
+  for (int i = 0; i < kGroupSize; ++i) {
+    value[i] = before_norm(source[i], bias_data[first + i]);
+  }
+
+  const Moments group = moments(value, kGroupSize);
+  const float mean = static_cast<float>(group.mean);
+  const float mean_rest = static_cast<float>(group.mean - mean);
+  const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
+
+  // Back to the norm. Its own derivative needs two sums over the group: of the gradient, and of its product with the normalised value.
+  double total = 0.0, total_normal = 0.0;
+  const float* const incoming = grad_y + std::int64_t{index} * kGroupSize;
+#pragma omp simd reduction(+ : total, total_normal)
+  for (int i = 0; i < kGroupSize; ++i) {
+    const float normal = (value[i] - mean - mean_rest) * rstd;
+    const float g = incoming[i];
+    group_norm_weight_sum[i] += static_cast<double>(g) * normal;
+    group_norm_bias_sum[i] += g;
+    grad[i] = g * group_norm_weight_data[first + i];
+    total += grad[i];
+    total_normal += static_cast<double>(grad[i]) * normal;
+  }
+
+  // Back through the norm and what comes before it.
+  const float mean_grad = static_cast<float>(total / kGroupSize);
+  const float mean_product = static_cast<float>(total_normal / kGroupSize);
+  float* const target = grad_t0 + std::int64_t{index} * kGroupSize;
+#pragma omp simd
+  for (int i = 0; i < kGroupSize; ++i) {
+    const float normal = (value[i] - mean - mean_rest) * rstd;
+    float bias_g;
+    const float g = before_norm_grad(source[i], rstd * (grad[i] - mean_grad - normal * mean_product), bias_g);
+    bias_sum[i] += bias_g;
+    target[i] = g;
+  }
+}
+
+// A parameter's gradient, a value per channel: the sums of the slabs, in their order.
+inline void add_up(const double* sums, float* grad) {
+  for (int channel = 0; channel < kChannels; ++channel) {
+    double total = 0.0;
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      total += sums[std::int64_t{slab} * kParameters * kChannels + channel];
+    }
+    grad[channel] = static_cast<float>(total);
+  }
+}
+
+}  // namespace
+}  // namespace chain_backward_cpu
+
+// From the gradient of y to those of t0, torch's linear, and of the parameters behind it, on `threads` threads.
+// Returns 0, or -1 for a wrong number of threads.
+extern "C" int chain_backward_cpu_launch(const float* t0, const float* bias_data, const float* group_norm_weight_data, const float* grad_y,
+    float* grad_t0, float* bias_grad, float* group_norm_weight_grad, float* group_norm_bias_grad,
+    double* sums, int threads, void*) {
+  using namespace chain_backward_cpu;
+  if (threads < 1) return -1;
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (int part = 0; part < kSlabs * kNumGroups; ++part) {
+    const int slab = part / kNumGroups, group = part % kNumGroups;
+    double* const slab_sums = sums + std::int64_t{slab} * kParameters * kChannels;
+    for (int parameter = 0; parameter < kParameters; ++parameter) {
+      for (int c = 0; c < kGroupChannels; ++c) {
+        slab_sums[parameter * kChannels + group * kGroupChannels + c] = 0.0;
+      }
+    }
+    for (int sample = slab * kSlabSamples; sample < (slab + 1) * kSlabSamples && sample < kBatch; ++sample) {
+      run_group(t0, bias_data, group_norm_weight_data, grad_y, grad_t0, slab_sums, sample * kNumGroups + group);
+    }
+  }
+  add_up(sums, bias_grad);
+  add_up(sums + 1 * kChannels, group_norm_weight_grad);
+  add_up(sums + 2 * kChannels, group_norm_bias_grad);
+  return 0;
+}

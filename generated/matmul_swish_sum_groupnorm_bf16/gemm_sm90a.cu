@@ -1,0 +1,755 @@
+// matmul_swish_sum_groupnorm_bf16: linear -> silu -> add -> group_norm in one kernel: TMA, warp-specialised wgmma, clusters
+//
+//   linear(in_features=1024, out_features=4096, bias=True)  # matmul
+//   silu()
+//   add(shape=(4096,), init=randn)  # bias
+//   group_norm(num_groups=64, eps=1e-05, affine=True)  # group_norm
+//   x (32768, 1024) -> y (32768, 4096), bf16
+//
+// Plan for sm_90a on h100:
+//   tiles of 256 channels x 128 samples, 4 stages of 64 k; one warpgroup fetches, 2 multiply
+//   clusters of 2 CTAs that share rows of W: fetched once, received by both
+//   groups of 64 channels lie in one tile
+//   128 blocks of 384 threads, 217152 bytes of shared memory
+//
+// Generated from specs/matmul_swish_sum_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/matmul_swish_sum_groupnorm.yaml PRECISION=bf16
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <mutex>
+
+namespace gemm_sm90a {
+namespace {
+
+constexpr int kBatch = 32768;  // rows of x and y
+constexpr int kInFeatures = 1024;  // columns of x and W
+constexpr int kOutFeatures = 4096;  // rows of W, columns of y
+constexpr int kGroupWidth = 64;  // out_features / num_groups
+constexpr int kTileChannels = 256;  // channels of a tile: rows of W, operand A
+constexpr int kTileSamples = 128;  // samples of a tile: rows of x, operand B
+constexpr int kTileK = 64;  // k of a stage
+constexpr int kSteps = 16;  // ceil(in_features / kTileK)
+constexpr int kStages = 4;  // of the ring
+constexpr int kCluster = 2;  // CTAs that share rows of W
+constexpr int kUnitTiles = 1;  // tiles a CTA computes before their groups are complete
+constexpr int kSampleBlocks = 128;  // clusters side by side along the batch
+constexpr int kUnits = 2048;  // pieces of work, one a cluster at a time
+constexpr int kGrid = 128;  // CTAs: 64 clusters take 32 units each at most
+constexpr int kThreads = 384;  // one warpgroup that fetches, two that multiply
+constexpr int kConsumerWarps = 8;  // each frees a stage once
+constexpr int kProducerRegisters = 24;  // a thread that fetches
+constexpr int kConsumerRegisters = 240;  // a thread that multiplies
+constexpr int kBlocks = 2;  // accumulators of 64 channels a warpgroup
+constexpr int kAccumulators = 64;  // registers of one: 64 x kTileSamples values over 128 threads
+constexpr int kRowBytes = 128;  // kTileK halves
+constexpr int kWeightBlockBytes = 8192;  // 64 rows of W
+constexpr int kWeightPartBytes = 32768;  // one part of W in a stage
+constexpr int kInputPartBytes = 16384;  // one part of x in a stage
+constexpr int kStageBytes = 49152;  // all parts
+constexpr int kScratchAt = 196608;  // behind the stages
+constexpr int kScratchBytes = 8192;  // a warpgroup
+constexpr int kStoreSamples = 64;  // rows of y in a piece that leaves
+constexpr int kStoreBytes = 8192;  // of 64 channels each
+constexpr int kRowChannels = 128;  // channels of a sample that a thread finishes
+constexpr int kPartChannels = 32;  // those that it holds in registers at a time
+constexpr int kGroupParts = 2;  // of a group in a row
+constexpr int kVectors = 4;  // parameters of the epilogue
+constexpr int kParametersAt = 212992;  // of all tiles of a unit
+constexpr int kBarriersAt = 217088;  // full, empty
+constexpr int kSharedBytes = 217152;  // in all
+constexpr float kEps = 1.0e-5f;  // inside the root
+
+// What the epilogue reads and writes.
+struct Arguments {
+  const __nv_bfloat16* matmul_bias;
+  const __nv_bfloat16* bias;
+  const __nv_bfloat16* group_norm_weight;
+  const __nv_bfloat16* group_norm_bias;
+  __nv_bfloat16* y;
+};
+
+// --- instructions: one wrapper each (PTX ISA 9.0, 9.7.9 and 9.7.13 to 9.7.16) ---
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+__device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives at the barrier at the same offset in CTA `rank` of the cluster. Without .release: it says only that this warp's multiplications
+// have read their operands, and a release at cluster scope would wait for all of memory.
+__device__ __forceinline__ void arrive(uint32_t barrier, int rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
+      : "memory");
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+
+// Copies a box of the tensor behind `map` to shared memory and credits its bytes to the barrier; what lies outside the tensor reads as 0.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, uint32_t barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4}], [%5];" ::"r"(to), "l"(map),
+               "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
+               : "memory");
+}
+
+// The same box, to the same offset and barrier in every CTA of the cluster.
+__device__ __forceinline__ void copy_box_to_all(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, { %2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(static_cast<uint16_t>((1 << kCluster) - 1))
+      : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+__device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t from, int c0, int c1) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, { %1, %2}], [%3];\ncp.async.bulk.commit_group;" ::"l"(map), "r"(c0),
+               "r"(c1), "r"(from)
+               : "memory");
+}
+// Waits until this thread's stores have read shared memory; at once where it has none.
+__device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Orders ordinary accesses to shared memory before later ones of the copy engine.
+__device__ __forceinline__ void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Four 8 x 8 matrices of 16-bit values, each stored transposed; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&v)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
+}
+
+__device__ __forceinline__ uint4 load_words(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 { %0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_words(uint32_t to, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], { %1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Rows of 64 halves (128 bytes), 128-byte swizzle, 1024 bytes from one group of eight rows to the next. A step of 16 along K adds 2.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t tile) {
+  return (1ull << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) | (1ull << 16) | ((tile & 0x3FFFF) >> 4);
+}
+constexpr int kDescriptorStep = 2;  // 16 halves = 32 bytes, in units of 16
+
+// d += a b^T, or d = a b^T where `accumulate` is false; d is in flight until wgmma_wait. a, b: matrix descriptors.
+__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, %64, %65, p, 1, 1, 0, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// --- pipeline: a ring of stages in shared memory, filled by one thread, read by the consumers ---
+
+struct Shared {
+  uint32_t base;
+  __device__ uint32_t weight(int stage, int part) const { return base + stage * kStageBytes + part * kWeightPartBytes; }
+  __device__ uint32_t input(int stage, int part) const { return base + stage * kStageBytes + 1 * kWeightPartBytes + part * kInputPartBytes; }
+  __device__ uint32_t full(int stage) const { return base + kBarriersAt + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return full(kStages + stage); }
+};
+
+// A place in the ring; the phase's parity tells this round's fill of a stage from the last one's.
+struct Ring {
+  int stage = 0, parity = 0;
+  __device__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
+  while (!try_wait(barrier, parity)) {
+  }
+}
+
+// --- schedule: clusters take units in turn; units that follow each other share rows of W, which L2 then holds ---
+
+struct Tile {
+  int sample, channel;  // the first of each
+};
+
+__device__ __forceinline__ Tile tile_of(int unit, int tile, int rank) {
+  return {(unit % kSampleBlocks * kCluster + rank) * kTileSamples, (unit / kSampleBlocks * kUnitTiles + tile) * kTileChannels};
+}
+
+// Walks all k-steps of all tiles of this CTA.
+struct Walk {
+  int unit = blockIdx.x / kCluster, tile = 0, step = 0;
+  __device__ bool inside() const { return unit < kUnits; }
+  __device__ void advance() {
+    if (++step < kSteps) return;
+    step = 0;
+    if (++tile < kUnitTiles) return;
+    tile = 0;
+    unit += gridDim.x / kCluster;
+  }
+};
+
+__device__ __forceinline__ void fetch_weight(const Shared& shared, const CUtensorMap* map, const Walk& at, int stage, int rank) {
+  const int row = tile_of(at.unit, at.tile, rank).channel;
+  constexpr int kSlice = kTileChannels / kCluster;  // rows that each CTA fetches for all
+  for (int part = 0; part < 1; ++part) {
+    copy_box_to_all(shared.weight(stage, part) + rank * kSlice * kRowBytes, map, at.step * kTileK, row + rank * kSlice, part, shared.full(stage));
+  }
+}
+
+__device__ __forceinline__ void fetch_input(const Shared& shared, const CUtensorMap* map, const Walk& at, int stage, int rank) {
+  const int row = tile_of(at.unit, at.tile, rank).sample;
+  for (int part = 0; part < 1; ++part) {
+    copy_box(shared.input(stage, part), map, at.step * kTileK, row, part, shared.full(stage));
+  }
+}
+
+// One thread keeps the ring full.
+__device__ void produce(const Shared& shared, const CUtensorMap* map_weight, const CUtensorMap* map_input, int rank) {
+  Ring ring;
+  for (Walk at; at.inside(); at.advance(), ring.advance()) {
+    wait(shared.empty(ring.stage), ring.parity ^ 1, "empty");  // true at once in the first round
+    expect_bytes(shared.full(ring.stage), kStageBytes);
+    fetch_weight(shared, map_weight, at, ring.stage, rank);
+    fetch_input(shared, map_input, at, ring.stage, rank);
+  }
+}
+
+// --- multiply: rows of the accumulators are channels (W is operand A), columns are samples (x is operand B) ---
+
+// Where a consumer thread stands. Accumulator register 4 j + 2 h + e of block b is channel 64 b + 16 warp + 8 h + lane / 4 of its warpgroup,
+// sample 8 j + 2 (lane % 4) + e.
+struct Consumer {
+  int warpgroup, warp, lane;
+  __device__ bool issuer() const { return warp == 0 && lane == 0; }  // of copies to y
+  __device__ int thread() const { return warp * 32 + lane; }  // of the warpgroup
+};
+
+struct Feed {
+  const Shared& shared;
+  const Consumer& self;
+  Ring ring;
+  int reading = -1;  // the stage whose multiplications may still be running
+  bool lent = false;  // that stage carries y's tile to the copy engine
+
+  // One arrival a warp, in every CTA of the cluster: all of them fill the stage.
+  __device__ __forceinline__ void release() {
+    if (lent) {
+      wait_stores_read();
+      __syncwarp();
+      lent = false;
+    }
+    if (reading >= 0 && self.lane < kCluster) arrive(shared.empty(reading), self.lane);
+    reading = -1;
+  }
+};
+
+// One stage: queued as one group, while the stage before it may still run.
+__device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulators], Feed& feed, bool accumulate) {
+  wait(feed.shared.full(feed.ring.stage), feed.ring.parity, "full");
+  const uint64_t weight = matrix_descriptor(feed.shared.weight(feed.ring.stage, 0) + feed.self.warpgroup * kBlocks * kWeightBlockBytes);
+  const uint64_t input = matrix_descriptor(feed.shared.input(feed.ring.stage, 0));
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kTileK / 16; ++k) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const uint64_t a = weight + block * (kWeightBlockBytes >> 4) + k * kDescriptorStep;
+      const uint64_t b = input + k * kDescriptorStep;
+      wgmma(sums[block], a, b, k > 0 || accumulate);
+    }
+  }
+  wgmma_commit();
+  wgmma_wait<1>();
+  feed.release();
+  feed.reading = feed.ring.stage;
+  feed.ring.advance();
+}
+
+// The product of one tile. Its last stage is not released yet: y may leave through it.
+__device__ __forceinline__ void multiply_tile(float (&sums)[kBlocks][kAccumulators], Feed& feed) {
+#pragma unroll 1
+  for (int step = 0; step < kSteps; ++step) multiply_stage(sums, feed, step > 0);
+  wgmma_wait<0>();
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {  // the compiler must not read the sums before the wait
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+f"(sums[block][i])::"memory");
+  }
+}
+
+// a / b for b >= 1, error at most 3 units; 0 for b > 2^126 on a GPU, whose fast division this is.
+__device__ __forceinline__ float divide(float a, float b) {
+  return __fdividef(a, b);
+}
+
+// e^v, error at most 3 units; results below 2^-126 may be 0.
+__device__ __forceinline__ float exponential(float v) {
+  return expf(v);
+}
+
+// v * sigmoid(v), error at most 5 units; results below 2^-119 may be 0.
+__device__ __forceinline__ float silu(float v) {
+  return divide(v, 1.0f + exponential(-v));
+}
+
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+__device__ __forceinline__ float parameter(const __nv_bfloat16* vector, int channel) {
+  return to_float(vector[channel]);
+}
+
+// --- values of 16 bits ---
+
+// Two values, rounded to nearest, in a word.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ float2 unpack(uint32_t word) {
+  return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+
+// Where piece `piece` of a warpgroup's tile is turned: the first in the scratch memory, the others in the stage that was read last.
+__device__ __forceinline__ uint32_t store_piece(const Feed& feed, int piece) {
+  const uint32_t scratch = feed.shared.base + kScratchAt + feed.self.warpgroup * kScratchBytes;
+  const uint32_t lent = feed.shared.weight(feed.reading, 0) + feed.self.warpgroup * (kStageBytes / 2);
+  return piece == 0 ? scratch : lent + (piece - 1) * kStoreBytes;
+}
+
+// Rounds the tile to 16 bits and turns it in shared memory, swizzled as y's map expects, in pieces of 64 channels x kStoreSamples samples.
+__device__ __forceinline__ void turn_tile(const float (&v)[kBlocks][kAccumulators], const Feed& feed) {
+  constexpr int kPieces = kTileSamples / kStoreSamples;  // of one block
+  const Consumer& self = feed.self;
+  const int row = self.lane / 16 * 8 + self.lane % 8, chunk = self.warp * 2 + self.lane / 8 % 2;  // of 16 bytes
+  const uint32_t within = row * kRowBytes + ((chunk ^ row % 8) << 4);
+  if (self.issuer()) wait_stores_read();
+  named_barrier(1, 2 * 128);  // nobody multiplies from the lent stage any more, and the pieces' last contents have left
+#pragma unroll
+  for (int piece = 0; piece < kBlocks * kPieces; ++piece) {
+    const uint32_t to = store_piece(feed, piece) + within;
+#pragma unroll
+    for (int j = 0; j < kStoreSamples / 8; j += 2) {
+      const float* s = v[piece / kPieces] + piece % kPieces * (kStoreSamples / 2) + 4 * j;
+      store_transposed(to + 8 * j * kRowBytes, {pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7])});
+    }
+  }
+}
+
+// The copy engine takes the pieces away while the next tile is multiplied.
+__device__ __forceinline__ void send_tile(const CUtensorMap* map_y, Feed& feed, const Tile& tile) {
+  constexpr int kPieces = kTileSamples / kStoreSamples;
+  const Consumer& self = feed.self;
+  fence_copy_engine();
+  named_barrier(2 + self.warpgroup, 128);
+  if (self.issuer()) {
+    for (int piece = 0; piece < kBlocks * kPieces; ++piece) {
+      const int channel = tile.channel + (self.warpgroup * kBlocks + piece / kPieces) * 64;
+      store_box(map_y, store_piece(feed, piece), channel, tile.sample + piece % kPieces * kStoreSamples);
+    }
+  }
+  feed.lent = true;
+}
+
+// --- rows: turned in shared memory, a sample's channels lie in a row; a thread takes the kRowChannels of its sample and warpgroup ---
+
+// Parameters lie in shared memory as floats, kVectors of kTileChannels for each tile of a unit; a warpgroup reads and writes its half of them.
+struct Parameters {
+  float own[kUnitTiles][kVectors];
+};
+
+// A thread's part of a unit's parameters: one channel of each tile.
+__device__ __forceinline__ Parameters fetch_parameters(const Arguments& arguments, int unit, const Consumer& self) {
+  Parameters parameters = {};
+  if (unit >= kUnits) return parameters;
+#pragma unroll
+  for (int tile = 0; tile < kUnitTiles; ++tile) {
+    const int channel = tile_of(unit, tile, cluster_rank()).channel + self.warpgroup * kRowChannels + self.thread();
+    parameters.own[tile][0] = parameter(arguments.matmul_bias, channel);
+    parameters.own[tile][1] = parameter(arguments.bias, channel);
+    parameters.own[tile][2] = parameter(arguments.group_norm_weight, channel);
+    parameters.own[tile][3] = parameter(arguments.group_norm_bias, channel);
+  }
+  return parameters;
+}
+
+__device__ __forceinline__ void keep_parameters(float* vectors, const Parameters& parameters, const Consumer& self) {
+#pragma unroll
+  for (int i = 0; i < kUnitTiles * kVectors; ++i) vectors[i * kTileChannels + self.thread()] = parameters.own[i / kVectors][i % kVectors];
+  named_barrier(2 + self.warpgroup, 128);
+}
+
+// Four channels' parameters.
+struct Quad {
+  float of[4];
+  __device__ float operator[](int i) const { return of[i]; }
+};
+
+__device__ __forceinline__ Quad load_quad(const float* from) {
+  const float4 q = *reinterpret_cast<const float4*>(from);
+  return { {q.x, q.y, q.z, q.w} };
+}
+
+__device__ __forceinline__ void add_bias(float (&v)[kBlocks][kAccumulators], const float* vectors, const Consumer& self) {
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+    const float* bias = vectors + block * 64 + self.warp * 16 + self.lane / 4;
+    const float of[2] = {bias[0], bias[8]};
+#pragma unroll
+    for (int i = 0; i < kAccumulators; ++i) v[block][i] += of[i / 2 % 2];
+  }
+}
+
+// This thread's row: 16-byte chunks of 8 channels, swizzled within 128 bytes, of 64 channels each.
+struct Row {
+  uint32_t first, step;
+  int swizzle;
+  __device__ explicit Row(const Feed& feed) {
+    const int sample = feed.self.thread();
+    const uint32_t within = sample % kStoreSamples * kRowBytes;
+    first = store_piece(feed, sample / kStoreSamples) + within;
+    step = store_piece(feed, kTileSamples / kStoreSamples + sample / kStoreSamples) + within - first;
+    swizzle = sample % 8;
+  }
+  __device__ uint32_t chunk(int i) const { return first + i / 8 * step + ((i % 8 ^ swizzle) << 4); }
+};
+
+// Part `part` of a row: kPartChannels values. Loops over parts are not unrolled: the compiler would fetch more parts than registers hold.
+using Values = float[kPartChannels];
+
+__device__ __forceinline__ void load_part(Values& v, const Row& row, int part) {
+#pragma unroll
+  for (int i = 0; i < kPartChannels / 8; ++i) {
+    const uint4 words = load_words(row.chunk(part * (kPartChannels / 8) + i));
+    const float2 pair0 = unpack(words.x);
+    v[8 * i + 0] = pair0.x, v[8 * i + 1] = pair0.y;
+    const float2 pair1 = unpack(words.y);
+    v[8 * i + 2] = pair1.x, v[8 * i + 3] = pair1.y;
+    const float2 pair2 = unpack(words.z);
+    v[8 * i + 4] = pair2.x, v[8 * i + 5] = pair2.y;
+    const float2 pair3 = unpack(words.w);
+    v[8 * i + 6] = pair3.x, v[8 * i + 7] = pair3.y;
+  }
+}
+
+__device__ __forceinline__ void store_part(const Values& v, const Row& row, int part) {
+#pragma unroll
+  for (int i = 0; i < kPartChannels / 8; ++i) {
+    const float* s = v + 8 * i;
+    store_words(row.chunk(part * (kPartChannels / 8) + i), make_uint4(pack(s[0], s[1]), pack(s[2], s[3]), pack(s[4], s[5]), pack(s[6], s[7])));
+  }
+}
+
+// What stands between the product and the norm.
+__device__ __forceinline__ void before_norm(Values& v, const float* vectors) {
+#pragma unroll
+  for (int quad = 0; quad < kPartChannels; quad += 4) {
+    const Quad bias_c = load_quad(vectors + 1 * kTileChannels + quad);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& value = v[quad + e];
+      value = silu(value);
+      value = value + bias_c[e];
+    }
+  }
+}
+
+// Mean and sum of squared differences from it: two walks, so that neither a far mean nor one far value costs the others their bits.
+struct Moments {
+  float mean, m2;
+};
+
+// The sum pair by pair: exact for equal values, whose multiples by powers of two keep all their bits.
+__device__ __forceinline__ float sum(const Values& v) {
+  float sums[2 * kPartChannels - 1];
+#pragma unroll
+  for (int i = 0; i < kPartChannels; ++i) sums[i] = v[i];
+#pragma unroll
+  for (int i = 0; i < kPartChannels - 1; ++i) sums[kPartChannels + i] = sums[2 * i] + sums[2 * i + 1];
+  return sums[2 * kPartChannels - 2];
+}
+
+__device__ __forceinline__ Moments moments(const Values& v) {
+  const float mean = sum(v) * (1.0f / kPartChannels);
+  float squares[4] = {};
+#pragma unroll
+  for (int i = 0; i < kPartChannels; ++i) {
+    const float d = __fsub_rn(v[i], mean);
+    squares[i % 4] = fmaf(d, d, squares[i % 4]);
+  }
+  return {mean, (squares[0] + squares[1]) + (squares[2] + squares[3])};
+}
+
+// The union of two sets (Chan's formula), the second being `share` of it; exact for equal values.
+__device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float share) {
+  const float d = __fsub_rn(b.mean, a.mean);
+  return {fmaf(d, share, a.mean), a.m2 + b.m2 + d * d * (count * share)};
+}
+
+// The norm and what follows it.
+__device__ __forceinline__ void norm_and_after(Values& v, const Moments& group, const float* vectors) {
+  const float rstd = rsqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);  // off by 2 units of 2^-23 at most, far below a step of y
+#pragma unroll
+  for (int quad = 0; quad < kPartChannels; quad += 4) {
+    const Quad group_norm_weight_c = load_quad(vectors + 2 * kTileChannels + quad);
+    const Quad group_norm_bias_c = load_quad(vectors + 3 * kTileChannels + quad);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& value = v[quad + e];
+      value = __fsub_rn(value, group.mean) * rstd;
+      value = value * group_norm_weight_c[e] + group_norm_bias_c[e];
+    }
+  }
+}
+
+// The moments of a group's values in this row: kGroupParts parts from `first` on. What precedes the norm is done on the way.
+__device__ __forceinline__ Moments group_moments(const Row& row, int first, const float* vectors) {
+  Moments all = {};
+#pragma unroll 1
+  for (int i = 0; i < kGroupParts; ++i) {
+    Values v;
+    load_part(v, row, first + i);
+    before_norm(v, vectors + (first + i) * kPartChannels);
+    store_part(v, row, first + i);
+    load_part(v, row, first + i);  // rounded as what will be normalised
+    const Moments part = moments(v);
+    all = i == 0 ? part : merge(all, i * kPartChannels, part, __fdividef(1.0f, i + 1.0f));
+  }
+  return all;
+}
+
+__device__ __forceinline__ void normalise_group(const Row& row, int first, const Moments& group, const float* vectors) {
+#pragma unroll 1
+  for (int i = 0; i < kGroupParts; ++i) {
+    Values v;
+    load_part(v, row, first + i);
+    norm_and_after(v, group, vectors + (first + i) * kPartChannels);
+    store_part(v, row, first + i);
+  }
+}
+
+// --- the kernel: warpgroup 0 fetches, warpgroups 1 and 2 multiply, normalise and store ---
+
+__device__ void consume(const Shared& shared, unsigned char* memory, const Arguments& arguments, const CUtensorMap* map_y) {
+  const int thread = threadIdx.x - 128;
+  Consumer self = {thread / 128, thread / 32 % 4, thread % 32};
+  Feed feed{shared, self};
+  float* vectors = reinterpret_cast<float*>(memory + kParametersAt) + self.warpgroup * kRowChannels;
+  keep_parameters(vectors, fetch_parameters(arguments, blockIdx.x / kCluster, self), self);
+
+  for (int unit = blockIdx.x / kCluster; unit < kUnits; unit += gridDim.x / kCluster) {
+    float v[kBlocks][kAccumulators];
+    multiply_tile(v, feed);
+    const Parameters next = fetch_parameters(arguments, unit + gridDim.x / kCluster, self);  // on their way meanwhile
+    // The epilogue's addresses are computed after this: before the multiplication they would take registers that it needs.
+    asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));
+    add_bias(v, vectors, self);
+    turn_tile(v, feed);
+    named_barrier(2 + self.warpgroup, 128);  // the warpgroup's part of the tile is there
+
+    const Row row(feed);
+#pragma unroll 1
+    for (int first = 0; first < kRowChannels / kPartChannels; first += kGroupParts) {
+      normalise_group(row, first, group_moments(row, first, vectors), vectors);
+    }
+    send_tile(map_y, feed, tile_of(unit, 0, cluster_rank()));
+    keep_parameters(vectors, next, self);
+  }
+  wait_stores_read();
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+gemm(const __grid_constant__ CUtensorMap map_weight, const __grid_constant__ CUtensorMap map_input,
+     const __grid_constant__ CUtensorMap map_y,
+     const __grid_constant__ Arguments arguments) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Shared shared{shared_address(memory)};
+
+  if (threadIdx.x == 0) {
+    prefetch_map(&map_weight);
+    prefetch_map(&map_input);
+    for (int stage = 0; stage < kStages; ++stage) {
+      barrier_init(shared.full(stage), 1);
+      barrier_init(shared.empty(stage), kCluster * kConsumerWarps);
+    }
+    barrier_init_done();
+  }
+  cluster_sync();
+
+  if (threadIdx.x < 128) {
+    give_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) produce(shared, &map_weight, &map_input, cluster_rank());
+  } else {
+    take_registers<kConsumerRegisters>();
+    consume(shared, memory, arguments, &map_y);
+  }
+  __syncwarp();
+  cluster_sync();  // no CTA leaves while another may still write to its shared memory
+}
+
+// --- host ---
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+// Own errors, beside cudaError_t (positive) and 1000000 + CUresult.
+constexpr int kMisaligned = -1;       // a pointer is no multiple of 16 bytes
+constexpr int kNoClusters = -2;       // the device cannot hold a cluster of this kernel
+constexpr int kDriverError = 1000000;
+
+// cuTensorMapEncodeTiled through the runtime: nothing links to the driver.
+PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found) != cudaSuccess) return nullptr;
+  return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+}
+
+struct Box {
+  CUtensorMapDataType type;
+  CUtensorMapSwizzle swizzle;
+  cuuint32_t rank;
+  cuuint64_t sizes[3], pitches[2];  // elements; bytes
+  cuuint32_t box[3];                // elements
+};
+
+int encode(CUtensorMap* map, const void* tensor, const Box& b) {
+  static const PFN_cuTensorMapEncodeTiled_v12000 encoder = tensor_map_encoder();
+  if (encoder == nullptr) return cudaErrorNotSupported;
+  if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0) return kMisaligned;
+  const cuuint32_t every[3] = {1, 1, 1};
+  const CUresult result = encoder(map, b.type, b.rank, const_cast<void*>(tensor), b.sizes, b.pitches, b.box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                  b.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? 0 : kDriverError + result;
+}
+
+// Once on each device: shared memory above 48 KB, and whether a cluster fits.
+int prepare(int device, const cudaLaunchConfig_t& config) {
+  constexpr int kDevices = 64;
+  static std::mutex lock;
+  static bool ready[kDevices] = {};
+  const std::lock_guard<std::mutex> guard(lock);
+  if (device < kDevices && ready[device]) return 0;
+  cudaError_t error = cudaFuncSetAttribute(gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  int clusters = 0;
+  error = cudaOccupancyMaxActiveClusters(&clusters, gemm, &config);
+  if (error != cudaSuccess) return error;
+  if (clusters < 1) return kNoClusters;
+  if (device < kDevices) ready[device] = true;
+  return 0;
+}
+
+}  // namespace
+}  // namespace gemm_sm90a
+
+extern "C" int gemm_sm90a_launch(
+    const __nv_bfloat16* x,
+    const __nv_bfloat16* matmul_weight,
+    const __nv_bfloat16* matmul_bias,
+    const __nv_bfloat16* bias,
+    const __nv_bfloat16* group_norm_weight,
+    const __nv_bfloat16* group_norm_bias,
+    __nv_bfloat16* y,
+    int device, cudaStream_t stream) {
+  using namespace gemm_sm90a;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+
+  CUtensorMap map_weight, map_input, map_y;
+  const Box weight_box = {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, 3, {kInFeatures, kOutFeatures, 1},
+                          {kInFeatures * 2ull, kInFeatures * 2ull * kOutFeatures}, {kTileK, kTileChannels / kCluster, 1}};
+  const Box input_box = {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, 3, {kInFeatures, kBatch, 1},
+                         {kInFeatures * 2ull, kInFeatures * 2ull * kBatch}, {kTileK, kTileSamples, 1}};
+  if (const int error = encode(&map_weight, matmul_weight, weight_box)) return error;
+  if (const int error = encode(&map_input, x, input_box)) return error;
+  const Box y_box = {CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, 2, {kOutFeatures, kBatch}, {kOutFeatures * 2ull}, {64, kStoreSamples}};
+  if (const int error = encode(&map_y, y, y_box)) return error;
+
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kCluster, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kGrid;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 1;
+  if (const int error = prepare(device, config)) return error;
+  const Arguments arguments = {matmul_bias, bias, group_norm_weight, group_norm_bias, y};
+  return cudaLaunchKernelEx(&config, gemm, map_weight, map_input, map_y, arguments);
+}
