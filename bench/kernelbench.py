@@ -240,7 +240,7 @@ def verbatim(output: str, *folders: Path) -> list[str]:
 @click.option("--warm", is_flag=True, help="First run every case once, several at once, and discard the results: the caches are full when the measuring begins.")
 @click.option("--prepare-only", is_flag=True, help="Write the standalone files, references and stubs, print the command lines and run nothing.")
 def main(checkout, problems, shapes, precisions, results, work, budget_s, timeout_s, force, warm, prepare_only) -> None:
-    """Run KernelBench's run_and_check.py on standalone.py of the three systems and record what it says."""
+    """Run KernelBench's run_and_check.py on standalone.py of the nine systems and record what it says."""
     runs = [
         Run(number, which, precision)
         for which in ("current", "first version") for number in PROBLEMS for precision in PRECISIONS
