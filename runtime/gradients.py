@@ -10,7 +10,6 @@ import contextlib
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from .errors import GradientError
 from .load import backward_for
@@ -49,10 +48,7 @@ def register(operators, library: torch.library.Library) -> None:
             return _backward(operators, backward_for(manifest, ctx.device), ctx.saved_tensors, grad_y, ctx.needs_input_grad)
 
     def backward_twice(ctx, *_):
-        raise GradientError(
-            f"second derivatives are not generated for {manifest.name}; take first derivatives without create_graph, or use "
-            "the reference module."
-        )
+        raise _no_second(manifest.name)
 
     library.impl(f"forward.{operators.overload}", forward, "Autograd")
     torch.library.register_autograd(operators.name("forward_saving"), backward, setup_context=save, lib=library)
@@ -73,15 +69,37 @@ class ByReference(torch.autograd.Function):
         return run(x, *parameters)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad_y):
         asked = ctx.needs_input_grad[3:]
         x, *parameters = (tensor.detach().requires_grad_(needed) for tensor, needed in zip(ctx.saved_tensors, asked))
         with torch.enable_grad(), _without_autocast(x.device.type):
             y = torch.func.functional_call(ctx.reference, dict(zip(ctx.names, parameters)), (x,))
         wanted = [tensor for tensor in (x, *parameters) if tensor.requires_grad]
-        found = iter(torch.autograd.grad(y, wanted, grad_y))
+        grads = torch.autograd.grad(y, wanted, grad_y.detach())
+        if torch.is_grad_enabled():  # create_graph
+            package = type(ctx.reference).__module__.removesuffix(".model")
+            grads = _Final.apply(package, len(grads), *grads, grad_y, *ctx.saved_tensors)
+        found = iter(grads)
         return (None, None, None, *(next(found) if needed else None for needed in asked))
+
+
+class _Final(torch.autograd.Function):
+    """``apply(package, count, *tensors)``: the first ``count`` tensors, gradients that depend on all the others and have no derivatives themselves."""
+
+    @staticmethod
+    def forward(ctx, package: str, count: int, *tensors):
+        ctx.package = package
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise _no_second(ctx.package)
+
+
+def _no_second(name: str) -> GradientError:
+    return GradientError(
+        f"second derivatives are not generated for {name}; take first derivatives without create_graph, or use the reference module."
+    )
 
 
 def refuse_tangents(name: str, tensors: list[torch.Tensor]) -> None:

@@ -41,14 +41,14 @@ def plan_norm(
     `source` is the buffer with the producer's result, (batch, channels, spatial...) contiguous in the storage type; "y" means in place.
     `apply_before`: apply the operators between the producer and the norm too, after adding `producer_bias` (a state_dict key), if given, to
     each channel. `statistics`: what the producer left, instead of computing it. Parameters must start at multiples of 16 bytes.
-    Raises PlanError for a chain that no kernel here covers, ValueError for statistics whose tiles do not divide the groups.
+    Raises PlanError for a chain that no kernel here covers, ValueError for one with two poolings and for statistics whose tiles do not divide the groups.
     """
     from codegen.plan import norm_flat, norm_pool
     from codegen.plan.routes import PlanError
 
     pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
     if len(pools) > 1:
-        raise PlanError(f"{len(pools)} max_pool2d operators follow the norm, and the {target.name} target fuses one; split the chain into two modules")
+        raise ValueError(f"{len(pools)} max_pool2d operators follow the norm; plan/stages.py cuts the chain in front of the second")
     if pools and source == "y":
         raise PlanError("a pooled result cannot be written over the producer's; give the producer a buffer of its own")
     if pools:

@@ -10,6 +10,7 @@ import torch
 from codegen.emit import make_package
 from codegen.plan import PlanError
 from codegen.spec import Spec, load_spec
+from runtime import GradientError
 from tests.codegen import norm_harness as harness
 from tests.codegen.cpu_chains import make_spec, relative_error
 from tests.codegen.gpu_models import built_models
@@ -54,6 +55,13 @@ for name, (keepdim, shapes, _) in BROADCASTS.items():
     CHAINS[f"broadcast_{name}"] = deep(linear_chain([], [{"min": {"keepdim": keepdim}}, "tanh", *adds, "silu"], 256, 8), 301)
 STAGES = [SHARED_ROWS, "silu", {"max_pool2d": {"kernel_size": 3, "stride": 1, "padding": 1}}, {"avg_pool2d": {"kernel_size": 2}}, {"max": {"keepdim": True}}]
 CHAINS["stages"] = wide(conv_chain([], [*STAGES, {"add": {"name": "spread", "shape": [5, 1, 1]}}, "tanh"], 16, 4), 6, (40, 42))
+TWO_POOLS = [{"max_pool2d": {"kernel_size": 2}}, "tanh", {"max_pool2d": {"kernel_size": 3, "stride": 2, "padding": 1}}]
+CHAINS["two_pools"] = wide(conv_chain([], TWO_POOLS, 32, 4), 6, (41, 43))
+CHAINS["two_pools_sides"] = wide(conv_chain(["relu"], ["silu", *TWO_POOLS, {"mul": {"name": "scale", "shape": [32, 1, 1]}}], 32, 4), 6, (41, 43))
+for head in ("silu", "mish"):  # many minima are the function's own least value
+    CHAINS[f"min_{head}"] = deep(linear_chain([], [head, *reduced("min", True, TAIL)], 512, 8), 300)
+CHAINS["min_wide_batch"] = deep(linear_chain([], ["silu", *reduced("min", True, TAIL)], 8192, 32), 1024)  # sm_90a: groups of a tile, float32 y
+CHAINS["mean_two_tiles"] = deep(linear_chain(["relu"], ["mish", *reduced("mean", True, TAIL)], 8192, 16), 1024)  # groups of two: the norm kernel
 
 
 def models(spec: Spec, target: str, folder):
@@ -117,3 +125,30 @@ def test_problems(name: str, precision: str, target: str, tmp_path) -> None:
     eager.load_state_dict(reference.state_dict())
     generator = torch.Generator("cuda").manual_seed(3)
     compare(ours, eager, torch.randn(spec.input_shape, generator=generator, device="cuda").to(next(eager.parameters()).dtype), 4.0)
+
+
+BY_REFERENCE = ["min_linear", "max_conv", "sum_linear", "mean_conv", "logsumexp_linear", "average_padded", "broadcast_problem_75", "product_linear", "two_pools", "stages"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", BY_REFERENCE)
+def test_gradients_by_reference(name: str, precision: str, tmp_path) -> None:
+    """Refused unless asked for; then eager's own, while y stays the kernels'."""
+    chain, batch, size = CHAINS[name]
+    spec = replace(make_spec(tmp_path, chain, batch, precision, size), name=f"gradients_{name}")
+    ours, eager = models(spec, "sm_80", tmp_path)
+    generator = torch.Generator("cuda").manual_seed(4)
+    x = torch.randn((batch, DEPTH) if size is None else (batch, 3, *size), generator=generator, device="cuda").to(next(eager.parameters()).dtype)
+    with torch.no_grad():
+        plain = ours(x)
+    with pytest.raises(GradientError, match="differentiate_by_reference"):
+        ours(x).sum().backward()
+    ours.differentiate_by_reference()
+    y = ours(x)
+    assert torch.equal(y, plain)
+    grad_y = torch.randn(y.shape, generator=generator, device="cuda").to(y.dtype)
+    named, wanted = dict(ours.named_parameters()), dict(eager.named_parameters())
+    got = torch.autograd.grad(y, list(named.values()), grad_y)
+    want = dict(zip(wanted, torch.autograd.grad(eager(x), list(wanted.values()), grad_y), strict=True))
+    for key, grad in zip(named, got, strict=True):
+        torch.testing.assert_close(grad, want[key], rtol=1e-3 if precision == "fp32" else 3e-2, atol=1e-3 * float(want[key].abs().max()) if precision == "fp32" else 3e-2 * float(want[key].abs().max()))

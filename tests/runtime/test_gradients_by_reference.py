@@ -1,0 +1,86 @@
+"""Chains without a generated backward: stages and results taken once more. Refused unless asked for, then PyTorch's own gradients, on the cpu target."""
+
+import json
+
+import pytest
+import torch
+
+from runtime import GradientError
+
+from .generated_packages import CONV, LINEAR, generate
+from .test_gradients import error, gradients, pair, saved_shapes
+
+NORM = {"group_norm": {"name": "norm", "num_groups": 4}}
+POOL = {"max_pool2d": {"kernel_size": 2}}
+FACTOR = {"mul": {"name": "factor", "shape": [1]}}
+AVERAGES = {
+    "plain": {"kernel_size": 2}, "padded": {"kernel_size": 3, "stride": 2, "padding": 1}, "inside": {"kernel_size": 3, "padding": 1, "count_include_pad": False},
+    "ceil": {"kernel_size": 2, "ceil_mode": True}, "divisor": {"kernel_size": 3, "divisor_override": 5},
+}  # fmt: skip
+REDUCTIONS = ("min", "max", "sum", "mean", "logsumexp")
+CHAINS = {
+    **{f"{name}_linear": [LINEAR, NORM, "tanh", {name: {"keepdim": True}}, FACTOR] for name in REDUCTIONS},
+    **{f"{name}_conv": [CONV, "relu", NORM, {name: {}}, "tanh"] for name in REDUCTIONS},
+    **{f"average_{name}": [CONV, NORM, "silu", {"avg_pool2d": arguments}, FACTOR] for name, arguments in AVERAGES.items()},
+    "broadcast": [LINEAR, NORM, {"min": {"keepdim": True}}, {"add": {"name": "spread", "shape": [1, 24, 1, 1]}}],
+    "pools": [CONV, NORM, POOL, "silu", {"avg_pool2d": {"kernel_size": 2}}, {"max": {"keepdim": True}}],
+    "residual": [LINEAR, NORM, "tanh", {"add": {"from": "gemm"}}],
+    "residual_conv": [CONV, NORM, "tanh", {"add": {"from": "conv"}}, "hardswish", POOL],
+    "kept_by_a_stage": [CONV, NORM, {"mean": {"name": "folded", "keepdim": True}}, "relu", {"add": {"from": "folded"}}],
+}
+GENERATED = {
+    "doubled": [LINEAR, NORM, {"leaky_relu": {"name": "act"}}, {"add": {"from": "act"}}],
+    "two_pools": [CONV, NORM, POOL, "tanh", POOL],
+}
+
+
+def emitted_backwards(module) -> dict:
+    """The manifest's backward of each target."""
+    return json.loads((module.ModelNew.__init__.__globals__["PACKAGE"].path / "manifest.json").read_text())["backward"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("name", CHAINS)
+def test_by_reference(tmp_path, name: str, precision: str) -> None:
+    """Refused at first; asked for, no further from float64 than eager's; nothing is saved without gradients; second derivatives are refused."""
+    module = generate(tmp_path / "packages", CHAINS[name], precision)
+    assert emitted_backwards(module) == {}
+    model, reference = pair(module)
+    (x,) = module.get_inputs()
+    with pytest.raises(GradientError, match=r"model.differentiate_by_reference\(\)"):
+        model(x).sum().backward()
+    with torch.no_grad():
+        plain = model(x)
+    model.differentiate_by_reference()
+    grad_y = torch.randn(plain.shape).to(x.dtype)
+    y, got = gradients(model, x, grad_y)
+    assert torch.equal(y, plain)
+    _, eager = gradients(reference, x, grad_y)
+    _, exact = gradients(reference, x, grad_y, torch.float64)
+    for key in got:
+        assert got[key].dtype is x.dtype
+        assert error(got[key], exact[key]) <= 1.01 * error(eager[key], exact[key]) + 1e-7, key
+
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y, shapes = saved_shapes(lambda: model(x))
+        assert shapes == [] and y.grad_fn is None
+    x.requires_grad_()
+    (first,) = torch.autograd.grad(model(x), x, grad_y, create_graph=True)
+    with pytest.raises(GradientError, match="second derivatives are not generated"):
+        torch.autograd.grad(first.float().square().sum(), list(model.parameters()), allow_unused=True)
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_generated(tmp_path, name: str) -> None:
+    """A value that meets itself, and one max_pool2d behind another: the cpu target's own backward."""
+    module = generate(tmp_path / "packages", GENERATED[name])
+    assert set(emitted_backwards(module)) == {"cpu"}
+    model, reference = pair(module)
+    (x,) = module.get_inputs()
+    with torch.no_grad():
+        grad_y = torch.randn_like(model(x))
+    _, got = gradients(model, x, grad_y)
+    _, exact = gradients(reference, x, grad_y, torch.float64)
+    for key in got:
+        assert error(got[key], exact[key]) <= 2e-6, key
