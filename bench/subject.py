@@ -149,7 +149,7 @@ def poison_allocator(emitted: Emitted, target: str | None, device: torch.device)
     spec = emitted.spec
     sizes = [torch.Size(spec.output_shape).numel() * spec.precision.itemsize]
     if target is not None:
-        for buffer in emitted.manifest["targets"][target]["buffers"].values():
-            sizes.append(buffer.get("bytes") or torch.Size(buffer["shape"]).numel() * 4)
+        temporaries = [buffer.get("bytes") or torch.Size(buffer["shape"]).numel() * 4 for buffer in emitted.manifest["targets"][target]["buffers"].values()]
+        sizes += [*temporaries, sum(temporaries) + 1024 * len(temporaries)]  # each alone, or all in one piece
     held = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes if size]
     del held

@@ -5,12 +5,15 @@ torch's allocator on the current stream, and each launcher gets that stream.
 """
 
 import ctypes
+import math
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Callable
 
 import torch
 import torch.nn.functional as functional
 
+from .allocation import allocator
 from .errors import CallError, LaunchError
 from .package import Backward, Buffer, LaunchStep, LibraryStep, Manifest, Step, TargetManifest, gradient_of
 
@@ -22,6 +25,8 @@ REFUSALS = {
 
 DRIVER_ERROR = 1_000_000  # launchers return this plus a CUresult where the driver, not the runtime, failed
 
+ALLOCATION = 512  # bytes; the alignment of torch's CUDA allocations
+
 Slots = list  # one tensor per name that the steps use; the last one is the output
 Program = Callable[..., "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"]
 
@@ -29,18 +34,19 @@ Program = Callable[..., "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"]
 def make_program(
     manifest: Manifest, target: TargetManifest, functions: dict[str, Callable], device: torch.device, saved: str | None = None
 ) -> Program:
-    """``program(x, parameters) -> y`` for ``device``; ``program(x, parameters, True) -> (y, saved)`` for a backward.
+    """``program(x, parameters) -> y`` for ``device``; ``program(x, parameters, saving=True) -> (y, saved)`` for a backward.
 
-    ``x`` and ``parameters`` (in the manifest's order) must have been checked, be contiguous and lie on the device.
+    ``x`` and ``parameters`` (in the manifest's order) must have been checked, be contiguous and lie on the device. A caller that
+    knows their addresses gives them as ``addresses`` [x, *parameters], a list that is the program's from then on.
     ``functions`` are the resolved launchers, ``saved`` names what the target's backward needs of a forward (None: an
     empty tensor is given). The program raises LaunchError with CUDA's message where a launch fails.
     """
     slot_of, allocations = _slots(manifest, target, [manifest.input.name, *(parameter.name for parameter in manifest.parameters)])
-    run = _runner(manifest, (*target.prepare, *target.steps), functions, device, slot_of, allocations)
+    run = _runner(manifest, (*target.prepare, *target.steps), functions, device, slot_of, allocations, ("y",) if saved is None else ("y", saved))
     kept = None if saved is None else slot_of[saved]
 
-    def program(x, parameters, saving=False):
-        slots = run([x, *parameters])
+    def program(x, parameters, addresses=None, saving=False):
+        slots = run([x, *parameters], addresses)
         if saving:
             return slots[-1], x.new_empty(0) if kept is None else slots[kept]
         return slots[-1]
@@ -74,7 +80,7 @@ def make_preparation(manifest: Manifest, target: TargetManifest, functions: dict
     shapes = {buffer.name: _allocation(buffer) for buffer in target.buffers}
     known = {name: index for index, name in enumerate((*parameters, *target.prepared))}
     filling = _runner(manifest, target.prepare, functions, device, known, [])
-    rest = _runner(manifest, target.steps, functions, device, *_slots(manifest, target, [manifest.input.name, *known]))
+    rest = _runner(manifest, target.steps, functions, device, *_slots(manifest, target, [manifest.input.name, *known]), ("y",))
     return Preparation(
         device,
         tuple(index for index, name in enumerate(parameters) if name in read),
@@ -97,7 +103,7 @@ def make_backward(manifest: Manifest, backward: Backward, functions: dict[str, C
     allocations = [_allocation(buffer) for buffer in backward.target.buffers]
     allocations += [(shape, dtype_named(dtype)) for _, shape, dtype in made]
     slot_of = {name: index for index, name in enumerate(names)}
-    run = _runner(manifest, backward.target.steps, functions, device, slot_of, allocations)
+    run = _runner(manifest, backward.target.steps, functions, device, slot_of, allocations, tuple(name for name, _, _ in made))
 
     def program(grad_y, saved, parameters):
         return tuple(run([grad_y, saved, *parameters])[-len(made) :])
@@ -127,8 +133,22 @@ def _slots(manifest: Manifest, target: TargetManifest, known: list[str]) -> tupl
     return {name: index for index, name in enumerate(names)}, allocations
 
 
-def _runner(manifest: Manifest, steps: tuple[Step, ...], functions, device: torch.device, slot_of: dict[str, int], allocations: list):
-    """``run(first tensors) -> slots``: allocates what follows them and performs ``steps``."""
+def _runner(
+    manifest: Manifest, steps: tuple[Step, ...], functions, device: torch.device, slot_of: dict[str, int], allocations: list, wanted: tuple[str, ...] = ()
+):  # fmt: skip
+    """``run(first tensors, their addresses or None) -> slots``: allocates what follows them and performs ``steps``.
+
+    Launchers take addresses, torch's libraries tensors; both are kept, slot by slot. Temporaries that launchers alone use, and that
+    are not ``wanted`` afterwards, share one allocation and have no tensors of their own. Behind the addresses is the null pointer.
+    """
+    as_tensors = {slot_of[name] for step in steps if isinstance(step, LibraryStep) for name in step.args if name} | {slot_of[name] for name in wanted}
+    first = len(slot_of) - len(allocations)
+    size, places = 0, []  # for each slot that follows: what makes its tensor, its offset in the shared memory; neither: a step gives it
+    for slot, allocation in enumerate(allocations, first):
+        shared = allocation is not None and slot not in as_tensors
+        places.append((allocator(*allocation, device) if allocation and not shared else None, size if shared else None))
+        size += _padded(*allocation) if shared else 0
+    scratch = allocator((size,), torch.uint8, device) if size else None
     steps = [
         _launch(step, functions[step.function], slot_of, device)
         if isinstance(step, LaunchStep)
@@ -136,17 +156,33 @@ def _runner(manifest: Manifest, steps: tuple[Step, ...], functions, device: torc
         for step in steps
     ]
     stream_of = _stream_getter(device)
-    empty = torch.empty
 
-    def run(slots: Slots) -> Slots:
-        for allocation in allocations:
-            slots.append(allocation and empty(allocation[0], dtype=allocation[1], device=device))
+    def run(slots: Slots, addresses: list[int] | None = None) -> Slots:
+        if addresses is None:
+            addresses = [tensor.data_ptr() for tensor in slots]
+        if scratch:
+            memory = scratch()  # held until everything is launched; on a GPU what follows on the stream may have it then
+            base = memory.data_ptr()
+        for make, offset in places:
+            if make:
+                tensor = make()
+                slots.append(tensor)
+                addresses.append(tensor.data_ptr())
+            else:
+                slots.append(None)
+                addresses.append(None if offset is None else base + offset)
+        addresses.append(None)
         number, stream = stream_of()
         for step in steps:
-            step(slots, number, stream)
+            step(slots, addresses, number, stream)
         return slots
 
     return run
+
+
+def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a temporary in shared memory: whole multiples of what torch's allocator aligns to."""
+    return -(-math.prod(shape) * dtype.itemsize // ALLOCATION) * ALLOCATION
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -155,10 +191,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def _launch(step: LaunchStep, function: Callable, slot_of: dict[str, int], device: torch.device):
-    indices = [None if name is None else slot_of[name] for name in step.args]
+    pick = itemgetter(*(-1 if name is None else slot_of[name] for name in step.args), -1)
 
-    def launch(slots, number, stream):
-        status = function(*[None if i is None else slots[i].data_ptr() for i in indices], number, stream)
+    def launch(slots, addresses, number, stream):
+        status = function(*pick(addresses)[:-1], number, stream)
         if status:
             raise LaunchError(f"{step.function} failed on {device}: {describe_status(status)}.")
 
@@ -183,13 +219,14 @@ def _library(step: LibraryStep, slot_of: dict[str, int], manifest: Manifest, dev
     call = {"linear": _linear, "conv2d": _conv2d}[step.call](step, manifest.precision, device)
     kind = device.type
 
-    def library(slots, number, stream):
+    def library(slots, addresses, number, stream):
         operands = [None if i is None else slots[i] for i in indices]
         if torch.is_autocast_enabled(kind):  # it would change the type of the result under the next kernel's feet
             with torch.autocast(kind, enabled=False):
-                slots[out] = call(*operands).contiguous()
+                made = call(*operands).contiguous()
         else:
-            slots[out] = call(*operands).contiguous()
+            made = call(*operands).contiguous()
+        slots[out], addresses[out] = made, made.data_ptr()
 
     return library
 

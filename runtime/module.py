@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from .checks import expected, is_usable, usable, wrong_input, wrong_tensor
+from .checks import ALIGNMENT, expected, usable, wrong_input, wrong_tensor
 from .errors import ArgumentError, CallError, GradientError, PackageError, PreparationError, UnsupportedDeviceError
 from .gradients import ByReference, refuse_tangents
 from .launch import dtype_named
@@ -18,6 +18,8 @@ from .package import Manifest, Package
 from .prepared import PreparedWeights, is_written_unseen, key_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_strided = torch.strided
+_grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -100,7 +102,7 @@ class GeneratedModule(nn.Module):
             )
         preparation = self._loaded.preparations.get(device)
         if preparation is not None:
-            parameters, _, _ = self._collect(device)
+            parameters, _ = self._collect(device)
             tensors = [usable(parameter) for parameter in parameters]
             key = key_of(preparation.reads, parameters, tensors)
             if key is None or is_written_unseen(self):
@@ -126,31 +128,43 @@ class GeneratedModule(nn.Module):
         if _is_compiling():
             return self._operators.forward(x, *self._gather())
         plain = type(x) in _PLAIN
-        if not plain or x.shape != self._shape or x.dtype is not self._dtype or x.layout is not torch.strided:
+        if not plain or x.shape != self._shape or x.dtype is not self._dtype or x.layout is not _strided:
             self._refuse(x)
-        device = x.device
-        program = self._loaded.programs.get(device)
+        device, loaded = x.device, self._loaded
+        program = loaded.programs.get(device)
         if program is None and plain and not self._is_meta(device):
             raise self._no_program(x)
-        parameters, direct, differentiable = self._collect(device)
+        direct = plain and program is not None and not (_dispatch_modes() or _function_modes() or _transforms()) and _tracing() is None
+        parameters, addresses = self._collect(device, direct)
         if forward_ad._current_level >= 0:
             refuse_tangents(self._package.manifest.name, [x, *parameters])
-        if not direct:
-            self._refuse_sharded(parameters)
-        if not (plain and direct) or program is None or _watched():
-            return self._operators.forward(x, *parameters)
-        if (differentiable or x.requires_grad) and torch.is_grad_enabled():
+        if not direct or (addresses is None and not all(type(parameter) in _PLAIN for parameter in parameters)):
+            return self._through_operator(x, parameters)
+        if _grad_enabled() and (x.requires_grad or any(parameter.requires_grad for parameter in parameters)):
             if self._by_reference:
                 reference = _reference_of(type(self), self._package)
                 return ByReference.apply(reference, self._names, self._operators.forward, x, *parameters)
             return self._operators.forward(x, *parameters)
-        x, tensors = x if is_usable(x) else usable(x), [p if is_usable(p) else usable(p) for p in parameters]
-        preparation = self._loaded.preparations.get(device) if self._loaded.preparations else None
-        if preparation is not None:
-            buffers = self._prepared.use(self, preparation, parameters, tensors)
+        address = x.data_ptr()
+        if address % ALIGNMENT or not x.is_contiguous() or x.is_neg():
+            x = usable(x)
+            address = x.data_ptr()
+        tensors = parameters
+        if addresses is None:
+            tensors = [usable(parameter) for parameter in parameters]
+            addresses = [tensor.data_ptr() for tensor in tensors]
+        if loaded.preparations:
+            preparation = loaded.preparations.get(device)
+            buffers = None if preparation is None else self._prepared.use(self, preparation, parameters, tensors)
             if buffers is not None:
                 return preparation.run(x, tensors, buffers)
-        return program(x, tensors)
+        return program(x, tensors, [address, *addresses])
+
+    def _through_operator(self, x: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
+        """What a subclass, a mode or a trace has to see, or what asks about shapes alone."""
+        if not all(type(parameter) in _PLAIN for parameter in parameters):
+            self._refuse_sharded(parameters)
+        return self._operators.forward(x, *parameters)
 
     def _apply(self, fn, recurse: bool = True):
         """What moves or converts the parameters writes to them in ways that PyTorch does not count."""
@@ -179,9 +193,10 @@ class GeneratedModule(nn.Module):
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
-    def _collect(self, device: torch.device) -> tuple[list[torch.Tensor], bool, bool]:
-        """The parameters in the manifest's order, each checked; are all plain tensors; does any ask for a gradient?"""
-        collected, plain, differentiable = [], True, False
+    def _collect(self, device: torch.device, direct: bool = False) -> tuple[list[torch.Tensor], list[int] | None]:
+        """The parameters in the manifest's order, each checked; for a ``direct`` launch also their addresses, None in place of these unless
+        all are plain tensors that kernels can read as they lie."""
+        collected, addresses, together = [], [], 0
         for path, name, shape, dtype in self._parameter_table:
             module = self
             for part in path:
@@ -189,17 +204,20 @@ class GeneratedModule(nn.Module):
             parameter = module._parameters.get(name)
             if parameter is None:
                 parameter = getattr(module, name, None)  # a parametrization computes it
+            plain = type(parameter) in _PLAIN
             if (
-                not isinstance(parameter, torch.Tensor)
+                not (plain or isinstance(parameter, torch.Tensor))
                 or parameter.shape != shape
                 or parameter.dtype is not dtype
                 or parameter.device != device
             ):
                 raise wrong_tensor(self._package.manifest, ".".join((*path, name)), parameter, device, shape, dtype)
             collected.append(parameter)
-            plain = plain and type(parameter) in _PLAIN
-            differentiable = differentiable or parameter.requires_grad
-        return collected, plain, differentiable
+            if direct and plain and parameter.is_contiguous() and not parameter.is_neg():
+                address = parameter.data_ptr()
+                addresses.append(address)
+                together |= address
+        return collected, addresses if direct and len(addresses) == len(collected) and not together % ALIGNMENT else None
 
     def _gather(self) -> list[torch.Tensor]:
         """The parameters in the manifest's order, by statements that a compiler can follow; the operator checks them."""

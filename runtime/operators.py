@@ -97,7 +97,7 @@ class Operators:
     def _launch(self, x, parameters, saving: bool):
         self._check(x, parameters)
         program = self._program_on(x.device)
-        return program(usable(x), [usable(parameter) for parameter in parameters], saving)
+        return program(usable(x), [usable(parameter) for parameter in parameters], saving=saving)
 
     def _run_backward(self, grad_y, saved, *parameters):
         self._check_backward(grad_y, saved, parameters)

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from runtime import CallError, GradientError, LaunchError, UnsupportedDeviceError
+from runtime import CallError, GradientError, LaunchError, UnsupportedDeviceError, allocation, launch
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +84,16 @@ def test_threads_on_one_module(model, x):
     for thread in threads:
         thread.join()
     assert results == [True] * 8
+
+
+def test_new_memory_is_what_torch_empty_gives():
+    """The short way past the dispatcher, on this build of torch."""
+    make = allocation.allocator((3, 5), torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
+    made, want = make(), torch.empty(3, 5, dtype=torch.bfloat16, device="cuda")
+    assert (made.shape, made.stride(), made.dtype, made.device) == (want.shape, want.stride(), want.dtype, want.device)
+    assert made.data_ptr() % launch.ALLOCATION == 0 and not made.requires_grad
+    with torch.inference_mode():
+        assert make().is_inference()
 
 
 def test_another_device_than_the_current_one(model, x):

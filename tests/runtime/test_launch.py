@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from runtime import LaunchError
+from runtime import LaunchError, allocation, launch
 from runtime.launch import DRIVER_ERROR, describe_status, make_program
 from runtime.package import Buffer, LaunchStep, LibraryStep, Manifest, TargetManifest, TensorSpec
 
@@ -70,6 +70,67 @@ def test_launchers_get_pointers_threads_and_no_stream():
     program = make_program(manifest(x, {"w": torch.eye(8)}, (4, 8)), target(steps, buffers), {"first": first, "second": second}, CPU)
     assert torch.equal(program(x, [torch.eye(8)]), x)
     assert calls[0][:2] == (x.data_ptr(), None)
+
+
+def test_temporaries_of_launchers_share_one_allocation(monkeypatch):
+    """No two overlap, each is aligned as an allocation of its own would be, and what is returned or read by a library is not among them."""
+    made, calls = [], []
+    real = launch.allocator
+
+    def allocator(shape, dtype, device):
+        made.append((shape, dtype))
+        return real(shape, dtype, device)
+
+    monkeypatch.setattr(launch, "allocator", allocator)
+    x = torch.randn(4, 8)
+    buffers = [Buffer("a", nbytes=100), Buffer("b", shape=(4, 9), dtype="float16"), Buffer("c", nbytes=513), Buffer("t", shape=(4, 8), dtype="float32")]
+    steps = [LaunchStep("f", ("x", "a", "b", "c", "t")), LibraryStep("linear", ("t", "w", None), "u"), LaunchStep("f", ("u", None, "b", "c", "y"))]
+
+    def write(x, *rest):
+        calls.append(rest)
+        (ctypes.c_float * 32).from_address(rest[3])[:] = (ctypes.c_float * 32).from_address(x)[:]
+        return 0
+
+    program = make_program(manifest(x, {"w": torch.eye(8)}, (4, 8)), target(steps, buffers), {"f": write}, CPU)
+    assert made == [((4, 8), torch.float32), ((4, 8), torch.float32), ((512 + 512 + 1024,), torch.uint8)]
+    assert torch.equal(program(x, [torch.eye(8)]), x)
+    (a, b, c, *_), again = calls
+    assert (b - a, c - b) == (512, 512) and again[:3] == (None, b, c)
+
+
+def test_addresses_that_are_known_are_taken():
+    x, w = torch.randn(4, 8), torch.randn(8)
+    seen = []
+    program = make_program(manifest(x, {"w": w}, (4, 8)), target([LaunchStep("f", ("w", "x", None, "y"))]), {"f": lambda *args: seen.append(args) or 0}, CPU)
+    y = program(x, [w], [1600, 3200])
+    assert seen == [(3200, 1600, None, y.data_ptr(), torch.get_num_threads(), None)]
+
+
+@pytest.mark.parametrize("shape, dtype", [((3, 5, 7), torch.float32), ((4,), torch.bfloat16), ((2, 0, 3), torch.float16), ((), torch.float32), ((1000,), torch.uint8)])
+def test_the_short_way_to_new_memory_gives_what_torch_empty_does(shape, dtype, monkeypatch):
+    assert allocation._short_ways(), "this torch lacks it; see runtime/allocation.py"
+    for ways in (allocation._short_ways(), {}):
+        monkeypatch.setattr(allocation, "_short_ways", lambda: ways)  # noqa: B023
+        make = allocation.allocator(shape, dtype, CPU)
+        made, want = make(), torch.empty(shape, dtype=dtype)
+        assert (made.shape, made.stride(), made.dtype, made.device) == (want.shape, want.stride(), want.dtype, want.device)
+        assert type(made) is torch.Tensor and not made.requires_grad and made.data_ptr() % 16 == 0 and (make() is not made)
+        with torch.inference_mode():
+            assert make().is_inference()
+
+
+def test_the_short_way_serves_the_current_gpu_alone(monkeypatch):
+    short, general, current = [], [], [0]
+    monkeypatch.setattr(allocation, "_short_ways", lambda: {"cuda": lambda *args: short.append(args)})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: general.append((args, options)))
+    device = torch.device("cuda", 1)
+    make = allocation.allocator((2, 3), torch.float32, device)
+    make()
+    assert (short, general) == ([], [(((2, 3),), {"dtype": torch.float32, "device": device})])
+    current[0] = 1
+    make()
+    assert short == [((2, 3), (3, 1), torch.float32)] and len(general) == 1
 
 
 @pytest.mark.parametrize("status, text", [(-3, "refused its arguments"), (98, "CUDA error 98"), (DRIVER_ERROR + 1, "CUDA driver error 1 ")])

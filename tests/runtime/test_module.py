@@ -266,3 +266,11 @@ def test_vmap(model, x):
     xs = torch.stack([x, -x])
     with torch.no_grad():
         assert torch.equal(torch.func.vmap(model)(xs), xs * model.scale)
+
+
+def test_vmap_over_parameters(model, x):
+    """Tensors that a transform wraps are of the plain type, and have no address."""
+    scales = torch.stack([model.scale.detach(), -model.scale.detach()])
+    with torch.no_grad():
+        y = torch.func.vmap(lambda scale: torch.func.functional_call(model, {"scale": scale}, (x,)))(scales)
+    assert torch.equal(y, x * scales[:, None])
