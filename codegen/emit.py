@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -31,22 +32,49 @@ MARK = "do not edit."  # in the header of everything that is emitted
 def make_package(spec: Spec, targets: tuple[str, ...] = (), device: str | None = None, debug: bool = False) -> Package:
     """Plan `spec` for the given targets (else the spec's own, else those of DEFAULT_TARGETS that can serve it).
 
-    Raises PlanError when a target that was asked for cannot serve the spec, or none can.
+    Of a range of batches every size has plans of its own. Raises PlanError when a target that was asked for cannot serve the spec, or none can; a size
+    of a range may do without a target where another one for the same machines serves it.
     """
     asked = targets or spec.targets
     if device and not any(name in DEVICES[device].targets for name in asked or DEFAULT_TARGETS):
         raise PlanError(f"device class {device} goes with {', '.join(DEVICES[device].targets)}, not with {', '.join(asked or DEFAULT_TARGETS)}")
+    if not spec.batches:
+        return _one_size(spec, asked, device, debug, optional=not asked)
+    made = [_of_range(size, asked, device, debug) for size in spec.sizes]
+    for name in asked or ():
+        if not any(one.plan_for(name) for one in made):
+            raise PlanError(f"{name} serves no batch of the range: {dict(made[-1].skipped)[name]}")
+    skipped = tuple((f"{name} at batch {one.spec.batch}", reason) for one in made for name, reason in one.skipped)
+    return Package(spec, tuple(plan for one in made for plan in one.plans), skipped, tuple(made))
+
+
+def _one_size(spec: Spec, asked: tuple[str, ...] | None, device: str | None, debug: bool, optional: bool) -> Package:
+    """The package of a spec with one batch; `optional`: a target that cannot serve it is left out."""
     plans, skipped = [], []
     for name in asked or DEFAULT_TARGETS:
         try:
             plans.append(plan(spec, name, device if device and name in DEVICES[device].targets else None, debug))
         except PlanError as error:
-            if asked:
+            if not optional:
                 raise
             skipped.append((name, str(error)))
     if not plans:
         raise PlanError("no target can serve this spec: " + "; ".join(f"{name}: {reason}" for name, reason in skipped))
     return Package(spec, tuple(plans), tuple(skipped))
+
+
+def _of_range(spec: Spec, asked: tuple[str, ...] | None, device: str | None, debug: bool) -> Package:
+    """The package of one size of a range: its files and functions are named by the batch, so that all sizes fit into one library."""
+    try:
+        made = _one_size(spec, asked, device, debug, optional=True)
+        served = {plan.target.language for plan in made.plans}
+        for name, reason in made.skipped if asked else ():
+            if TARGETS[name].language not in served:
+                raise PlanError(reason)
+    except PlanError as error:
+        raise PlanError(f"batch {spec.batch}: {error}") from None
+    plans = tuple(replace(plan, target=replace(plan.target, suffix=f"{plan.target.suffix}_b{spec.batch}")) for plan in made.plans)
+    return replace(made, plans=plans)
 
 
 def write_if_different(folder: Path, files: dict[str, str]) -> list[Path]:

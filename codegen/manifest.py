@@ -14,8 +14,14 @@ from codegen.plan.backward_cuda import plan_backward_cuda
 from codegen.plan.model import Buffer, Launch, Library, Plan
 from codegen.report import explanation, regenerate
 from codegen.spec import Spec
+from codegen.targets import TARGETS
 
 FORMAT = 1
+RANGE_FORMAT = 2  # of a package for several batches: what depends on the batch stands in `sizes`, one entry for each
+_ORDER = (
+    "format", "name", "spec", "regenerate", "batch", "pad_batch", "precision", "prepack", "init_args", "input", "output", "parameters", "targets", "plan",
+    "skipped", "backward", "sizes",
+)  # fmt: skip
 _COMMENT_OR_STRING = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
@@ -23,12 +29,14 @@ _COMMENT_OR_STRING = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTA
 class Package:
     """What one `make generate` emits for one spec and precision: the spec and a plan for each target. `regenerate` is the command.
 
-    `skipped` holds (target, reason) for each default target that cannot serve the spec.
+    `skipped` holds (target, reason) for each default target that cannot serve the spec. Of a range of batches `sizes` are the packages of the single
+    ones, whose plans this one has together.
     """
 
     spec: Spec
     plans: tuple[Plan, ...]
     skipped: tuple[tuple[str, str], ...] = ()
+    sizes: tuple[Package, ...] = ()
 
     @property
     def regenerate(self) -> str:
@@ -38,6 +46,8 @@ class Package:
     def backward_plans(self) -> tuple[Plan, ...]:
         """The backwards, in sources of their own: one for the CPU, and one for CUDA, made for the least of the CUDA targets and good for all of them. None where
         the chain has something that gradients are not generated for."""
+        if self.sizes:
+            return tuple(plan for size in self.sizes for plan in size.backward_plans)
         if refusal(self.spec):
             return ()
         made = [plan_backward(self.spec, plan.target, plan.device) for plan in self.plans if plan.target.language == "cpp"]
@@ -69,23 +79,31 @@ def manifest_text(package: Package, files: dict[str, str]) -> str:
     spec = package.spec
     dtype = spec.precision.dtype
     data: dict[str, Any] = {
-        "format": FORMAT,
+        "format": RANGE_FORMAT if package.sizes else FORMAT,
         "name": spec.package,
         "spec": spec.path,
         "regenerate": package.regenerate,
-        "batch": spec.batch,
         "precision": spec.precision.name,
         **({"prepack": True} if spec.prepack else {}),
         "init_args": [[name, list(value) if isinstance(value, tuple) else value] for name, value in spec.args],
+        "parameters": [{"key": key, "shape": list(shape), "dtype": dtype} for key, shape in spec.parameters],
+        **({"pad_batch": spec.pad_batch, "sizes": [_size(size, files) for size in package.sizes]} if package.sizes else _size(package, files)),
+    }
+    return json.dumps({key: data[key] for key in _ORDER if key in data}, indent=1, ensure_ascii=True) + "\n"
+
+
+def _size(package: Package, files: dict[str, str]) -> dict[str, Any]:
+    """What depends on the batch."""
+    spec, dtype = package.spec, package.spec.precision.dtype
+    return {
+        "batch": spec.batch,
         "input": {"name": "x", "shape": list(spec.input_shape), "dtype": dtype},
         "output": {"shape": list(spec.output_shape), "dtype": dtype},
-        "parameters": [{"key": key, "shape": list(shape), "dtype": dtype} for key, shape in spec.parameters],
         "targets": {plan.target.name: _target(plan, files) for plan in package.plans},
         "plan": {plan.target.name: explanation(plan) for plan in package.plans},
         "skipped": dict(package.skipped),
         "backward": {plan.target.name: _backward(plan, files) for plan in package.backward_plans},
     }
-    return json.dumps(data, indent=1, ensure_ascii=True) + "\n"
 
 
 def _target(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
@@ -100,14 +118,27 @@ def _target(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
         **arch,
         "device_class": plan.device.name,
         "buffers": {buffer.name: _buffer(buffer) for buffer in plan.buffers},
-        **({"prepare": _prepare(plan)} if plan.preparing else {}),
+        **({"prepare": _prepare(plan, files)} if plan.preparing else {}),
         "steps": [_step(step, plan) for step in plan.steps if step not in plan.preparing],
     }
 
 
-def _prepare(plan: Plan) -> dict[str, Any]:
-    """What may be done ahead of calls, once for given parameters: the buffers to keep and the steps that fill them, which a call without them does first."""
-    return {"buffers": list(plan.prepared), "steps": [_step(step, plan) for step in plan.preparing]}
+def _prepare(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
+    """What may be done ahead of calls, once for given parameters: the buffers to keep and the steps that fill them, which a call without them does first.
+
+    Two sizes of a range with the same `layout` fill the same buffers with the same values, so that one copy serves both: their steps read the same, and
+    so do their sources but for the batch in the names.
+    """
+    prepare = {"buffers": list(plan.prepared), "steps": [_step(step, plan) for step in plan.preparing]}
+    whole = TARGETS[plan.target.name]
+    if plan.target == whole:
+        return prepare
+    sources = {(file := step.kernel.file(plan.target)): files[file] for step in plan.preparing}
+    plain = {name.replace(plan.target.suffix, whole.suffix): text.replace(plan.target.suffix, whole.suffix) for name, text in sources.items()}
+    kept = [[buffer.name, _buffer(buffer)] for buffer in plan.buffers if buffer.name in plan.prepared]
+    filled = [[step.kernel.function(whole), *step.arguments] for step in plan.preparing]
+    layout = source_key(plain, (json.dumps([kept, filled]),), plan.target.name)
+    return {**prepare, "layout": layout[:16]}
 
 
 def _backward(plan: Plan, files: dict[str, str]) -> dict[str, Any]:

@@ -16,8 +16,10 @@ import jinja2
 
 from codegen import chain
 from codegen.manifest import Package, manifest_text
+from codegen.ops import Shape
 from codegen.plan.model import Kernel, Plan
 from codegen.report import header_lines
+from codegen.spec import Spec
 from codegen.spec_writer import resolved_yaml
 from codegen.torch_text import module_lines, parameters, reference_lines, uses_functional
 
@@ -70,12 +72,20 @@ def render(package: Package) -> dict[str, str]:
     files["model.py"] = render_template(
         "model/model.py.j2", spec=spec, package=package, modules=module_lines(spec), reference=reference_lines(spec), functional=uses_functional(spec),
         names=parameters(spec), keywords=[f"{name}={name}" for name, _ in spec.args], init=[repr(value) for value in spec.init_values], half=half,
-        cast=f".to(torch.{spec.precision.dtype})" if half else "",
+        cast=f".to(torch.{spec.precision.dtype})" if half else "", x_shape=_shape_text(spec, spec.input_shape, True),
+        y_shape=_shape_text(spec, spec.output_shape, spec.rows_are_samples),
     )  # fmt: skip
     files["__init__.py"] = render_template("model/init.py.j2", spec=spec)
     files["spec.yaml"] = resolved_yaml(spec)
     files["manifest.json"] = manifest_text(package, files)
     return files
+
+
+def _shape_text(spec: Spec, shape: Shape, samples: bool) -> str:
+    """A tensor's shape for a reader; of a range of batches the number of `samples` is N."""
+    if not spec.batches:
+        return str(shape)
+    return f"({', '.join(['N', *map(str, shape[1:])])}{',' if len(shape) == 1 else ''})" if samples else f"{shape} for the largest N"
 
 
 def _drop_unused_constants(text: str) -> str:

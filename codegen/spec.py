@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from codegen.numerics import PRECISIONS, Precision
-from codegen.ops import Kind, Operator, Parameter, Shape
+from codegen.ops import Kind, Operator, Parameter, Shape, broadcast
 from codegen.yaml_reader import Problem
 
 MAX_ELEMENTS = 2**31 - 1
+MAX_SIZES = 16  # of a range of batches: each is compiled
 PREPACKED = "_prepacked"  # ends the name of a package with prepared weights
 
 
@@ -64,8 +65,11 @@ class Spec:
     """A validated spec.
 
     `args` are the constructor's arguments in order, the last of which may have their values as defaults: `defaults` names those. `chain`
-    starts with the producer; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as it was named on the command line, for messages and headers. `gives` is the type
+    starts with the producer, at `batch`; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as it was named on the command line, for messages and headers. `gives` is the type
     of the result of a part of a chain where it is another than the precision's.
+
+    A range of batches has them in `batches`, in ascending order, and the largest as `batch`; `at` is the spec of one of them. It is empty where there is
+    one batch and nothing to choose. `pad_batch`: a batch that is not listed runs the next larger one.
     """
 
     name: str
@@ -82,11 +86,36 @@ class Spec:
     prepack_asked: bool = False  # on the command line, not in the file
     defaults: tuple[str, ...] = ()
     gives: Precision | None = None
+    batches: tuple[int, ...] = ()
+    pad_batch: bool = False
 
     @property
     def result(self) -> Precision:
         """The type of y."""
         return self.gives or self.precision
+
+    @property
+    def sizes(self) -> tuple[Spec, ...]:
+        """The specs of the single batches: of every one of a range, else this one."""
+        return tuple(self.at(batch) for batch in self.batches) or (self,)
+
+    def at(self, batch: int) -> Spec:
+        """The same layer for one batch. Raises ShapeError where a parameter does not broadcast with that many samples."""
+        steps: list[Step] = []
+        shape = (batch, *self.input_shape[1:])
+        for step in self.chain:
+            output = result_shape(step.operator, step.values, shape, steps)
+            steps.append(replace(step, input_shape=shape, output_shape=output))
+            shape = output
+        return replace(self, batch=batch, chain=tuple(steps), batches=(), pad_batch=False)
+
+    @property
+    def rows_are_samples(self) -> bool:
+        """Is row i of the result that of sample i, and of no other? Not where a parameter behind a reduction changes the shape in front."""
+        broadcasting = [(p.shape, step) for step in self.chain if step.operator.kind is Kind.ELEMENTWISE for p in step.parameters]
+        return all(
+            len(shape) < len(step.input_shape) or (len(shape) == len(step.input_shape) and shape[0] == 1) for shape, step in broadcasting
+        )
 
     @property
     def package(self) -> str:
@@ -169,6 +198,14 @@ class Spec:
     def with_precision(self, name: str) -> Spec:
         """The same spec at another precision (a forced `math` of the old precision is dropped)."""
         return self if name == self.precision.name else replace(self, precision=PRECISIONS[name], math=None)
+
+
+def result_shape(operator: Operator, values: dict[str, Any], shape: Shape, earlier: Iterable[Step]) -> Shape:
+    """The shape that an operator gives behind the steps `earlier`. Raises ShapeError."""
+    output = operator.shape(values, shape)
+    if values.get("shape") is not None and any(step.operator.kind is Kind.REDUCTION for step in earlier):
+        return broadcast(values["shape"], shape)
+    return output
 
 
 def load_spec(path: str | Path, precision: str | None = None, prepack: bool = False) -> Spec:

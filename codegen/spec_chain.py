@@ -7,7 +7,7 @@ from typing import Any
 
 from codegen import numerics, ops
 from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator
-from codegen.spec import MAX_ELEMENTS, Step
+from codegen.spec import MAX_ELEMENTS, Step, result_shape
 from codegen.spec_scalars import INVALID, Scalars, nearest
 from codegen.yaml_reader import Node
 
@@ -92,9 +92,7 @@ class ChainReader(Scalars):
     ) -> Step | None:  # fmt: skip
         reduced = any(step.operator.kind is Kind.REDUCTION for step in earlier)
         try:
-            output = operator.shape(values, shape)
-            if reduced and values.get("shape") is not None:
-                output = ops.broadcast(values["shape"], shape)
+            output = result_shape(operator, values, shape, earlier)
         except ops.ShapeError as error:
             self.fault(place, str(error))
             return None

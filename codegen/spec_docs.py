@@ -5,6 +5,7 @@ from __future__ import annotations
 from codegen.emit import DEFAULT_TARGETS
 from codegen.numerics import ARITHMETICS, MATH_CHOICES, PRECISIONS
 from codegen.ops import ALIASES, OPERATORS, REQUIRED, Argument, Kind
+from codegen.spec import MAX_SIZES
 from codegen.targets import DEVICES, TARGETS
 
 _TYPES = {
@@ -26,7 +27,8 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | key | what it is |
 |--|--|
 | `name` | a Python identifier: the package under `generated/`. At a precision other than fp32 the package is `<name>_<precision>`; with `prepack`, `_prepacked` follows |
-| `batch` | samples in x |
+| `batch` | samples in x; or a list of up to {sizes} batches, each with kernels of its own ("Several batches", below) |
+| `pad_batch` | `true`: a batch that is not listed runs the next larger one; default `false`: it is refused |
 | `precision` | {precisions} (default fp32); `PRECISION=` on the command line overrides it |
 | `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; for conv2d also `height` and `width` |
 | `args` | the constructor's arguments of `ModelNew`, in order; every one is folded into the kernels, and `ModelNew` refuses other values |
@@ -44,6 +46,18 @@ the keys of the PyTorch module, in the same order.
 operator right before, v meets itself (`x + x`). It reaches no further back than the last pooling and, behind the norm, than the norm's input. Behind a reduction a parameter may have any shape
 that broadcasts with the value, whose shape it may change. Anchors, aliases and tags are refused; all faults of a file are reported at once, each as
 `file:line:column: what is wrong`.
+
+## Several batches
+
+`batch: [1, 8, 64, 1024]` makes one package with kernels for each of these batches, and `ModelNew` runs those of `x.shape[0]`. The order does not matter. Every size is planned
+for itself (`make explain` shows each), and its sources are those of a spec for that batch alone but for the batch in their names. The sizes are compiled in parallel into one library
+a target, so a package of four sizes takes about four times the work of one to compile, and the first of them that the machine needs waits for all. Where one size has no plan for
+`sm_90a`, as small batches have none, `sm_80`'s serves it on the same card.
+
+A batch that is not listed is refused with the listed ones, the next larger one and the command that makes the package again. With `pad_batch: true` it runs the next larger size: x is copied
+into a tensor of that many rows with zeros behind, and the result is a copy of the first rows. That costs the larger size's time and memory, two more passes over the larger x and one over the result,
+and three launches; gradients go the same way. No row reads another, so what stands in one, NaN too, stays there. A batch beyond the largest is refused in any case, and so is `pad_batch` with a parameter behind a reduction that changes
+the shape so that the result's rows are not samples.
 """
 
 
@@ -60,7 +74,7 @@ def _argument(argument: Argument) -> str:
 def reference(example: str) -> str:
     """The text of docs/spec.md; `example` is the YAML shown at the top."""
     maths = "; ".join(f"{precision}: {', '.join(f'`{m}`' for m in choices)}" for precision, choices in MATH_CHOICES.items())
-    parts = [_HEAD.format(example=example, precisions=", ".join(f"`{p}`" for p in PRECISIONS), targets=", ".join(f"`{t}`" for t in TARGETS), maths=maths, defaults=", ".join(f"`{t}`" for t in DEFAULT_TARGETS))]
+    parts = [_HEAD.format(example=example, sizes=MAX_SIZES, precisions=", ".join(f"`{p}`" for p in PRECISIONS), targets=", ".join(f"`{t}`" for t in TARGETS), maths=maths, defaults=", ".join(f"`{t}`" for t in DEFAULT_TARGETS))]
     for kind in Kind:
         parts.append(f"\n## {kind.value.capitalize()} operators\n\n| operator | computes | arguments |\n|--|--|--|\n")
         for operator in OPERATORS.values():

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from codegen import numerics
-from codegen.spec import MAX_ELEMENTS, PREPACKED, Spec, SpecError
+from codegen.ops import ShapeError
+from codegen.spec import MAX_ELEMENTS, MAX_SIZES, PREPACKED, Spec, SpecError
 from codegen.spec_chain import ChainReader
 from codegen.spec_scalars import INVALID, nearest
 from codegen.targets import TARGETS
 from codegen.yaml_reader import Node, Problem, YamlError, read
 
-_TOP = ("name", "batch", "precision", "input", "args", "defaults", "chain", "targets", "math", "gemm", "prepack")
+_TOP = ("name", "batch", "precision", "input", "args", "defaults", "chain", "targets", "math", "gemm", "prepack", "pad_batch")
 _INPUT_VALUES = ("rand", "randn")
 
 
@@ -53,7 +54,9 @@ class _Reader(ChainReader):
         suffix = next((suffix for suffix in marks if name is not INVALID and name.endswith(suffix)), None)
         if suffix:
             self.fault(nodes["name"], f"name: {name} ends in {suffix}, which marks a package's {marks[suffix]}; choose another name")
-        batch = self.size(nodes["batch"], "batch") if "batch" in nodes else INVALID
+        batches = self.batches(nodes["batch"]) if "batch" in nodes else INVALID
+        pad_batch = self.flag(nodes["pad_batch"], "pad_batch") if "pad_batch" in nodes else False
+        batch = batches if batches is INVALID else batches[-1]
         chosen = self.word(nodes["precision"], "precision", numerics.PRECISIONS) if "precision" in nodes else "fp32"
         if precision is not None:
             if precision not in numerics.PRECISIONS:
@@ -81,10 +84,49 @@ class _Reader(ChainReader):
             self.check_bounds(chain, nodes["chain"], numerics.PRECISIONS[chosen])
         if self.problems:
             raise SpecError(self.shown, self.problems)
-        return Spec(
+        ranged = len(batches) > 1 or pad_batch
+        spec = Spec(
             name=name, path=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], values=values, args=tuple(self.args.items()), chain=chain,
             targets=targets, math=math_choice, gemm=gemm, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
+            batches=batches if ranged else (), pad_batch=pad_batch,
         )  # fmt: skip
+        self.check_sizes(spec, nodes)
+        return spec
+
+    def batches(self, node: Node) -> Any:
+        """The batches in ascending order: one, or those of a list."""
+        if not node.is_list:
+            size = self.size(node, "batch")
+            return size if size is INVALID else (size,)
+        if not node.value:
+            return self.fault(node, "batch: an empty list; expected an integer, or a list of them such as [1, 8, 64]")
+        if len(node.value) > MAX_SIZES:
+            return self.fault(node, f"batch: {len(node.value)} sizes; at most {MAX_SIZES} make one package, as each is compiled")
+        found: dict[int, Node] = {}
+        sound = True
+        for item in node.value:
+            size = self.size(item, "batch")
+            if size is INVALID:
+                sound = False
+            elif size in found:
+                sound = False
+                self.fault(item, f"batch: {size} is listed twice, first on line {found[size].line}, column {found[size].column}")
+            else:
+                found[size] = item
+        return tuple(sorted(found)) if sound else INVALID
+
+    def check_sizes(self, spec: Spec, nodes: dict[str, Node]) -> None:
+        """Refuse what holds for the largest batch of a range, with which the chain was read, and not for another."""
+        listed = nodes["batch"].value if nodes["batch"].is_list else []
+        for item in listed:
+            try:
+                spec.at(item.value)
+            except ShapeError as error:
+                self.fault(item, f"batch: {item.value} does not go with the chain: {error}")
+        if spec.pad_batch and not spec.rows_are_samples:
+            self.fault(nodes["pad_batch"], "pad_batch: a parameter behind the reduction changes the result's shape, so that its first rows are not the first samples")
+        if self.problems:
+            raise SpecError(self.shown, self.problems)
 
     def input(self, node: Node | None) -> tuple[Any, dict[str, Any]]:
         """(how x is filled, spatial sizes by name) from the optional `input:` mapping."""

@@ -15,15 +15,16 @@ def _plain(value: Any) -> Any:
 
 def resolved(spec: Spec) -> dict[str, Any]:
     """The spec as plain data that load_spec reads back to an equal Spec (but for its path)."""
-    data: dict[str, Any] = {"name": spec.name, "batch": spec.batch, "precision": spec.precision.name}
+    data: dict[str, Any] = {"name": spec.name, "batch": list(spec.batches) if len(spec.batches) > 1 else spec.batch, "precision": spec.precision.name}
     data["input"] = {"values": spec.values}
     if len(spec.input_shape) == 4:
         data["input"] |= {"height": spec.input_shape[2], "width": spec.input_shape[3]}
     for key in ("targets", "math", "gemm"):
         if getattr(spec, key) is not None:
             data[key] = _plain(getattr(spec, key))
-    if spec.prepack:
-        data["prepack"] = True
+    for key in ("prepack", "pad_batch"):
+        if getattr(spec, key):
+            data[key] = True
     for key, listed in (("args", False), ("defaults", True)):
         values = {name: _plain(value) for name, value in spec.args if (name in spec.defaults) == listed}
         if values:

@@ -9,39 +9,53 @@ import re
 from dataclasses import dataclass
 
 from codegen.manifest import Package
+from codegen.ops import Shape
 from codegen.plan import PlanError
 from codegen.plan.model import Launch, Library, Plan
-from codegen.targets import Target
+from codegen.targets import TARGETS, Target
 from codegen.torch_text import module_lines, parameters
 
 _PREFERENCE = ("sm_90a", "sm_80")
 
 
 @dataclass(frozen=True)
+class Forward:
+    """The forward of one target for one batch: the method's name and its statements."""
+
+    method: str
+    output_shape: Shape
+    buffers: tuple[tuple[str, str], ...]  # (name, the expression that allocates it)
+    steps: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Part:
-    """What standalone.py holds of one target: its CUDA text, and the statements of its forward."""
+    """What standalone.py holds of one target: its CUDA text, and its forward for every batch.
+
+    Where a size of a range has no plan for the target, its part holds that of the next target, which the same device runs too.
+    """
 
     target: str
     arch: str
     capability: tuple[int, int]
     source_name: str
     sources: str
-    buffers: tuple[tuple[str, str], ...]  # (name, the expression that allocates it)
-    steps: tuple[str, ...]
+    forwards: tuple[Forward, ...]
 
 
 def render_standalone(package: Package, files: dict[str, str]) -> str:
     """The text of standalone.py, from the package's rendered files. Raises PlanError when the package has no CUDA target."""
     from codegen.render import render_template  # render imports nothing of this module; this keeps it so
 
-    plans = [plan for name in _PREFERENCE if (plan := package.plan_for(name))]
-    if not plans:
+    targets = [name for name in _PREFERENCE if package.plan_for(name)]
+    if not targets:
         raise PlanError("standalone.py needs a CUDA target; emit sm_80 or sm_90a")
     spec = package.spec
     return render_template(
-        "model/standalone.py.j2", spec=spec, package=package, parts=[_part(plan, files) for plan in plans], modules=module_lines(spec),
-        needed=_needed(plans[-1].target), names=[name for name, _ in spec.args], signature=parameters(spec),
+        "model/standalone.py.j2", spec=spec, package=package, parts=[_part(name, package, files) for name in targets], modules=module_lines(spec),
+        needed=_needed(TARGETS[targets[-1]]), names=[name for name, _ in spec.args], signature=parameters(spec),
         half=spec.precision.itemsize == 2, parameters=[key for key, _ in spec.parameters], init_args=tuple(value for _, value in spec.args),
+        sizes_text=f"up to {spec.batch}" if spec.pad_batch else " or ".join(filter(None, (", ".join(map(str, spec.batches[:-1])), str(spec.batch)))),
     )  # fmt: skip
 
 
@@ -50,8 +64,20 @@ def _needed(target: Target) -> str:
     return f"{capability} or later" if target.arch == "native" else capability
 
 
-def _part(plan: Plan, files: dict[str, str]) -> Part:
-    sources = "\n".join(files[name] for name in dict.fromkeys(kernel.file(plan.target) for kernel in plan.kernels))
+def _part(name: str, package: Package, files: dict[str, str]) -> Part:
+    target = TARGETS[name]
+    able = _PREFERENCE[_PREFERENCE.index(name) :]
+    of_sizes = [next((plan for other in able if (plan := size.plan_for(other))), None) for size in package.sizes or (package,)]
+    plans = [plan for plan in of_sizes if plan is not None]
+    sources = "\n".join(files[file] for plan in plans for file in dict.fromkeys(kernel.file(plan.target) for kernel in plan.kernels))
+    method = lambda plan: f"_{name}_b{plan.spec.batch}" if package.sizes else f"_{name}"  # noqa: E731
+    return Part(
+        name, target.arch, target.min_capability, f"_CUDA_{target.suffix.upper()}", _plain_comments(sources),
+        tuple(_forward(method(plan), plan) for plan in plans),
+    )  # fmt: skip
+
+
+def _forward(method: str, plan: Plan) -> Forward:
     made_by_torch = {step.out for step in plan.steps if isinstance(step, Library)}
     buffers = tuple(
         (_variable(buffer.name), f"torch.empty({buffer.bytes}, dtype=torch.uint8, device=x.device)")
@@ -60,11 +86,7 @@ def _part(plan: Plan, files: dict[str, str]) -> Part:
         for buffer in plan.buffers
         if buffer.name not in made_by_torch
     )
-    target = plan.target
-    return Part(
-        target.name, target.arch, target.min_capability, f"_CUDA_{target.suffix.upper()}", _plain_comments(sources), buffers,
-        tuple(_statement(step, plan) for step in plan.steps),
-    )  # fmt: skip
+    return Forward(method, plan.spec.output_shape, buffers, tuple(_statement(step, plan) for step in plan.steps))
 
 
 def _plain_comments(text: str) -> str:

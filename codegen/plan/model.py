@@ -31,7 +31,7 @@ class Kernel:
     notes: tuple[str, ...] = ()
 
     def file(self, target: Target) -> str:
-        return f"{self.name}_{target.suffix}.cu" if target.language == "cuda" else "cpu.cpp"
+        return f"{self.name}_{target.suffix}.cu" if target.language == "cuda" else f"{target.suffix}.cpp"
 
     def namespace(self, target: Target) -> str:
         return f"{self.name}_{target.suffix}"
