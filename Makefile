@@ -70,9 +70,9 @@ verify: ## is SPEC's model right? against float64 and PyTorch, on ordinary and a
 	$(need-spec)
 	$(call python,run) -m bench.verify $(specs) $(bench-options) $(prepack)
 
-bench: ## time SPEC's model beside PyTorch and other peers (PEERS=evidence|autotuned|all or names, PRECISION=, PREPACK=1, TARGETS=, ON=)
+bench: ## time SPEC's model beside PyTorch and other peers (BACKWARD=1: forward and backward; PEERS=evidence|autotuned|all or names, PRECISION=, PREPACK=1, TARGETS=, ON=)
 	$(need-spec)
-	$(call python,run) -m bench.run $(specs) $(bench-options) $(prepack) $(if $(PEERS),--peers "$(PEERS)")
+	$(call python,run) -m bench.run $(specs) $(bench-options) $(prepack) $(if $(filter-out 0,$(BACKWARD)),--backward) $(if $(PEERS),--peers "$(PEERS)")
 
 evidence: ## verify and time every checked-in package on this card; writes bench/results/<gpu>/ (PREPACK=1, BUDGET= seconds; run again to go on)
 	$(call python,run) -m bench.evidence $(specs) $(bench-options) $(prepack) $(if $(BUDGET),--budget-s $(BUDGET))

@@ -23,7 +23,7 @@ from bench.jobs import EXAMINED
 from bench.machine import choose_device, describe
 from bench.measure import save_machine
 from bench.peers import CHOICES, EVIDENCE
-from bench.records import PREPARED, RESULTS, Record, bundle, path_of, read, write_json
+from bench.records import NOT_PREPARED, PREPARED, RESULTS, Record, bundle, path_of, read, with_backward_of, write_json
 from bench.run import ceilings_line
 from bench.subject import Emitted, emit
 from bench.timing import measure_ceilings
@@ -117,7 +117,7 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         if prepack and not emitted.prepares(name):
             console.print(f"{emitted.spec.package} ({name}): this target prepares no weights for it")
             continue
-        at = path_of(results, machine.slug, emitted.spec.name, precision, target, PREPARED if prepack else "not prepared")
+        at = path_of(results, machine.slug, emitted.spec.name, precision, target, PREPARED if prepack else NOT_PREPARED)
         old = read(at)
         if not force and up_to_date(old, emitted.key(name), machine.torch, peers, autotuned):
             console.print(f"{emitted.spec.package} ({name}): up to date" + ("" if old["verified"] else ", [bold red]WRONG[/]"))
@@ -149,7 +149,7 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         nonlocal wrong
         if "failure" in result:
             return fail(job, result["failure"])
-        write_json(pending[job].at, result)
+        write_json(pending[job].at, with_backward_of(result, read(pending[job].at)))
         wrong += not result["verified"]
         if archive:
             bundle(results, machine.slug, archive)

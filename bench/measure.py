@@ -13,7 +13,7 @@ from bench import peers as peers_module
 from bench.machine import Machine, precision_flags
 from bench.metrics import Errors, compare
 from bench.peers import Peer
-from bench.records import FORMAT, PREPARED, Record, conclude
+from bench.records import FORMAT, NOT_PREPARED, PREPARED, Record, conclude
 from bench.subject import Emitted, Subject, built_target
 from bench.timing import Ceilings, Time, interleaved, overhead
 from bench.verify import rounded
@@ -58,7 +58,7 @@ def measure(
     compute, memory = ceilings.floor_ms(spec.precision.name, floor["flop"], floor["bytes"])
     record: Record = {
         "format": FORMAT, "spec": spec.name, "path": spec.path, "package": spec.package, "precision": spec.precision.name, "target": target,
-        "key": emitted.key(target), **machine.facts, "weights": PREPARED if prepare else "not prepared", "flags": flags, "verified": False,
+        "key": emitted.key(target), **machine.facts, "weights": PREPARED if prepare else NOT_PREPARED, "flags": flags, "verified": False,
         "flop": floor["flop"], "bytes": floor["bytes"], "floor_ms": rounded(max(compute, memory)),
         "floor": {"compute_ms": rounded(compute), "memory_ms": rounded(memory)}, "ceilings": ceilings_record(ceilings),
         "ours": {

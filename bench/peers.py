@@ -156,9 +156,15 @@ def build(names: tuple[str, ...], emitted: Emitted, eager: nn.Module, x: torch.T
         try:
             made = BUILDERS[name](emitted, eager, x)
         except Exception as error:  # noqa: BLE001 - a peer that its own authors' code cannot run is a fact to report, not a failure of ours
-            failed[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else 'no message'}"
+            failed[name] = failure_text(error)
             continue
         for peer in made:
             peer.setup_s = time.perf_counter() - start
         peers += made
     return peers, failed
+
+
+def failure_text(error: Exception) -> str:
+    """Why a peer could not be run, on one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160] if lines else 'no message'}"

@@ -26,12 +26,12 @@ NOT_RECORDS = ("machine.json", "kernelbench.json", "sanitize.json", SWEEP)
 TORCH_PEERS = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")
 PREFERENCE = ("sm_90a", "sm_80", "cpu")  # the loader's order, the best first
 ACCURACY_MARGIN = 1.1
-PREPARED = "prepared"  # a record's weights; else "not prepared"
+PREPARED, NOT_PREPARED = "prepared", "not prepared"  # a record's weights
 
 Record = dict[str, Any]
 
 
-def path_of(results: Path, slug: str, spec: str, precision: str, target: str | None = None, weights: str = "not prepared") -> Path:
+def path_of(results: Path, slug: str, spec: str, precision: str, target: str | None = None, weights: str = NOT_PREPARED) -> Path:
     """Where a record lies; `target` is named only for a target other than the loader's choice, `weights` only where they are prepared."""
     parts = [spec, precision, *([target] if target else []), *([weights] if weights == PREPARED else [])]
     return results / slug / f"{'.'.join(parts)}.json"
@@ -135,6 +135,18 @@ def present_keys(spec_path: str, precision: str, prepack: bool = False) -> dict[
         sources = {kernel.file(plan.target): files[kernel.file(plan.target)] for kernel in plan.kernels}
         keys[plan.target.name] = source_key(sources, plan.target.flags, plan.target.name)
     return keys
+
+
+def backward_keys(spec_path: str, precision: str, prepack: bool = False) -> dict[str, str]:
+    """source_key of every backward of a package as its spec emits it today, by the target that it is made for."""
+    package = make_package(load_spec(spec_path, precision, prepack))
+    manifest = json.loads(render(package)["manifest.json"])
+    return {name: entry["source_key"] for name, entry in manifest.get("backward", {}).items()}
+
+
+def with_backward_of(record: Record, before: Record | None) -> Record:
+    """A forward's new record with what its old one says of the backward, which is evidence for sources of its own."""
+    return {**record, "backward": before["backward"]} if before and "backward" in before else record
 
 
 def state_of(record: Record | None, keys: dict[str, str]) -> str:

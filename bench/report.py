@@ -8,7 +8,7 @@ import click
 import jinja2
 
 from bench import pictures
-from bench.records import PREPARED, RESULTS, SWEEP, Record, ledger, loaders_choice, read, read_all
+from bench.records import PREPARED, RESULTS, SWEEP, Record, backward_keys, ledger, loaders_choice, read, read_all
 from bench.sweep import summary
 from bench.tables import not_measured, put_table, readme_table, state_today
 
@@ -75,6 +75,10 @@ def build(results: Path, out: Path) -> Path:
             record["state"] = known or (state_today(record) if record["weights"] == PREPARED else "verified" if record["verified"] else "wrong")
             record["sorted_peers"] = sorted(record["peers"].items(), key=lambda item: item[1]["ms"])
             record.setdefault("verification", [])
+            record.setdefault("backward", None)
+            if record["backward"]:
+                today = backward_keys(record["path"], record["precision"], record["weights"] == PREPARED)
+                record["backward"]["changed"] = today.get(record["backward"]["target"]) != record["backward"]["key"]
         kernelbench = read(results / slug / "kernelbench.json")
         cards.append({
             "slug": slug, "name": machine["gpu"], "machine": machine, "records": records, "pictures": _pictures(loaders_choice(records), machine, out / slug) if records else [],

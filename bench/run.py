@@ -1,4 +1,5 @@
-"""`make bench`: our time beside the peers' at the same precision, in one process on one card, each figure with its error."""
+"""`make bench`: our time beside the peers' at the same precision, in one process on one card, each figure with its error. With `--backward` a
+forward and its backward together are timed instead, and stand in the forward's record as `backward`."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from bench.backward import measure_backward
+from bench.backward import table_of as table_of_backward
 from bench.machine import Machine, choose_device, describe
 from bench.measure import measure, save_machine
 from bench.peers import AUTOTUNED, CHOICES, EVIDENCE
-from bench.records import Record, path_of, write_json
-from bench.subject import Subject, construct, emit
+from bench.records import NOT_PREPARED, PREPARED, Record, path_of, read, with_backward_of, write_json
+from bench.subject import Subject, built_target, construct, emit
 from bench.timing import Ceilings, measure_ceilings
 from bench.verify import verdict, verify
 from codegen.numerics import PRECISIONS
@@ -80,6 +83,15 @@ def show(console: Console, record: Record) -> None:
         console.print(f"{record['speedup_torch']}x the fastest of PyTorch's own ({record['best_torch']})")
 
 
+def show_backward(console: Console, package: str, precision: str, gpu: str, made: dict) -> None:
+    """Print the `backward` of a record."""
+    console.print(table_of_backward(package, precision, gpu, made))
+    for name, why in made["failed"].items():
+        console.print(f"[yellow]{name} could not be run: {why}[/]")
+    if made["best_torch"]:
+        console.print(f"{made['speedup_torch']}x the fastest of PyTorch's own ({made['best_torch']})")
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("specs", nargs=-1, required=True)
 @click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)), help="Precision (repeatable); else the spec's own.")
@@ -91,7 +103,8 @@ def show(console: Console, record: Record) -> None:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), help="Also write records under this folder.")
 @click.option("--verify", "verifying", is_flag=True, help="Verify first, for the record.")
-def main(specs, precisions, prepack, target, device, peers, seconds, out, results, verifying) -> None:
+@click.option("--backward", is_flag=True, help="Time a forward and its backward together, beside the peers that train; with --results the forward is timed first where its record is missing or old.")
+def main(specs, precisions, prepack, target, device, peers, seconds, out, results, verifying, backward) -> None:
     """Time the generated models of SPECS beside PyTorch and other peers."""
     console = Console(width=None if sys.stdout.isatty() else 180)
     try:
@@ -103,14 +116,25 @@ def main(specs, precisions, prepack, target, device, peers, seconds, out, result
             for precision in precisions or (None,):
                 emitted = emit(path, precision, target or ("cpu" if where.type == "cpu" else None), out, prepack)
                 ours = construct(emitted, where, target)
-                findings = verify(Subject(emitted, ours, where)) if verifying else []
-                with console.status(emitted.spec.package) as status:
-                    record = measure(emitted, ours, where, machine, ceilings, names, seconds, lambda what: status.update(f"{emitted.spec.package}: {what}"))
-                if verifying:
-                    record |= verdict(findings)
-                show(console, record)
-                if results:
-                    write_json(path_of(results, machine.slug, emitted.spec.name, emitted.spec.precision.name, target, record["weights"]), record)
+                spec, runs = emitted.spec, built_target(ours)
+                weights = PREPARED if emitted.prepares(runs) else NOT_PREPARED
+                at = path_of(results, machine.slug, spec.name, spec.precision.name, target, weights) if results else None
+                before = read(at) if at else None
+                current = before is not None and (before["target"], before["key"]) == (runs, emitted.key(runs))
+                record = before if backward and current else {}
+                with console.status(spec.package) as status:
+                    report = lambda what: status.update(f"{spec.package}: {what}")  # noqa: E731, B023
+                    if not backward or (at and not current):
+                        findings = verify(Subject(emitted, ours, where)) if verifying else []
+                        record = measure(emitted, ours, where, machine, ceilings, names, seconds, report) | (verdict(findings) if verifying else {})
+                        show(console, record)
+                        record = with_backward_of(record, before)
+                    if backward:
+                        made = measure_backward(emitted, ours, where, machine, names, seconds, report)
+                        show_backward(console, spec.package, spec.precision.name, machine.gpu, made)
+                        record = {**record, "backward": made}
+                if at:
+                    write_json(at, record)
                     save_machine(results, machine, ceilings)
     except (SpecError, PlanError, RuntimeFailure, RuntimeError) as error:
         raise click.ClickException(str(error)) from None

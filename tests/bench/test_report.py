@@ -6,7 +6,7 @@ import pytest
 
 from bench.kernelbench import PROBLEMS, SMALL, Run, noisy, parse, reference_source, spreads
 from bench.pictures import _label, merged
-from bench.records import conclude, read, write_json
+from bench.records import backward_keys, conclude, read, write_json
 from bench.report import build
 from bench.shrink import shrink
 from codegen.spec import load_spec
@@ -148,3 +148,14 @@ def test_prepared_weights_are_named_with_their_cost(results, tmp_path):
     write_json(path.with_name("gemm_groupnorm_hardtanh.fp32.prepared.json"), {**read(path), "weights": "prepared", "prepare": {"ms": 0.21, "bytes": 268_000_000}})
     page = build(results, tmp_path / "page").read_text()
     assert page.count("gemm_groupnorm_hardtanh, weights prepared") == 2 and "0.21 ms, 268 MB kept" in page
+
+
+def test_forward_and_backward_have_a_table_of_their_own(results, tmp_path):
+    at = results / "h200" / "gemm_groupnorm_hardtanh.fp32.json"
+    row = {"ms": 3.0, "spread": 0.01, "trials": 60, "rel_errors": {"x": 3e-7, "gemm.bias": None}, "peak_bytes": 10**9}
+    made = {"target": "sm_80", "key": "old", "torch": "2.11.0", "ours": row, "peers": {"compile": {**row, "ms": 6.0}}, "failed": {}, "best_torch": "compile", "speedup_torch": 2.0}
+    write_json(at, {**read(at), "backward": made})
+    page = build(results, tmp_path / "page").read_text()
+    assert "A forward and its backward" in page and "sources have changed since" in page and "<td>2.00x</td><td>1000</td>" in page
+    write_json(at, {**read(at), "backward": {**made, "key": backward_keys("specs/default.yaml", "fp32")["sm_80"]}})
+    assert "sources have changed since" not in build(results, tmp_path / "page").read_text()
