@@ -124,7 +124,8 @@ class _Reader(ChainReader):
             except ShapeError as error:
                 self.fault(item, f"batch: {item.value} does not go with the chain: {error}")
         if spec.pad_batch and not spec.rows_are_samples:
-            self.fault(nodes["pad_batch"], "pad_batch: a parameter behind the reduction changes the result's shape, so that its first rows are not the first samples")
+            reason = "a parameter behind the reduction changes the result's shape, so that its first rows are not the first samples"
+            self.fault(nodes["pad_batch"], f"pad_batch: {reason}")
         if self.problems:
             raise SpecError(self.shown, self.problems)
 

@@ -15,7 +15,8 @@ from . import cache as cache_module
 from .cache import Cache, Record, build_key, default_cache, sha256_of
 from .diagnostics import explain_failure
 from .errors import BuildError, PackageError
-from .package import Package, TargetManifest
+from .manifest import TargetManifest
+from .package import Package
 from .prebuilt import open_library
 from .process import run_program
 from .resources import parallel_jobs

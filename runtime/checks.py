@@ -6,7 +6,7 @@ import torch
 
 from .errors import CallError
 from .launch import dtype_named
-from .package import Manifest, TensorSpec
+from .manifest import Manifest, TensorSpec
 
 ALIGNMENT = 16  # bytes; the kernels read and write 16 bytes at a time
 
@@ -35,26 +35,67 @@ def usable(tensor: torch.Tensor) -> torch.Tensor:
 
 def expected(manifest: Manifest, places: str) -> str:
     """How a refusal of the input begins; ``places`` names the devices that would do."""
-    return f"x: expected {manifest.input.shape} {manifest.input.dtype} on {places}"
+    rows = f"up to {manifest.batches[-1]}" if manifest.pad_batch else _listed(manifest.batches, "or")
+    with_rows = f" with N {rows}" if _is_range(manifest) else ""
+    return f"x: expected {_input_shape(manifest)} {manifest.input.dtype} on {places}{with_rows}"
 
 
 def wrong_input(manifest: Manifest, x: torch.Tensor, places: str) -> str:
     """One sentence: expected, got what differs, and what to do."""
     shape, wanted = tuple(x.shape), manifest.input.shape
     got, remedies = [], []
-    if shape != wanted:
+    other_batch = len(shape) == len(wanted) and shape[1:] == wanted[1:]
+    if manifest.sizes and other_batch:
+        fits = shape[0] <= manifest.batches[-1] if manifest.pad_batch else shape[0] in manifest.batches
+    else:
+        fits = shape == wanted
+    if not fits:
         got.append(str(shape))
-        if len(shape) == len(wanted) and shape[1:] == wanted[1:]:
-            remedy = f"set batch: {shape[0]}"
+        if other_batch and _is_range(manifest):
+            remedy = _other_batch(manifest, shape[0])
+            origin = f"this model was generated for batch {_listed(manifest.batches, 'and')} from {manifest.spec}"
+        elif other_batch:
+            remedy = f"set batch: {shape[0]} and run {manifest.regenerate}"
             origin = f"this model was generated for batch {manifest.batch} from {manifest.spec}"
         else:
-            remedy = "change the sizes there"
-            origin = f"this model was generated for inputs of {wanted} from {manifest.spec}"
-        remedies.append(f"{origin}; {remedy} and run {manifest.regenerate}")
+            remedy = f"change the sizes there and run {manifest.regenerate}"
+            origin = f"this model was generated for inputs of {_input_shape(manifest)} from {manifest.spec}"
+        remedies.append(f"{origin}; {remedy}")
     if x.dtype is not dtype_named(manifest.input.dtype):
         got.append(_dtype_text(x.dtype))
         remedies.append(f"pass x.to(torch.{manifest.input.dtype}), or {_other_precision(manifest, x.dtype)}")
     return f"{expected(manifest, places)}, got {' '.join(got)}; {'; '.join(remedies)}."
+
+
+def _other_batch(manifest: Manifest, batch: int) -> str:
+    """What can be done about a batch that a package for several has no kernels for."""
+    if batch in manifest.batches:  # only a call of an operator by itself comes here
+        return f"this operator is the one for batch {manifest.batch}"
+    larger = next((listed for listed in manifest.batches if listed > batch), None)
+    if batch == 0:
+        return "pass at least one sample"
+    if larger is None:
+        return f"none of them is larger: add {batch} to batch there and run {manifest.regenerate}"
+    return (
+        f"the next larger is {larger}: pass x padded to it, or add {batch} to batch or set pad_batch: true there and run {manifest.regenerate}"
+    )
+
+
+def _is_range(manifest: Manifest) -> bool:
+    return len(manifest.batches) > 1 or manifest.pad_batch
+
+
+def _input_shape(manifest: Manifest) -> str:
+    """The input's shape; N stands for the batch of a package for several."""
+    if not _is_range(manifest):
+        return str(manifest.input.shape)
+    return f"({', '.join(['N', *map(str, manifest.input.shape[1:])])})"
+
+
+def _listed(batches: tuple[int, ...], word: str) -> str:
+    """``1, 8 and 64``."""
+    *front, last = map(str, batches)
+    return f"{', '.join(front)} {word} {last}" if front else last
 
 
 def wrong_tensor(manifest: Manifest, key: str, found: Any, device: torch.device, shape: tuple, dtype: torch.dtype) -> CallError:

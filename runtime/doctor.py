@@ -11,8 +11,9 @@ from .build import plan_build
 from .cache import default_cache
 from .devices import check_driver, driver_version, visible_capabilities
 from .errors import RuntimeFailure, ToolchainError
-from .load import choose_targets, with_backwards
-from .package import Package, TargetManifest
+from .load import libraries_for, with_backwards
+from .manifest import TargetManifest
+from .package import Package
 from .resources import free_memory, parallel_jobs, usable_cores
 from .toolchain import Tool, find_cuobjdump, find_gxx, find_ninja, find_nvcc
 
@@ -101,7 +102,7 @@ def examine_package(package: Package) -> list[Finding]:
     What is not built yet is no fault: constructing a model builds it, the first forward that asks for gradients the backward.
     """
     try:
-        chosen = choose_targets(package, visible_capabilities(), os.environ.get("TARGETS", ""))
+        chosen = libraries_for(package, visible_capabilities(), os.environ.get("TARGETS", ""))
     except RuntimeFailure as error:
         return [Finding(package.manifest.name, "missing", str(error))]
     findings = []

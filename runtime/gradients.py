@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from .errors import GradientError
 from .load import backward_for
-from .package import Backward, LibraryStep, Manifest
+from .manifest import Backward, LibraryStep, Manifest
 
 
 def register(operators, library: torch.library.Library) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as functional
 
 from .allocation import allocator
 from .errors import CallError, LaunchError
-from .package import Backward, Buffer, LaunchStep, LibraryStep, Manifest, Step, TargetManifest, gradient_of
+from .manifest import Backward, Buffer, LaunchStep, LibraryStep, Manifest, Step, TargetManifest, gradient_of
 
 # What launchers refuse before they start anything; the texts are the conditions in the emitted sources.
 REFUSALS = {
@@ -69,6 +69,12 @@ class Preparation:
     fill: Callable[[list, list], object]
     run: Callable[[torch.Tensor, list, list], torch.Tensor]
     stream_of: Callable[[], tuple[int, int | None]]
+    layout: str = ""
+
+    @property
+    def home(self) -> tuple[torch.device, str]:
+        """Where the buffers are kept: programs with the same one share them."""
+        return self.device, self.layout
 
 
 def make_preparation(manifest: Manifest, target: TargetManifest, functions: dict[str, Callable], device: torch.device) -> Preparation | None:
@@ -88,6 +94,7 @@ def make_preparation(manifest: Manifest, target: TargetManifest, functions: dict
         lambda tensors, buffers: filling([*tensors, *buffers]),
         lambda x, tensors, buffers: rest([x, *tensors, *buffers])[-1],
         _stream_getter(device),
+        target.layout,
     )
 
 

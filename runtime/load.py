@@ -14,7 +14,10 @@ import torch
 from .devices import Capability, check_driver, visible_capabilities
 from .errors import UnsupportedDeviceError
 from .launch import Preparation, Program, make_backward, make_preparation, make_program
-from .package import Backward, Manifest, Package, TargetManifest
+from .manifest import Backward, Manifest, TargetManifest
+from .package import Package
+
+Place = tuple[int, torch.device]  # a batch and a device
 
 _functions: dict[tuple, dict[str, Callable]] = {}  # by build key and signatures
 _locks: dict[str, threading.Lock] = {}
@@ -22,16 +25,22 @@ _locks_lock = threading.Lock()
 
 
 class Loaded:
-    """The programs of one package, by device, and in two parts where weights can be prepared.
+    """The programs of one package, by batch and device, and in two parts where weights can be prepared.
 
-    ``built`` names the targets that were built for this machine. A copy of a module shares it. It cannot leave the process: a pickled one comes back empty, and the module that
-    holds it loads again.
+    ``built`` names the targets that were built for this machine, ``targets`` the one that each program runs. A copy of a module
+    shares it. It cannot leave the process: a pickled one comes back empty, and the module that holds it loads again.
     """
 
-    def __init__(self, programs: dict[torch.device, Program] | None = None, built: tuple[str, ...] = (), preparations: dict | None = None):
-        self.programs = programs or {}
+    def __init__(self, built: tuple[str, ...] = ()):
+        self.programs: dict[Place, Program] = {}
         self.built = built
-        self.preparations: dict[torch.device, Preparation] = preparations or {}
+        self.targets: dict[Place, str] = {}
+        self.preparations: dict[Place, Preparation] = {}
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where there is a program for any batch."""
+        return tuple(dict.fromkeys(device for _, device in self.programs))
 
     def __deepcopy__(self, memo):
         return self
@@ -46,20 +55,29 @@ def load(package: Package) -> Loaded:
     Raises ToolchainError, BuildError, PackageError, or UnsupportedDeviceError where no emitted target runs here.
     """
     capabilities = visible_capabilities()
-    chosen = choose_targets(package, capabilities, os.environ.get("TARGETS", ""))
-    functions = [load_functions(package, target, capability) for target, capability in chosen]
-    programs, preparations = {}, {}
+    requested = os.environ.get("TARGETS", "")
+    chosen = [(size, choose_targets(size, capabilities, requested)) for size in package.sizes]
+    loaded = Loaded(tuple(dict.fromkeys(target.name for _, pairs in reversed(chosen) for target, _ in pairs)))
     devices = [(torch.device("cuda", index), capability) for index, capability in enumerate(capabilities)]
-    for device, capability in [(torch.device("cpu"), None), *devices]:
-        for (target, compiled_for), resolved in zip(chosen, functions):
-            if compiled_for == capability and target.runs_on(capability) and device not in programs:
-                backward = backward_for(package.manifest, device)
-                saved = None if backward is None or backward.recomputes else backward.saved.name
-                programs[device] = make_program(package.manifest, target, resolved, device, saved)
-                preparation = make_preparation(package.manifest, target, resolved, device)
-                if preparation is not None:
-                    preparations[device] = preparation
-    return Loaded(programs, tuple(dict.fromkeys(target.name for target, _ in chosen)), preparations)
+    for size, pairs in chosen:
+        functions = [load_functions(size, target, capability) for target, capability in pairs]
+        for device, capability in [(torch.device("cpu"), None), *devices]:
+            for (target, compiled_for), resolved in zip(pairs, functions):
+                place = (size.manifest.batch, device)
+                if compiled_for == capability and target.runs_on(capability) and place not in loaded.programs:
+                    _add_program(loaded, place, size.manifest, target, resolved)
+    return loaded
+
+
+def _add_program(loaded: Loaded, place: Place, manifest: Manifest, target: TargetManifest, functions: dict[str, Callable]) -> None:
+    _, device = place
+    backward = backward_for(manifest, device)
+    saved = None if backward is None or backward.recomputes else backward.saved.name
+    loaded.programs[place] = make_program(manifest, target, functions, device, saved)
+    loaded.targets[place] = target.name
+    preparation = make_preparation(manifest, target, functions, device)
+    if preparation is not None:
+        loaded.preparations[place] = preparation
 
 
 def choose_targets(
@@ -76,7 +94,7 @@ def choose_targets(
         named = [emitted[name] for name in names if name in emitted]
         if not named:
             raise UnsupportedDeviceError(
-                f"TARGETS is {requested!r}, but {package.manifest.name} was generated for {', '.join(emitted)}; "
+                f"TARGETS is {requested!r}, but {package.manifest.name} was generated for {', '.join(emitted)}{_at(package)}; "
                 f"name one of these, or {package.how_to_add('another')}."
             )
         return [pair for target in sorted(named, key=_rank, reverse=True) for pair in _pairs_of(target, capabilities)]
@@ -89,11 +107,21 @@ def choose_targets(
             chosen.append((target, capability))
     if not chosen:
         raise UnsupportedDeviceError(
-            f"no target of {package.manifest.name} runs on the visible GPUs (compute capability "
+            f"no target of {package.manifest.name}{_at(package)} runs on the visible GPUs (compute capability "
             f"{', '.join(f'{major}.{minor}' for major, minor in dict.fromkeys(capabilities))}); "
             f"emitted: {describe_targets(package)}. Set TARGETS=cpu to run on the CPU."
         )
     return chosen
+
+
+def libraries_for(package: Package, capabilities: list[Capability], requested: str) -> list[tuple[TargetManifest, Capability | None]]:
+    """What ``choose_targets`` has the package build, each library once: sizes of a range may choose different targets, and those that choose the
+    same one have it together."""
+    found = {}
+    for size in reversed(package.sizes):
+        for target, capability in choose_targets(size, capabilities, requested):
+            found.setdefault((target.name, capability), (size.built_as(target), capability))
+    return list(found.values())
 
 
 def with_backwards(package: Package, chosen: list[tuple[TargetManifest, Capability | None]]) -> list[tuple[TargetManifest, Capability | None]]:
@@ -123,7 +151,7 @@ def _rank(target: TargetManifest) -> tuple:
 
 
 def describe_targets(package: Package) -> str:
-    """The targets of the package and what each runs on, for messages."""
+    """The targets of the package and what each runs on, for messages. A size of a range does without some where others serve it better."""
     texts = []
     for target in package.manifest.targets.values():
         if target.arch is None:
@@ -135,9 +163,14 @@ def describe_targets(package: Package) -> str:
     return ", ".join(texts) + (" (and the wheel holds no other)" if package.prebuilt is not None else "")
 
 
+def _at(package: Package) -> str:
+    """Which size of a range a message is about."""
+    return f" at batch {package.manifest.batch}" if len(package.manifest.batches) > 1 else ""
+
+
 def load_functions(package: Package, target: TargetManifest, capability: Capability | None) -> dict[str, Callable]:
     """The launchers of a target by name, with their C signatures; built first where the cache has none."""
-    library = _library_of(package, target, capability)
+    library = _library_of(package, package.built_as(target), capability)
     memo = (library.key, *target.functions.items())
     with _lock_of(library.key):
         if memo not in _functions:

@@ -2,19 +2,22 @@
 
 import functools
 import sys
+from dataclasses import dataclass
 from typing import Any, Sequence
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn import functional
 
 from .checks import ALIGNMENT, expected, usable, wrong_input, wrong_tensor
 from .errors import ArgumentError, CallError, GradientError, PackageError, PreparationError, UnsupportedDeviceError
 from .gradients import ByReference, refuse_tangents
 from .launch import dtype_named
 from .load import Loaded, describe_targets, load
-from .operators import import_path, operators_for
-from .package import Manifest, Package
+from .manifest import Manifest
+from .operators import Operators, import_path, operators_for
+from .package import Package
 from .prepared import PreparedWeights, is_written_unseen, key_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -27,8 +30,17 @@ _transforms = torch._C._are_functorch_transforms_active
 _tracing = torch._C._get_tracing_state
 
 
+@dataclass(frozen=True)
+class _Size:
+    """A batch that a package was made for: the shape of x, and the operators that compute it."""
+
+    batch: int
+    shape: torch.Size
+    operators: Operators
+
+
 class GeneratedModule(nn.Module):
-    """A module whose forward runs the kernels of a generated package.
+    """A module whose forward runs the kernels of a generated package, of a package for several batches those of the size of x.
 
     ``package`` is the generated folder; ``init_args`` are the constructor's arguments, which must be those that were
     folded into the kernels (ArgumentError otherwise). Constructing builds and loads the kernels for the visible GPUs,
@@ -42,7 +54,7 @@ class GeneratedModule(nn.Module):
         package = getattr(sys.modules.get(cls.__module__), "PACKAGE", None)
         if isinstance(package, Package):
             try:
-                operators_for(package, import_path(cls, package))
+                _sizes_of(cls, package)
             except PackageError:
                 pass  # the constructor says so
 
@@ -51,11 +63,10 @@ class GeneratedModule(nn.Module):
         manifest = package.manifest
         _check_init_args(manifest, init_args)
         self._package = package
-        self._operators = operators_for(package, import_path(type(self), package))
+        self._define(package)
         self._loaded = Loaded()
         self._prepared = PreparedWeights()
         self._by_reference = False
-        self._shape = torch.Size(manifest.input.shape)
         self._dtype = dtype_named(manifest.input.dtype)
         self._parameter_table = tuple(
             (*_split(entry.name), torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in manifest.parameters
@@ -64,11 +75,19 @@ class GeneratedModule(nn.Module):
         if torch.get_default_device().type != "meta":
             self.build()
 
+    def _define(self, package: Package) -> None:
+        """The sizes of the package, in ascending order, and their operators. ``_operators`` are those of the only one, or of the largest."""
+        self._sizes = _sizes_of(type(self), package)
+        self._size_of_shape = {size.shape: size for size in self._sizes}
+        self._operators = self._sizes[-1].operators
+        self._pads = package.manifest.pad_batch
+
     def build(self) -> None:
         """Builds and loads the kernels that the devices visible now need; the constructor has done so already,
         unless it ran under the meta device."""
         self._loaded = load(self._package)
-        self._operators.learn(self._loaded)
+        for size in self._sizes:
+            size.operators.learn(self._loaded)
 
     def differentiate_by_reference(self, asked: bool = True) -> "GeneratedModule":
         """Gradients by PyTorch's autograd of the package's ``Model`` from now on, on every device; returns the model.
@@ -95,13 +114,13 @@ class GeneratedModule(nn.Module):
         if _watched():
             raise PreparationError("prepare() launches kernels, and a mode, a transform or a trace is active; call it outside.")
         device = self._gather()[0].device
-        if device not in self._loaded.programs:
+        if device not in self._loaded.devices:
             raise PreparationError(
                 f"the parameters are on {device}, and {manifest.name} has no build for it here (built: {', '.join(self._loaded.built) or 'nothing'}); "
                 "move the model first, or call build() where the device is visible."
             )
-        preparation = self._loaded.preparations.get(device)
-        if preparation is not None:
+        preparations = {entry.home: entry for (_, where), entry in self._loaded.preparations.items() if where == device}
+        for preparation in preparations.values():
             parameters, _ = self._collect(device)
             tensors = [usable(parameter) for parameter in parameters]
             key = key_of(preparation.reads, parameters, tensors)
@@ -124,14 +143,21 @@ class GeneratedModule(nn.Module):
 
         Any strides are accepted (other than contiguous ones cost a copy). Raises CallError for a wrong shape, dtype or
         device of ``x`` or a parameter, UnsupportedDeviceError where nothing was built for the device.
+
+        Of a package for several batches the kernels for that of ``x`` run. Where the package pads, another batch is copied into one of
+        the next larger size with rows of zeros, and the result is a copy of the first rows.
         """
         if _is_compiling():
-            return self._operators.forward(x, *self._gather())
+            return self._captured(x)
         plain = type(x) in _PLAIN
-        if not plain or x.shape != self._shape or x.dtype is not self._dtype or x.layout is not _strided:
-            self._refuse(x)
+        size = self._size_of_shape.get(x.shape) if plain else None
+        if size is None or x.dtype is not self._dtype or x.layout is not _strided:
+            size = self._admit(x)
+            if x.shape != size.shape:
+                return self.forward(_padded(x, size.batch))[: x.shape[0]].clone()
+        operators = size.operators
         device, loaded = x.device, self._loaded
-        program = loaded.programs.get(device)
+        program = loaded.programs.get((size.batch, device))
         if program is None and plain and not self._is_meta(device):
             raise self._no_program(x)
         direct = plain and program is not None and not (_dispatch_modes() or _function_modes() or _transforms()) and _tracing() is None
@@ -139,12 +165,12 @@ class GeneratedModule(nn.Module):
         if forward_ad._current_level >= 0:
             refuse_tangents(self._package.manifest.name, [x, *parameters])
         if not direct or (addresses is None and not all(type(parameter) in _PLAIN for parameter in parameters)):
-            return self._through_operator(x, parameters)
+            return self._through_operator(operators, x, parameters)
         if _grad_enabled() and (x.requires_grad or any(parameter.requires_grad for parameter in parameters)):
             if self._by_reference:
                 reference = _reference_of(type(self), self._package)
-                return ByReference.apply(reference, self._names, self._operators.forward, x, *parameters)
-            return self._operators.forward(x, *parameters)
+                return ByReference.apply(reference, self._names, operators.forward, x, *parameters)
+            return operators.forward(x, *parameters)
         address = x.data_ptr()
         if address % ALIGNMENT or not x.is_contiguous() or x.is_neg():
             x = usable(x)
@@ -154,16 +180,28 @@ class GeneratedModule(nn.Module):
             tensors = [usable(parameter) for parameter in parameters]
             addresses = [tensor.data_ptr() for tensor in tensors]
         if loaded.preparations:
-            preparation = loaded.preparations.get(device)
+            preparation = loaded.preparations.get((size.batch, device))
             buffers = None if preparation is None else self._prepared.use(self, preparation, parameters, tensors)
             if buffers is not None:
                 return preparation.run(x, tensors, buffers)
         return program(x, tensors, [address, *addresses])
 
-    def _through_operator(self, x: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
+    def _through_operator(self, operators: Operators, x: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
         """What a subclass, a mode or a trace has to see, or what asks about shapes alone."""
         if not all(type(parameter) in _PLAIN for parameter in parameters):
             self._refuse_sharded(parameters)
+        return operators.forward(x, *parameters)
+
+    def _captured(self, x: torch.Tensor) -> torch.Tensor:
+        """The forward by statements that a compiler can follow. What fits no size is refused by an operator."""
+        parameters = self._gather()
+        if len(self._sizes) > 1 or self._pads:
+            rows = x.shape[0]
+            for size in self._sizes:
+                if rows == size.batch:
+                    return size.operators.forward(x, *parameters)
+                if self._pads and rows < size.batch:
+                    return size.operators.forward(_padded(x, size.batch), *parameters)[:rows].clone()
         return self._operators.forward(x, *parameters)
 
     def _apply(self, fn, recurse: bool = True):
@@ -174,11 +212,14 @@ class GeneratedModule(nn.Module):
 
     def extra_repr(self) -> str:
         manifest = self._package.manifest
-        return f"{manifest.name}, {manifest.precision}, batch={manifest.batch}, built={', '.join(self._loaded.built)}"
+        batch = manifest.batch if len(self._sizes) == 1 else list(manifest.batches)
+        pads = ", pad_batch=True" if self._pads else ""
+        return f"{manifest.name}, {manifest.precision}, batch={batch}{pads}, built={', '.join(self._loaded.built)}"
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        del state["_operators"]  # definitions in the dispatcher cannot leave the process
+        for name in ("_operators", "_sizes", "_size_of_shape"):  # definitions in the dispatcher cannot leave the process
+            del state[name]
         return state
 
     def __setstate__(self, state):
@@ -187,7 +228,7 @@ class GeneratedModule(nn.Module):
         own = getattr(sys.modules.get(type(self).__module__), "PACKAGE", None)
         if isinstance(own, Package):
             self._package = own  # the folder may lie elsewhere on this machine
-        self._operators = operators_for(self._package, import_path(type(self), self._package))
+        self._define(self._package)
         if not self._loaded.programs and torch.get_default_device().type != "meta":
             self.build()
 
@@ -244,19 +285,24 @@ class GeneratedModule(nn.Module):
         """Is this a question about shapes, asked of a model that is on the meta device as a whole?"""
         return device.type == "meta" and all(parameter.device == device for parameter in self.parameters())
 
-    def _refuse(self, x: Any) -> None:
-        """Raises what is wrong with ``x``; returns where it is only a subclass."""
+    def _admit(self, x: Any) -> _Size:
+        """The size that is to compute ``x``: that of its shape, or where the package pads the next larger one. Raises what is wrong with ``x``."""
         manifest = self._package.manifest
         wanted = expected(manifest, self._places())
         if not isinstance(x, torch.Tensor):
             raise CallError(f"{wanted}, got {type(x).__name__}; pass a torch.Tensor.")
         if x.layout is not torch.strided:
             raise CallError(f"{wanted}, got layout {x.layout}; pass x.to_dense().")
-        if x.shape != self._shape or x.dtype is not self._dtype:
+        fitting = (size for size in self._sizes if x.shape == size.shape)
+        if self._pads:
+            fitting = (size for size in self._sizes if x.dim() and x.shape[1:] == size.shape[1:] and x.shape[0] <= size.batch)
+        size = next(fitting, None)
+        if size is None or x.dtype is not self._dtype:
             raise CallError(wrong_input(manifest, x, self._places()))
+        return size
 
     def _places(self) -> str:
-        kinds = dict.fromkeys(device.type for device in self._loaded.programs)
+        kinds = dict.fromkeys(device.type for device in self._loaded.devices)
         return " or ".join(kinds) or "a device that was built for"
 
     def _no_program(self, x: torch.Tensor) -> Exception:
@@ -278,7 +324,18 @@ class GeneratedModule(nn.Module):
         )
 
 
-@functools.lru_cache(maxsize=None)
+def _sizes_of(model_class: type, package: Package) -> tuple[_Size, ...]:
+    path = import_path(model_class, package)
+    inputs = [(size, size.manifest.input.shape) for size in package.sizes]
+    return tuple(_Size(size.manifest.batch, torch.Size(shape), operators_for(size, path)) for size, shape in inputs)
+
+
+def _padded(x: torch.Tensor, batch: int) -> torch.Tensor:
+    """A copy of ``x`` with rows of zeros behind it, ``batch`` rows in all."""
+    return functional.pad(x, [0, 0] * (x.dim() - 1) + [0, batch - x.shape[0]])
+
+
+@functools.cache
 def _reference_of(model_class: type, package: Package) -> nn.Module:
     """The package's ``Model`` without memory of its own, for functional calls."""
     for base in model_class.__mro__:

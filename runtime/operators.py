@@ -24,7 +24,8 @@ from .checks import check_tensor, usable
 from .errors import PackageError, UnsupportedDeviceError
 from .launch import Program, dtype_named
 from .load import Loaded, backward_for, describe_targets, load, load_backward
-from .package import Package, TensorSpec, gradient_of
+from .manifest import TensorSpec, gradient_of
+from .package import Package
 
 TAGS = (torch.Tag.pt2_compliant_tag,)
 DEVICE_KEYS = ("CPU", "CUDA")
@@ -35,7 +36,10 @@ _lock = threading.RLock()
 
 
 class Operators:
-    """One package's operators, and the programs that they run by device."""
+    """The operators of one package, or of one size of a package for several batches, and the programs that they run by device.
+
+    ``whole`` is the package in either case.
+    """
 
     def __init__(self, package: Package, path: str, overload: str):
         self.package = package
@@ -70,9 +74,14 @@ class Operators:
             self.derive = self._define("derive", schema, self._run_derive, self._fake_derive)
         gradients.register(self, self._library)
 
+    @property
+    def whole(self) -> Package:
+        return getattr(self.package, "whole", self.package)
+
     def learn(self, loaded: Loaded) -> None:
         """Run these programs from now on."""
-        self.programs.update(loaded.programs)
+        batch = self.package.manifest.batch
+        self.programs.update((device, program) for (of, device), program in loaded.programs.items() if of == batch)
 
     def name(self, operator: str) -> str:
         """``namespace::operator.overload``."""
@@ -158,7 +167,7 @@ class Operators:
         if program is None:
             with _lock:
                 if not self.programs:
-                    self.learn(load(self.package))
+                    self.learn(load(self.whole))
             program = self.programs.get(device)
         if program is None:
             raise UnsupportedDeviceError(

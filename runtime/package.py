@@ -1,148 +1,15 @@
-"""A generated package as data: ``manifest.json`` read once, validated, and typed."""
+"""A generated package: a folder with ``manifest.json`` and the sources that it names."""
 
 import json
 import re
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Mapping
 
 from .errors import PackageError
+from .manifest import MANIFEST_FORMAT, RANGE_FORMAT, Manifest, TargetManifest, read_manifest
 from .prebuilt import Prebuilt, read_prebuilt
 
-MANIFEST_FORMAT = 1
-LIBRARY_CALLS = ("linear", "conv2d")
-
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(cu|cpp)")
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ARCH = re.compile(r"native|sm_[0-9]+[a-z]?")
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, shape (elements) and dtype (torch's name without ``torch.``) of one tensor."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A temporary of one call: ``nbytes`` of raw memory, or a tensor of ``shape`` and ``dtype``."""
-
-    name: str
-    nbytes: int | None = None
-    shape: tuple[int, ...] | None = None
-    dtype: str | None = None
-
-
-@dataclass(frozen=True)
-class LaunchStep:
-    """Call the emitted ``function`` with the pointers of ``args`` (None is a null pointer)."""
-
-    function: str
-    args: tuple[str | None, ...]
-
-
-@dataclass(frozen=True)
-class LibraryStep:
-    """Call torch's own ``call`` (``linear`` or ``conv2d``) on ``args`` and keep the result as ``out``."""
-
-    call: str
-    args: tuple[str | None, ...]
-    out: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-Step = LaunchStep | LibraryStep
-
-
-@dataclass(frozen=True)
-class TargetManifest:
-    """One target of a package: what to compile, how, for which devices, and the steps of one forward call.
-
-    ``arch`` is None for ``cpu``, ``native`` for "compile for the device's own architecture", else a fixed one.
-    ``min_capability`` is the least compute capability for ``native``; a fixed architecture with a letter (``sm_90a``)
-    runs on exactly that capability. ``prepare`` are steps that read parameters alone and fill the buffers ``prepared``:
-    done once for given parameters where those are kept, else at the beginning of a call.
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    flags: tuple[str, ...]
-    source_key: str
-    arch: str | None
-    min_capability: tuple[int, int] | None
-    buffers: tuple[Buffer, ...]
-    steps: tuple[Step, ...]
-    prepare: tuple[LaunchStep, ...] = ()
-    prepared: tuple[str, ...] = ()
-
-    @property
-    def functions(self) -> dict[str, int]:
-        """The launchers by name, each with the number of pointers it takes."""
-        return {step.function: len(step.args) for step in (*self.prepare, *self.steps) if isinstance(step, LaunchStep)}
-
-    def runs_on(self, capability: tuple[int, int] | None) -> bool:
-        """Whether a device of this compute capability (None: the CPU) can run the target."""
-        if capability is None or self.arch is None:
-            return capability is None and self.arch is None
-        if self.is_for_one_capability:
-            return capability == _capability_of(self.arch)
-        return capability >= self.least_capability
-
-    @property
-    def is_for_one_capability(self) -> bool:
-        """Whether its code runs on devices of exactly one compute capability."""
-        return self.arch is not None and self.arch != "native" and self.arch[-1].isalpha()
-
-    @property
-    def least_capability(self) -> tuple[int, int]:
-        """The lowest compute capability that runs this CUDA target."""
-        return self.min_capability or _capability_of(self.name)
-
-
-@dataclass(frozen=True)
-class Backward:
-    """The generated part of a target's backward: from the gradient of y to those of ``gradients``.
-
-    ``target`` says what to compile and launch, apart from the forward's sources. ``saved`` is the tensor that it needs, the
-    result of the library step ``producer``: the forward's, which keeps it, or where ``recomputes`` is set one of the
-    backward's own. ``gradients`` starts with that tensor and goes on with the parameters behind it. In the steps a gradient
-    bears the name that ``gradient_of`` gives.
-    """
-
-    target: TargetManifest
-    saved: TensorSpec
-    gradients: tuple[TensorSpec, ...]
-    producer: LibraryStep
-    recomputes: bool
-
-
-def gradient_of(name: str) -> str:
-    """The name of a tensor's gradient in the steps of a backward."""
-    return f"grad:{name}"
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """All of ``manifest.json`` but the plan, which is explanation and stays a plain dictionary."""
-
-    name: str
-    spec: str
-    regenerate: str
-    batch: int
-    precision: str
-    init_args: tuple[tuple[str, Any], ...]
-    input: TensorSpec
-    output: TensorSpec
-    parameters: tuple[TensorSpec, ...]
-    targets: Mapping[str, TargetManifest]
-    plan: Mapping[str, Any]
-    backward: Mapping[str, Backward] = field(default_factory=dict)
-    prepack: bool = False
 
 
 class Package:
@@ -183,13 +50,13 @@ class Package:
         except (OSError, ValueError) as error:
             raise PackageError(f"{path} cannot be read ({error}); generate the package again.") from error
         found = data.get("format") if isinstance(data, dict) else None
-        if found != MANIFEST_FORMAT:
+        if found not in (MANIFEST_FORMAT, RANGE_FORMAT):
             raise PackageError(
-                f"{path} has format {found!r} and this runtime reads format {MANIFEST_FORMAT}; "
+                f"{path} has format {found!r} and this runtime reads formats {MANIFEST_FORMAT} and {RANGE_FORMAT}; "
                 "generate the package again with the generator that belongs to this runtime."
             )
         try:
-            return _manifest(data)
+            return read_manifest(data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise PackageError(f"{path} is not a valid manifest: {what}; generate the package again.") from error
@@ -203,6 +70,17 @@ class Package:
                 f"{self.how_to_add(name)}."
             )
         return targets[name]
+
+    @cached_property
+    def sizes(self) -> "tuple[Package, ...]":
+        """The package as one for each of its batches, in ascending order; itself where it was made for one."""
+        if not self.manifest.sizes:
+            return (self,)
+        return tuple(SizeOfPackage(self, manifest) for manifest in self.manifest.sizes)
+
+    def built_as(self, target: TargetManifest) -> TargetManifest:
+        """What is compiled where ``target`` is to run: the target itself, here."""
+        return target
 
     @cached_property
     def prebuilt(self) -> Prebuilt | None:
@@ -237,132 +115,29 @@ class Package:
         return texts
 
 
-def _capability_of(arch: str) -> tuple[int, int]:
-    """The compute capability that an architecture's name stands for: ``sm_90a`` -> (9, 0)."""
-    digits = re.fullmatch(r"sm_([0-9]+)([0-9])[a-z]?", arch)
-    if digits is None:
-        raise ValueError(f"{arch!r} is not the name of a CUDA architecture such as sm_80")
-    return int(digits[1]), int(digits[2])
+class SizeOfPackage(Package):
+    """What a package for several batches has for one of them. Its targets are built with those of the other sizes, as one library."""
 
+    def __init__(self, whole: Package, manifest: Manifest):
+        super().__init__(whole.path)
+        self.whole = whole
+        self.manifest = manifest
 
-def _manifest(data: dict) -> Manifest:
-    manifest = Manifest(
-        name=_match(_IDENTIFIER, data["name"], "name"),
-        spec=str(data["spec"]),
-        regenerate=str(data["regenerate"]),
-        batch=int(data["batch"]),
-        precision=str(data["precision"]),
-        init_args=tuple((str(key), _as_tuples(value)) for key, value in data["init_args"]),
-        input=_tensor(data["input"].get("name", "x"), data["input"]),
-        output=_tensor("y", data["output"]),
-        parameters=tuple(_tensor(entry["key"], entry) for entry in data["parameters"]),
-        targets={name: _target(name, entry) for name, entry in data["targets"].items()},
-        plan=data.get("plan", {}),
-        prepack=bool(data.get("prepack", False)),
-    )
-    for target in manifest.targets.values():
-        _check_names(manifest, target)
-    backward = {name: _backward(manifest, name, entry) for name, entry in data.get("backward", {}).items()}
-    return replace(manifest, backward=backward)
+    def __eq__(self, other):
+        return isinstance(other, SizeOfPackage) and (self.whole, self.manifest.batch) == (other.whole, other.manifest.batch)
 
+    def __hash__(self):
+        return hash((self.whole, self.manifest.batch))
 
-def _backward(manifest: Manifest, name: str, data: dict) -> Backward:
-    """The backward entry of target ``name``."""
-    forward = manifest.targets[name]
-    target = _target(name, {**data, "arch": forward.arch, "min_capability": forward.min_capability})
-    saved = _tensor(data["saved"]["name"], data["saved"])
-    recompute = data.get("recompute")
-    producer = (
-        next((step for step in forward.steps if isinstance(step, LibraryStep) and step.out == saved.name), None)
-        if recompute is None
-        else _step(recompute)
-    )
-    if producer is None:
-        raise ValueError(f"the backward of {name} saves {saved.name!r}, which no library step of the forward gives")
-    if not isinstance(producer, LibraryStep) or producer.out != saved.name:
-        raise ValueError(f"the backward of {name} computes {saved.name!r} again by a step that does not give it")
-    parameters = {parameter.name: parameter for parameter in manifest.parameters}
-    gradients = (saved, *(parameters[key] for key in data["gradients"]))
-    known = {saved.name, gradient_of("y"), *parameters, *(gradient_of(entry.name) for entry in gradients)}
-    known |= {buffer.name for buffer in target.buffers}
-    for step in target.steps:
-        for argument in step.args:
-            if argument is not None and argument not in known:
-                raise ValueError(f"a step of the backward of {name} uses {argument!r}, which nothing defines")
-    for argument in producer.args:
-        if argument is not None and argument != manifest.input.name and argument not in parameters:
-            raise ValueError(f"the backward of {name} computes {saved.name!r} again from {argument!r}, which nothing defines")
-    return Backward(replace(target, name=f"{name}-backward"), saved, gradients, producer, recompute is not None)
+    def __reduce__(self):
+        raise TypeError("a size of a package is found in the package")
 
+    def built_as(self, target: TargetManifest) -> TargetManifest:
+        manifest = self.whole.manifest
+        return next(
+            entry for entry in (*manifest.targets.values(), *(backward.target for backward in manifest.backward.values())) if entry.name == target.name
+        )
 
-def _target(name: str, data: dict) -> TargetManifest:
-    arch = data.get("arch")
-    if arch is None and name != "cpu":
-        raise ValueError(f"target {name} lacks arch")
-    if arch is not None:
-        _match(_ARCH, arch, f"arch of {name}")
-    capability = data.get("min_capability")
-    prepare = data.get("prepare", {"buffers": (), "steps": ()})
-    return TargetManifest(
-        name=name,
-        sources=tuple(_match(_FILE_NAME, source, f"source of {name}") for source in data["sources"]),
-        flags=tuple(str(flag) for flag in data["flags"]),
-        source_key=str(data["source_key"]),
-        arch=arch,
-        min_capability=None if capability is None else (int(capability[0]), int(capability[1])),
-        buffers=tuple(_buffer(key, entry) for key, entry in data.get("buffers", {}).items()),
-        steps=tuple(_step(entry) for entry in data["steps"]),
-        prepare=tuple(_step(entry) for entry in prepare["steps"]),
-        prepared=tuple(prepare["buffers"]),
-    )
-
-
-def _step(data: dict) -> Step:
-    args = tuple(data["args"])
-    if "launch" in data:
-        return LaunchStep(_match(_IDENTIFIER, data["launch"], "launch"), args)
-    if data["library"] not in LIBRARY_CALLS:
-        raise ValueError(f"library step {data['library']!r} is none of {', '.join(LIBRARY_CALLS)}")
-    options = {key: _as_tuples(value) for key, value in data.items() if key not in ("library", "args", "out")}
-    return LibraryStep(data["library"], args, data["out"], options)
-
-
-def _buffer(name: str, data: dict) -> Buffer:
-    if "bytes" in data:
-        return Buffer(name, nbytes=int(data["bytes"]))
-    return Buffer(name, shape=tuple(data["shape"]), dtype=data["dtype"])
-
-
-def _tensor(name: str, data: dict) -> TensorSpec:
-    return TensorSpec(name, tuple(int(size) for size in data["shape"]), str(data["dtype"]))
-
-
-def _check_names(manifest: Manifest, target: TargetManifest) -> None:
-    """Every name a step uses must exist, and be written before it is read."""
-    known = {manifest.input.name, "y", *(parameter.name for parameter in manifest.parameters)}
-    buffers = {buffer.name for buffer in target.buffers}
-    for name in target.prepared:
-        if name not in buffers:
-            raise ValueError(f"target {target.name} prepares {name!r}, which is none of its buffers")
-    for step in target.prepare:
-        for name in step.args:
-            if not isinstance(step, LaunchStep) or name not in (*target.prepared, *(entry.name for entry in manifest.parameters), None):
-                raise ValueError(f"a preparing step of target {target.name} is no launch, or uses {name!r}, which is neither a parameter nor prepared")
-    for step in target.steps:
-        for name in step.args:
-            if name is not None and name not in known and name not in buffers:
-                raise ValueError(f"a step of target {target.name} uses {name!r}, which nothing defines")
-        if isinstance(step, LibraryStep):
-            if step.out in target.prepared:
-                raise ValueError(f"a step of target {target.name} writes {step.out!r}, which is prepared")
-            known.add(step.out)
-
-
-def _as_tuples(value):
-    return tuple(_as_tuples(entry) for entry in value) if isinstance(value, list) else value
-
-
-def _match(pattern: re.Pattern, text: str, what: str) -> str:
-    if not pattern.fullmatch(text):
-        raise ValueError(f"{what} is {text!r}, which is not allowed there")
-    return text
+    @property
+    def prebuilt(self) -> Prebuilt | None:
+        return self.whole.prebuilt

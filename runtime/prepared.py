@@ -37,10 +37,10 @@ class _Held:
 
 
 class PreparedWeights:
-    """The buffers of one model, by device. A copy of the model, or a pickled one, starts without any."""
+    """The buffers of one model, by device and layout. A copy of the model, or a pickled one, starts without any."""
 
     def __init__(self):
-        self._held: dict[torch.device, _Held] = {}
+        self._held: dict[tuple[torch.device, str], _Held] = {}
         self._lock = threading.RLock()
         self.count = 0  # of preparations so far
         _everyone.add(self)
@@ -65,7 +65,7 @@ class PreparedWeights:
         key = key_of(preparation.reads, parameters, tensors)
         if key is None:
             return None
-        held = self._held.get(preparation.device)
+        held = self._held.get(preparation.home)
         if held is None or held.key != key:
             if is_written_unseen(model):
                 return None
@@ -78,7 +78,7 @@ class PreparedWeights:
         """Prepares on the current stream, unless another thread has just done so; ``asked``: in any case, and waits for the end."""
         device = preparation.device
         with self._lock:
-            held = self._held.get(device)
+            held = self._held.get(preparation.home)
             if held is not None and held.key == key and not asked:
                 self._join(held, preparation)
                 return held
@@ -102,7 +102,7 @@ class PreparedWeights:
             held.parameters = [parameters[index] for index in preparation.reads]
             held.storages = [StorageWeakRef(parameter.untyped_storage()) for parameter in held.parameters]
             held.key = key  # last, as other threads look at it without the lock
-            self._held[device] = held
+            self._held[preparation.home] = held
             if asked and held.event is not None:
                 held.event.synchronize()
             return held
@@ -110,10 +110,10 @@ class PreparedWeights:
     def expire(self, devices: set[torch.device]) -> None:
         """Something may have happened to the parameters: nothing is current any more. Only the memory on ``devices`` is kept."""
         with self._lock:
-            for device, held in list(self._held.items()):
+            for home, held in list(self._held.items()):
                 held.expire()
-                if device not in devices:
-                    del self._held[device]
+                if home[0] not in devices:
+                    del self._held[home]
 
     def expire_written(self, written: set[int]) -> None:
         """What was made from a parameter whose identity is among ``written`` is not current any more."""

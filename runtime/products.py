@@ -8,7 +8,7 @@ is on, a product goes through cuDNN as a convolution of 1x1. Results are the sam
 import torch
 import torch.nn.functional as functional
 
-from .package import LibraryStep
+from .manifest import LibraryStep
 
 COLUMNS = 1 << 26  # values of the largest temporary of a convolution's weight gradient: 256 MB in fp32
 

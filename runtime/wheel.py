@@ -27,7 +27,8 @@ from pathlib import Path
 
 from .build import Build, ensure_built, plan_build
 from .errors import PackageError, ToolchainError
-from .package import Package, TargetManifest
+from .manifest import TargetManifest
+from .package import Package
 from .prebuilt import FOLDER, INDEX, INDEX_FORMAT, PROCESSOR
 from .toolchain import portable_flags
 
@@ -142,9 +143,10 @@ def _packed_manifest(package: Package) -> bytes:
     """The manifest with the flags that were used, and with the command that makes another wheel."""
     data = json.loads((package.path / "manifest.json").read_text(encoding="utf-8"))
     data["regenerate"] = package.manifest.regenerate.replace("make generate", "make package")
-    for section in ("targets", "backward"):
-        for entry in data.get(section, {}).values():
-            entry["flags"] = list(portable_flags(entry["flags"]))
+    for size in (data, *data.get("sizes", ())):
+        for section in ("targets", "backward"):
+            for entry in size.get(section, {}).values():
+                entry["flags"] = list(portable_flags(entry["flags"]))
     return _as_json(data)
 
 
@@ -206,9 +208,12 @@ def _information_files(package: Package, folder: str, distribution: str, version
 
 def _description(package: Package) -> str:
     manifest = package.manifest
+    sizes = manifest.sizes or (manifest,)
     lines = [
-        f"`{manifest.name}` computes one layer at one shape: `{manifest.input.name}` {manifest.input.shape} {manifest.input.dtype} "
-        f"-> {manifest.output.shape} {manifest.output.dtype}, precision {manifest.precision}.",
+        f"`{manifest.name}` computes one layer at {'one shape' if len(sizes) == 1 else f'{len(sizes)} shapes'}, precision {manifest.precision}:",
+        "",
+        *(f"- `{size.input.name}` {size.input.shape} {size.input.dtype} -> {size.output.shape} {size.output.dtype}" for size in sizes),
+        *(["", f"Another batch up to {manifest.batches[-1]} runs the next larger one."] if manifest.pad_batch else []),
         "",
         "```python",
         f"from {manifest.name} import ModelNew, get_init_inputs, get_inputs",

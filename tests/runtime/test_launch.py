@@ -8,7 +8,7 @@ import torch.nn.functional as functional
 
 from runtime import LaunchError, allocation, launch
 from runtime.launch import DRIVER_ERROR, describe_status, make_program
-from runtime.package import Buffer, LaunchStep, LibraryStep, Manifest, TargetManifest, TensorSpec
+from runtime.manifest import Buffer, LaunchStep, LibraryStep, Manifest, TargetManifest, TensorSpec
 
 CPU = torch.device("cpu")
 

@@ -30,8 +30,8 @@ def test_a_half_written_manifest(tiny):
 
 
 def test_another_format(tiny):
-    package = tiny.edit(lambda data: data.update(format=2))
-    with pytest.raises(PackageError, match="has format 2 and this runtime reads format 1"):
+    package = tiny.edit(lambda data: data.update(format=3))
+    with pytest.raises(PackageError, match="has format 3 and this runtime reads formats 1 and 2"):
         package.manifest
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as functional
 
 from runtime import GradientError, products
-from runtime.package import LibraryStep
+from runtime.manifest import LibraryStep
 
 from .generated_packages import CHAINS, generate, import_from
 from .test_gradients import assert_same_gradients, gradients, pair, saved_shapes
