@@ -17,7 +17,8 @@ from bench.timing import Time, interleaved
 from bench.verify import rounded
 
 INPUT_SEED, GRADIENT_SEED = 0, 1
-MODES = {"eager": None, "compile": "default", "max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs"}  # those of bench.peers that train, with torch.compile's mode
+# Those of bench.peers that train, with torch.compile's mode.
+MODES = {"eager": None, "compile": "default", "max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs"}
 TRAINERS = tuple(MODES)
 
 Gradients = dict[str, torch.Tensor]
@@ -25,7 +26,10 @@ Step = Callable[[], Gradients]
 
 
 def step_of(call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, x: torch.Tensor, grad_y: torch.Tensor) -> Step:
-    """One forward and backward: the gradients of x and of every parameter of `model`, by name, for the gradient of y. `call` is the model, or what it was compiled to."""
+    """One forward and backward: the gradients of x and of every parameter of `model`, by name, for the gradient of y.
+
+    `call` is the model, or what it was compiled to.
+    """
     named = {"x": x, **dict(model.named_parameters())}
     wanted = list(named.values())
     return lambda: dict(zip(named, torch.autograd.grad(call(x), wanted, grad_y), strict=True))
@@ -53,9 +57,13 @@ def relative_errors(found: Gradients, exact: Gradients) -> dict[str, float | Non
 
 
 def measure_backward(
-    emitted: Emitted, ours: nn.Module, device: torch.device, machine: Machine, peer_names: tuple[str, ...] = TRAINERS[:2], budget_s: float = 3.0, report=None
-) -> dict:
-    """Time forward and backward of `ours` and of the peers that train, interleaved, on the spec's own inputs, x's gradient included: the `backward` of a record."""
+    emitted: Emitted, ours: nn.Module, device: torch.device, machine: Machine, peer_names: tuple[str, ...] = TRAINERS[:2],
+    budget_s: float = 3.0, report=None,
+) -> dict:  # fmt: skip
+    """Time forward and backward of `ours` and of the peers that train, interleaved, on the spec's own inputs, x's gradient included.
+
+    Returns the `backward` of a record. Errors are against float64.
+    """
     spec = emitted.spec
     subject = Subject(emitted, ours, device)
     subject.load({})

@@ -103,7 +103,8 @@ def show_backward(console: Console, package: str, precision: str, gpu: str, made
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), help="Also write records under this folder.")
 @click.option("--verify", "verifying", is_flag=True, help="Verify first, for the record.")
-@click.option("--backward", is_flag=True, help="Time a forward and its backward together, beside the peers that train; with --results the forward is timed first where its record is missing or old.")
+@click.option("--backward", is_flag=True, help="Time a forward and its backward together, beside the peers that train; with --results the forward first "
+              "where its record is missing or old.")  # fmt: skip
 def main(specs, precisions, prepack, target, device, peers, seconds, out, results, verifying, backward) -> None:
     """Time the generated models of SPECS beside PyTorch and other peers."""
     console = Console(width=None if sys.stdout.isatty() else 180)

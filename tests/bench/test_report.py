@@ -153,7 +153,10 @@ def test_prepared_weights_are_named_with_their_cost(results, tmp_path):
 def test_forward_and_backward_have_a_table_of_their_own(results, tmp_path):
     at = results / "h200" / "gemm_groupnorm_hardtanh.fp32.json"
     row = {"ms": 3.0, "spread": 0.01, "trials": 60, "rel_errors": {"x": 3e-7, "gemm.bias": None}, "peak_bytes": 10**9}
-    made = {"target": "sm_80", "key": "old", "torch": "2.11.0", "ours": row, "peers": {"compile": {**row, "ms": 6.0}}, "failed": {}, "best_torch": "compile", "speedup_torch": 2.0}
+    made = {
+        "target": "sm_80", "key": "old", "torch": "2.11.0", "ours": row, "peers": {"compile": {**row, "ms": 6.0}}, "failed": {},
+        "best_torch": "compile", "speedup_torch": 2.0,
+    }  # fmt: skip
     write_json(at, {**read(at), "backward": made})
     page = build(results, tmp_path / "page").read_text()
     assert "A forward and its backward" in page and "sources have changed since" in page and "<td>2.00x</td><td>1000</td>" in page
