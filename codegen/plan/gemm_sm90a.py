@@ -14,13 +14,13 @@ from codegen.plan.gemm_sm90a_kernels import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLI
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, by_rows, memory
 from codegen.plan.gemm_sm90a_window import WEIGHT_SHIFT
 from codegen.plan.model import Buffer, Launch, Plan
-from codegen.plan.routes import PlanError, floor
+from codegen.plan.routes import PlanError, floor, sm_80_linear_ms
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 WIDEST_HELD = 4  # tiles of one group that a CTA computes before it normalises them
 LEAST_STEPS = 4  # of K: shorter products are a matter of memory and launch times
-LEAST_SHARE = 0.5  # of the SMs: below, smaller tiles (sm_80) finish earlier
+LEAST_SHARE = 0.5  # of the SMs: below, smaller tiles (sm_80) may finish earlier
 
 # Measured on an H200 (K = 8192): what promotion every 256 costs is lost in the noise, 128 costs 2 %, 64 more. The error of PyTorch's fp32
 # grows with K, that of a promoted sum hardly: shorter sums may be added up more often. (least K, k between promotions)
@@ -35,6 +35,9 @@ FORMS = {
     ("fp16", False): Form(False, 1, 256, 128, 4, 0),
     ("bf16", False): Form(False, 1, 256, 128, 4, 0),
 }
+# Share of the card's tensor rate at which a busy SM multiplies (an H100, K = 8192; bench/results/h100): power takes the rest, for tf32 the bytes
+# that come into the SMs.
+PACE = {("fp32", False): 0.74, ("fp32", True): 0.74, ("tf32", False): 0.48, ("tf32", True): 0.67, ("fp16", False): 0.77, ("bf16", False): 0.79}
 PRODUCTS = {"fp32": 3, "tf32": 1, "fp16": 1, "bf16": 1}
 
 
@@ -50,7 +53,12 @@ def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool 
     chosen = layout or choose_layout(spec, target, device, form)
     rounds, busy = _rounds(spec, form, chosen, device.sms)
     if busy < LEAST_SHARE and layout is None:
-        raise PlanError(f"tiles of {form.tile_channels} x {form.tile_samples} would keep only {busy:.0%} of {device.name}'s SMs busy; sm_80 has smaller ones")
+        ours, smaller = estimated_ms(spec, device, form, chosen), sm_80_linear_ms(spec, device)
+        if ours >= smaller:
+            raise PlanError(
+                f"tiles of {form.tile_channels} x {form.tile_samples} would keep only {busy:.0%} of {device.name}'s SMs busy: {ours:.3f} ms estimated, "
+                f"against {smaller:.3f} ms with sm_80's smaller ones"
+            )
 
     notes = _notes(spec, form, chosen, rounds)
     gemm = gemm_kernel(spec, target, form, chosen, device.sms, debug, notes)
@@ -70,12 +78,27 @@ def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool 
 
 def choose_layout(spec: Spec, target: Target, device: DeviceClass, form: Form) -> Layout:
     """The layout with the fewest rounds of tiles; ties go to the earlier of those that `layouts` lists."""
+    listed = layouts(spec, form)
+    if spec.gives:  # fp32 results of 16-bit operands: a tile that waits takes registers that they leave none of
+        listed = [layout for layout in listed if layout.unit_tiles == 1 and not layout.exchange]
     fitting = [
-        layout for layout in layouts(spec, form)
-        if memory(form, layout, spec.group_channels, spec.precision.itemsize, target.smem_bytes, vector_count(spec)) is not None
+        layout for layout in listed
+        if memory(form, layout, spec.group_channels, spec.result.itemsize, target.smem_bytes, vector_count(spec)) is not None
         and not _held_tail(spec, form, layout) and not _crowded(spec, form, layout)
     ]  # fmt: skip
     return min(fitting, key=lambda layout: _rounds(spec, form, layout, device.sms)[0])
+
+
+def estimated_ms(spec: Spec, device: DeviceClass, form: Form, layout: Layout) -> float:
+    """The busiest CTA's tiles at the pace of an SM, or the bytes from memory, and a launch for each kernel."""
+    precision = spec.precision.name
+    rounds, _ = _rounds(spec, form, layout, device.sms)
+    products = PRODUCTS[precision]
+    k = math.ceil(spec.input_shape[1] / TILE_K) * TILE_K
+    pace = device.fp16 * 1e9 * PACE[precision, not form.registers and spec.precision.itemsize == 4] / device.sms
+    multiply = rounds * 2 * form.tile_channels * form.tile_samples * k * products / pace
+    launches = 1 + (spec.precision.itemsize == 4) + (layout.statistics == "none")
+    return max(multiply, floor(spec, device, products, device.fp16).memory_ms) + launches * device.launch_us / 1e3
 
 
 def layouts(spec: Spec, form: Form) -> list[Layout]:

@@ -143,23 +143,13 @@ def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool) -> Pla
         return plan_conv_sm_90a(spec, target, device, debug=debug)
     from codegen.plan.gemm_sm90a import plan_sm_90a
 
-    return plan_sm_90a(spec, target, device, debug=debug, layout=_float32_layout(spec, target, device) if spec.gives else None)
+    return plan_sm_90a(spec, target, device, debug=debug)
 
 
-def _float32_layout(spec: Spec, target: Target, device: DeviceClass) -> "Layout":  # noqa: F821
-    """How tiles make up a float32 result of 16-bit operands: each group in one tile, or left to the norm kernel. What waits for another tile
-    takes registers that float32 values leave none of. Raises PlanError."""
-    from codegen.plan.gemm_sm90a import FORMS, LEAST_SHARE, _rounds, layouts
-    from codegen.plan.gemm_sm90a_layout import memory
-
-    form = FORMS[spec.precision.name, False]
-    listed = [layout for layout in layouts(spec, form) if layout.unit_tiles == 1 and not layout.exchange]
-    fitting = [layout for layout in listed if memory(form, layout, spec.group_channels, spec.result.itemsize, target.smem_bytes)]
-    layout = min(fitting, key=lambda layout: _rounds(spec, form, layout, device.sms)[0])
-    _, busy = _rounds(spec, form, layout, device.sms)
-    if busy < LEAST_SHARE:
-        raise PlanError(f"tiles of {form.tile_channels} x {form.tile_samples} would keep only {busy:.0%} of {device.name}'s SMs busy; sm_80 has smaller ones")
-    return layout
+def sm_80_linear_ms(spec: Spec, device: DeviceClass) -> float:
+    """Estimate of what sm_80's kernels take for a chain that starts with `linear`, on any card that runs them."""
+    ours = _generated_linear(spec, TARGETS["sm_80"], device)[1]
+    return ours if spec.precision.dtype == "float32" else min(ours, library_linear_ms(spec, device))
 
 
 def library_linear_ms(spec: Spec, device: DeviceClass) -> float:

@@ -122,6 +122,16 @@ def test_what_it_does_not_serve_is_refused_with_the_reason(shape, extra, reason,
         plan_sm_90a(spec_of(tmp_path, *shape, **extra), TARGET, DEVICE)
 
 
+@pytest.mark.parametrize(("batch", "served"), [(16, False), (128, True), (1024, True)])
+def test_few_tiles_are_taken_where_they_are_estimated_to_finish_first(batch, served, tmp_path):
+    spec = spec_of(tmp_path, batch, 8192, 8192, 16)
+    if served:
+        assert plan_sm_90a(spec, TARGET, DEVICE)
+    else:
+        with pytest.raises(PlanError, match="against 0.08. ms with sm_80's smaller ones"):
+            plan_sm_90a(spec, TARGET, DEVICE)
+
+
 def test_odd_pitches_of_y_are_refused_for_halves_only(tmp_path):
     assert plan_sm_90a(spec_of(tmp_path, 1024, 1024, 4100, 41), TARGET, DEVICE)
     with pytest.raises(PlanError, match="multiple of 8"):
