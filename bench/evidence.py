@@ -48,9 +48,10 @@ def _target_for(emitted: Emitted, device: torch.device, target: str | None) -> s
     """The target that the loader would choose."""
     if target or device.type == "cpu":
         return target or "cpu"
-    best = best_target(Package(emitted.folder), torch.cuda.get_device_capability(device))
+    package = next(size for size in Package(emitted.folder).sizes if size.manifest.batch == emitted.spec.batch)
+    best = best_target(package, torch.cuda.get_device_capability(device))
     if best is None:
-        raise RuntimeFailure(f"no target of {emitted.spec.package} runs on this card")
+        raise RuntimeFailure(f"no target of {emitted.label} runs on this card")
     return best.name
 
 
@@ -111,21 +112,21 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
     machine, emitted_for = describe(where), target or ("cpu" if where.type == "cpu" else None)
     wrong = failed = 0
     pending: dict[str, Pending] = {}
-    for path, precision in wanted_jobs(specs, precisions):
-        emitted = emit(path, precision, emitted_for, out, prepack)
+    jobs = wanted_jobs(specs, precisions)
+    for path, precision, emitted in [(path, precision, size) for path, precision in jobs for size in emit(path, precision, emitted_for, out, prepack).sizes]:
         name = _target_for(emitted, where, target)
         if prepack and not emitted.prepares(name):
-            console.print(f"{emitted.spec.package} ({name}): this target prepares no weights for it")
+            console.print(f"{emitted.label} ({name}): this target prepares no weights for it")
             continue
-        at = path_of(results, machine.slug, emitted.spec.name, precision, target, PREPARED if prepack else NOT_PREPARED)
+        at = path_of(results, machine.slug, emitted.spec.name, precision, target, PREPARED if prepack else NOT_PREPARED, emitted.batch)
         old = read(at)
         if not force and up_to_date(old, emitted.key(name), machine.torch, peers, autotuned):
-            console.print(f"{emitted.spec.package} ({name}): up to date" + ("" if old["verified"] else ", [bold red]WRONG[/]"))
+            console.print(f"{emitted.label} ({name}): up to date" + ("" if old["verified"] else ", [bold red]WRONG[/]"))
             wrong += not old["verified"]
             continue
         known = old and old["key"] == emitted.key(name) and old.get("verification") and autotuned
-        task = {"path": path, "precision": precision, "verdict": {k: old[k] for k in ("verified", "verification")} if known else None}
-        pending[f"{len(pending):03}"] = Pending(emitted.spec.package, task, at)
+        task = {"path": path, "precision": precision, "batch": emitted.spec.batch, "verdict": {k: old[k] for k in ("verified", "verification")} if known else None}
+        pending[f"{len(pending):03}"] = Pending(emitted.label, task, at)
     setting = {"device": where.type, "target": emitted_for, "out": str(out), "peers": list(peers), "seconds": seconds, "autotuned": autotuned, "prepack": prepack}
 
     def run(work: str, tasks: dict[str, Any], workers: int, until: float | None, more: dict[str, Any], take) -> bool:

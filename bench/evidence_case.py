@@ -25,7 +25,7 @@ from bench.verify import verdict, verify
 
 def _model(job: Mapping[str, Any], setting: Mapping[str, Any]) -> tuple[Emitted, nn.Module, torch.device]:
     device = choose_device(setting["device"])
-    emitted = emit(job["path"], job["precision"], setting["target"], Path(setting["out"]), setting["prepack"])
+    emitted = emit(job["path"], job["precision"], setting["target"], Path(setting["out"]), setting["prepack"]).at(job["batch"])
     return emitted, construct(emitted, device, setting["target"]), device
 
 

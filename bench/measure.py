@@ -35,7 +35,7 @@ def measure(
 
     `launches` says whether to time the cost of launching too. Prepared weights are current before the timing begins, and reported apart.
     """
-    spec, target = emitted.spec, built_target(ours)
+    spec, target = emitted.spec, built_target(ours, emitted.spec.batch)
     subject = Subject(emitted, ours, device)
     subject.load({})
     torch.manual_seed(INPUT_SEED)
@@ -57,7 +57,9 @@ def measure(
     floor = emitted.floor(target)
     compute, memory = ceilings.floor_ms(spec.precision.name, floor["flop"], floor["bytes"])
     record: Record = {
-        "format": FORMAT, "spec": spec.name, "path": spec.path, "package": spec.package, "precision": spec.precision.name, "target": target,
+        "format": FORMAT, "spec": spec.name if emitted.batch is None else f"{spec.name}, batch {emitted.batch}", "path": spec.path,
+        "package": emitted.label, "precision": spec.precision.name, "target": target,
+        **({} if emitted.batch is None else {"batch": emitted.batch}),
         "key": emitted.key(target), **machine.facts, "weights": PREPARED if prepare else NOT_PREPARED, "flags": flags, "verified": False,
         "flop": floor["flop"], "bytes": floor["bytes"], "floor_ms": rounded(max(compute, memory)),
         "floor": {"compute_ms": rounded(compute), "memory_ms": rounded(memory)}, "ceilings": ceilings_record(ceilings),

@@ -9,7 +9,7 @@ import json
 import os
 import tarfile
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,10 @@ PREPARED, NOT_PREPARED = "prepared", "not prepared"  # a record's weights
 Record = dict[str, Any]
 
 
-def path_of(results: Path, slug: str, spec: str, precision: str, target: str | None = None, weights: str = NOT_PREPARED) -> Path:
-    """Where a record lies; `target` is named only for a target other than the loader's choice, `weights` only where they are prepared."""
-    parts = [spec, precision, *([target] if target else []), *([weights] if weights == PREPARED else [])]
+def path_of(results: Path, slug: str, spec: str, precision: str, target: str | None = None, weights: str = NOT_PREPARED, batch: int | None = None) -> Path:
+    """Where a record lies; `target` is named only for a target other than the loader's choice, `weights` only where they are prepared, `batch` only
+    for one of a range."""
+    parts = [spec, *([f"b{batch}"] if batch is not None else []), precision, *([target] if target else []), *([weights] if weights == PREPARED else [])]
     return results / slug / f"{'.'.join(parts)}.json"
 
 
@@ -126,10 +127,12 @@ class Status:
         return self.state == "verified"
 
 
-def present_keys(spec_path: str, precision: str, prepack: bool = False) -> dict[str, str]:
-    """source_key of every target of a package as its spec emits it today."""
+def present_keys(spec_path: str, precision: str, prepack: bool = False, batch: int | None = None) -> dict[str, str]:
+    """source_key of every target of a package as its spec emits it today, of a range for one `batch` of it; empty where it is not of the range."""
     package = make_package(load_spec(spec_path, precision, prepack))
     files = render(package)
+    if package.sizes or batch is not None:
+        package = next((size for size in package.sizes if size.spec.batch == batch), replace(package, plans=()))
     keys = {}
     for plan in package.plans:
         sources = {kernel.file(plan.target): files[kernel.file(plan.target)] for kernel in plan.kernels}

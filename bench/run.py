@@ -117,26 +117,27 @@ def main(specs, precisions, prepack, target, device, peers, seconds, out, result
             for precision in precisions or (None,):
                 emitted = emit(path, precision, target or ("cpu" if where.type == "cpu" else None), out, prepack)
                 ours = construct(emitted, where, target)
-                spec, runs = emitted.spec, built_target(ours)
-                weights = PREPARED if emitted.prepares(runs) else NOT_PREPARED
-                at = path_of(results, machine.slug, spec.name, spec.precision.name, target, weights) if results else None
-                before = read(at) if at else None
-                current = before is not None and (before["target"], before["key"]) == (runs, emitted.key(runs))
-                record = before if backward and current else {}
-                with console.status(spec.package) as status:
-                    report = lambda what: status.update(f"{spec.package}: {what}")  # noqa: E731, B023
-                    if not backward or (at and not current):
-                        findings = verify(Subject(emitted, ours, where)) if verifying else []
-                        record = measure(emitted, ours, where, machine, ceilings, names, seconds, report) | (verdict(findings) if verifying else {})
-                        show(console, record)
-                        record = with_backward_of(record, before)
-                    if backward:
-                        made = measure_backward(emitted, ours, where, machine, names, seconds, report)
-                        show_backward(console, spec.package, spec.precision.name, machine.gpu, made)
-                        record = {**record, "backward": made}
-                if at:
-                    write_json(at, record)
-                    save_machine(results, machine, ceilings)
+                for size in emitted.sizes:
+                    spec, runs = size.spec, built_target(ours, size.spec.batch)
+                    weights = PREPARED if size.prepares(runs) else NOT_PREPARED
+                    at = path_of(results, machine.slug, spec.name, spec.precision.name, target, weights, size.batch) if results else None
+                    before = read(at) if at else None
+                    current = before is not None and (before["target"], before["key"]) == (runs, size.key(runs))
+                    record = before if backward and current else {}
+                    with console.status(size.label) as status:
+                        report = lambda what: status.update(f"{size.label}: {what}")  # noqa: E731, B023
+                        if not backward or (at and not current):
+                            findings = verify(Subject(size, ours, where)) if verifying else []
+                            record = measure(size, ours, where, machine, ceilings, names, seconds, report) | (verdict(findings) if verifying else {})
+                            show(console, record)
+                            record = with_backward_of(record, before)
+                        if backward:
+                            made = measure_backward(size, ours, where, machine, names, seconds, report)
+                            show_backward(console, size.label, spec.precision.name, machine.gpu, made)
+                            record = {**record, "backward": made}
+                    if at:
+                        write_json(at, record)
+                        save_machine(results, machine, ceilings)
     except (SpecError, PlanError, RuntimeFailure, RuntimeError) as error:
         raise click.ClickException(str(error)) from None
 

@@ -24,6 +24,7 @@ def shrunken(spec: Spec, library: bool = False, batch: int = BATCHES[0]) -> dict
     data = copy.deepcopy(resolved(spec))
     data["name"] = f"{spec.name}_tiny"
     linear = spec.producer.operator.name == "linear"
+    data.pop("pad_batch", None)
     data["batch"] = min(spec.batch, batch if linear else CONV_BATCH)
     groups = min(spec.num_groups, max(GROUPS, CHANNELS // spec.group_channels)) if linear else spec.num_groups
     channels = groups * spec.group_channels

@@ -6,7 +6,7 @@ import copy
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import nn
@@ -23,15 +23,45 @@ CONV_CHUNK = 16  # samples whose float64 intermediates are held at once
 
 @dataclass(frozen=True)
 class Emitted:
-    """A generated package on disk with the spec it came from."""
+    """A generated package on disk with the spec it came from; `sizes` are those of a range of batches, each with its own spec, inputs and manifest.
+
+    `of_range` says that this is one of them.
+    """
 
     spec: Spec
     folder: Path
-    module: ModuleType
+    module: ModuleType | SimpleNamespace
+    of_range: bool = False
+
+    @property
+    def sizes(self) -> tuple[Emitted, ...]:
+        """Every batch of a range; this package alone where there is one batch."""
+        return tuple(self.at(size.batch) for size in self.spec.sizes) if self.spec.batches else (self,)
+
+    def at(self, batch: int) -> Emitted:
+        """The package for one batch of its range; itself where there is one batch."""
+        if not self.spec.batches:
+            return self
+        own = {name: getattr(self.module, name) for name in ("Model", "ModelNew", "get_init_inputs")}
+        module = SimpleNamespace(**own, get_inputs=lambda: self.module.get_inputs(batch))
+        return replace(self, spec=self.spec.at(batch), module=module, of_range=True)
+
+    @property
+    def batch(self) -> int | None:
+        """The batch where it is one of a range, for records and names."""
+        return self.spec.batch if self.of_range else None
+
+    @property
+    def label(self) -> str:
+        """The package's name for a reader."""
+        return self.spec.package + (f", batch {self.spec.batch}" if self.of_range else "")
 
     @property
     def manifest(self) -> dict:
-        return json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+        data = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+        if "sizes" not in data:
+            return data
+        return data | next(size for size in data["sizes"] if size["batch"] == self.spec.batch)
 
     def key(self, target: str) -> str:
         """source_key of one target: what a measurement is evidence for."""
@@ -64,7 +94,7 @@ def emit(spec_path: str, precision: str | None = None, target: str | None = None
 def emit_variant(spec: Spec, target: str, label: str, **changes) -> Emitted:
     """A package of `spec` with fields changed (`gemm="library"`), under build/bench/<label>/. Raises PlanError."""
     changed = replace(spec, **changes)
-    folder = Path("build/bench") / label / target / spec.package
+    folder = Path("build/bench") / label / target / f"{spec.package}_b{spec.batch}"
     write_if_different(folder, render(make_package(changed, (target,))))
     return Emitted(changed, folder, load_package(folder))
 
@@ -79,9 +109,9 @@ def construct(emitted: Emitted, device: torch.device, target: str | None = None)
         return emitted.module.ModelNew(*emitted.module.get_init_inputs()).to(device)
 
 
-def built_target(model: nn.Module) -> str:
-    """The target that a constructed ModelNew runs."""
-    return model._loaded.built[0]
+def built_target(model: nn.Module, batch: int) -> str:
+    """The target that a constructed ModelNew runs for a batch."""
+    return next((target for (of, _), target in model._loaded.targets.items() if of == batch), model._loaded.built[0])
 
 
 class Subject:
@@ -107,7 +137,7 @@ class Subject:
 
     def run_ours(self, x: torch.Tensor) -> torch.Tensor:
         """The generated model's result for the whole batch; memory it may be handed is filled with garbage first."""
-        poison_allocator(self.emitted, built_target(self.ours) if hasattr(self.ours, "_loaded") else None, self.device)
+        poison_allocator(self.emitted, built_target(self.ours, self.spec.batch) if hasattr(self.ours, "_loaded") else None, self.device)
         with torch.no_grad():
             return self.ours(x)
 

@@ -78,7 +78,7 @@ def state_today(record: Record) -> str:
     from codegen.spec import SpecError
 
     try:
-        return state_of(record, present_keys(record["path"], record["precision"], record["weights"] == PREPARED))
+        return state_of(record, present_keys(record["path"], record["precision"], record["weights"] == PREPARED, record.get("batch")))
     except SpecError:
         return "changed"
 

@@ -171,12 +171,14 @@ def main(specs, precision, prepack, target, device, families, repeats, seed, out
         for path in specs:
             emitted = emit(path, precision, target or ("cpu" if where.type == "cpu" else None), out, prepack)
             ours = construct(emitted, where, target)
-            subject = Subject(emitted, ours, where)
-            with console.status(f"{emitted.spec.package}: verifying") as status:
-                findings = verify(subject, families, repeats, seed, lambda f: status.update(f"{emitted.spec.package}: {f.family.name} done"))
-            console.print(table_of(findings, f"{emitted.spec.package}, {emitted.spec.precision.name}, {built_target(ours)} on {describe(where).gpu}"))
-            results[emitted.spec.package] = findings
-            del subject, ours
+            for size in emitted.sizes:
+                subject = Subject(size, ours, where)
+                with console.status(f"{size.label}: verifying") as status:
+                    findings = verify(subject, families, repeats, seed, lambda f, name=size.label: status.update(f"{name}: {f.family.name} done"))
+                console.print(table_of(findings, f"{size.label}, {size.spec.precision.name}, {built_target(ours, size.spec.batch)} on {describe(where).gpu}"))
+                results[size.label] = findings
+                del subject
+            del ours
     except (SpecError, PlanError, RuntimeFailure, RuntimeError) as error:
         raise click.ClickException(str(error)) from None
     if json_path:

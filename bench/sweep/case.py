@@ -58,7 +58,8 @@ def verdict(rows: list[Result]) -> Result:
 
 def _subject(job: Mapping[str, Any], device: torch.device) -> tuple[Emitted, torch.nn.Module]:
     folder = Path(job["folder"])
-    emitted = Emitted(load_spec(job["spec"], job.get("precision")), folder, load_package(folder))
+    spec = load_spec(job["spec"], job.get("precision"))
+    emitted = Emitted(spec.at(job.get("batch", spec.batch)), folder, load_package(folder))
     return emitted, construct(emitted, device, job["target"])
 
 

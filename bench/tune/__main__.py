@@ -61,7 +61,7 @@ def generate(spec: Spec, device: str, work: Path) -> list[Try]:
             package = Emission(spec, (plan(spec, candidate.target, device, candidate=candidate),))
         except PlanError:
             continue
-        folder = work / f"{spec.package}__{candidate.label}"
+        folder = work / f"{spec.package}_b{spec.batch}__{candidate.label}"
         write_if_different(folder, render(package))
         key = Package(folder).target(candidate.target).source_key[:KEY_DIGITS]
         found.setdefault(key, Try(spec, candidate, folder, key))
@@ -119,7 +119,7 @@ class Tuner:
     def measure(self, spec: Spec, tries: list[Try], machine: Machine, seconds: float) -> dict[str, Any] | None:
         """The record of a spec; None where time ran out before it was complete."""
         verify = {
-            t.job: {"spec": spec.path, "precision": spec.precision.name, "folder": str(t.folder), "target": t.candidate.target, "peers": ()} for t in tries
+            t.job: {"spec": spec.path, "precision": spec.precision.name, "batch": spec.batch, "folder": str(t.folder), "target": t.candidate.target, "peers": ()} for t in tries
         }  # fmt: skip
         verdicts = self.run("bench.sweep.case", verify, {"work": "examine", "families": FAMILIES}, f"{spec.package}: verifying")
         if verdicts is None:
@@ -128,7 +128,7 @@ class Tuner:
         if not right:
             return record_of(spec, tries, machine, verdicts, {})
         job = {
-            "spec": spec.path, "precision": spec.precision.name, "folders": {name: str(t.folder) for name, t in right.items()},
+            "spec": spec.path, "precision": spec.precision.name, "batch": spec.batch, "folders": {name: str(t.folder) for name, t in right.items()},
             "targets": {name: t.candidate.target for name, t in right.items()},
         }  # fmt: skip
         timed = self.run("bench.tune.case", {"times": job}, {"seconds": seconds}, f"{spec.package}: timing")
@@ -174,7 +174,7 @@ def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, 
         if name not in DEVICES:
             raise click.UsageError(f"{machine.gpu} is none of the device classes {', '.join(DEVICES)}; name the nearest with --class")
         tuner = Tuner(console, device, limit_s, deadline)
-        for spec in [load_spec(path, precision) for path in specs for precision in precisions or (None,)]:
+        for spec in [size for path in specs for precision in precisions or (None,) for size in load_spec(path, precision).sizes]:
             tries = generate(spec, name, work / name)
             if not tries:
                 raise click.ClickException(f"{spec.package}: no candidate has a plan for {name}")

@@ -23,7 +23,7 @@ from codegen.spec import load_spec
 def compare(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
     """Median milliseconds of every candidate (`folders` and `targets` by label), with the same weights and input, in an order drawn anew each round."""
     device = choose_device(setting["device"])
-    spec = load_spec(job["spec"], job["precision"])
+    spec = load_spec(job["spec"], job["precision"]).at(job["batch"])
     models, x = {}, None
     for label, folder in job["folders"].items():
         emitted = Emitted(spec, Path(folder), load_package(Path(folder)))
