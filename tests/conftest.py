@@ -13,3 +13,7 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(needs)
+    elif torch.cuda.device_count() < 2:
+        for item in items:
+            if "two_gpus" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))

@@ -96,12 +96,13 @@ def test_new_memory_is_what_torch_empty_gives():
         assert make().is_inference()
 
 
+@pytest.mark.two_gpus
 def test_another_device_than_the_current_one(model, x):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     model, x = model.to("cuda:1"), x.to("cuda:1")
     assert torch.cuda.current_device() == 0
     assert torch.equal(model(x), expected(model, x))
+    with torch.no_grad():
+        assert torch.equal(model(x), expected(model, x))
     assert torch.cuda.current_device() == 0
 
 

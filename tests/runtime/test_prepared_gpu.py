@@ -272,9 +272,9 @@ def test_moved_away_the_memory_is_given_back(layer):
     assert layer.is_right()
 
 
+@pytest.mark.two_gpus
+@pytest.mark.parametrize("layer", ["small", "fp32"], indirect=True)
 def test_two_devices(layer):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     y = layer()
     layer.model.to("cuda:1")
     with torch.no_grad():
