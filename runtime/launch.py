@@ -198,10 +198,11 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def _launch(step: LaunchStep, function: Callable, slot_of: dict[str, int], device: torch.device):
-    pick = itemgetter(*(-1 if name is None else slot_of[name] for name in step.args), -1)
+    places = [-1 if name is None else slot_of[name] for name in step.args]
+    pick = itemgetter(*places) if len(places) > 1 else lambda addresses: [addresses[place] for place in places]
 
     def launch(slots, addresses, number, stream):
-        status = function(*pick(addresses)[:-1], number, stream)
+        status = function(*pick(addresses), number, stream)
         if status:
             raise LaunchError(f"{step.function} failed on {device}: {describe_status(status)}.")
 

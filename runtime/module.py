@@ -1,6 +1,7 @@
 """``GeneratedModule``: the base of every emitted ``ModelNew``."""
 
 import functools
+import itertools
 import sys
 from dataclasses import dataclass
 from typing import Any, Sequence
@@ -71,6 +72,8 @@ class GeneratedModule(nn.Module):
         self._parameter_table = tuple(
             (*_split(entry.name), torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in manifest.parameters
         )
+        groups = itertools.groupby(self._parameter_table, key=lambda entry: entry[0])
+        self._owners = tuple((path, tuple(entry[1:] for entry in group)) for path, group in groups)  # the same, by the module that holds them
         self._names = tuple(entry.name for entry in manifest.parameters)
         if torch.get_default_device().type != "meta":
             self.build()
@@ -82,12 +85,15 @@ class GeneratedModule(nn.Module):
         self._operators = self._sizes[-1].operators
         self._pads = package.manifest.pad_batch
 
-    def build(self) -> None:
+    def build(self, backward: bool = False) -> None:
         """Builds and loads the kernels that the devices visible now need; the constructor has done so already,
-        unless it ran under the meta device."""
+        unless it ran under the meta device. With ``backward`` also those of gradients, which else the first forward that asks for
+        gradients builds."""
         self._loaded = load(self._package)
         for size in self._sizes:
             size.operators.learn(self._loaded)
+            if backward:
+                size.operators.build_backward()
 
     def differentiate_by_reference(self, asked: bool = True) -> "GeneratedModule":
         """Gradients by PyTorch's autograd of the package's ``Model`` from now on, on every device; returns the model.
@@ -238,26 +244,28 @@ class GeneratedModule(nn.Module):
         """The parameters in the manifest's order, each checked; for a ``direct`` launch also their addresses, None in place of these unless
         all are plain tensors that kernels can read as they lie."""
         collected, addresses, together = [], [], 0
-        for path, name, shape, dtype in self._parameter_table:
-            module = self
+        for path, entries in self._owners:
+            owner = self
             for part in path:
-                module = module._modules[part]
-            parameter = module._parameters.get(name)
-            if parameter is None:
-                parameter = getattr(module, name, None)  # a parametrization computes it
-            plain = type(parameter) in _PLAIN
-            if (
-                not (plain or isinstance(parameter, torch.Tensor))
-                or parameter.shape != shape
-                or parameter.dtype is not dtype
-                or parameter.device != device
-            ):
-                raise wrong_tensor(self._package.manifest, ".".join((*path, name)), parameter, device, shape, dtype)
-            collected.append(parameter)
-            if direct and plain and parameter.is_contiguous() and not parameter.is_neg():
-                address = parameter.data_ptr()
-                addresses.append(address)
-                together |= address
+                owner = owner._modules[part]
+            held = owner._parameters
+            for name, shape, dtype in entries:
+                parameter = held.get(name)
+                if parameter is None:
+                    parameter = getattr(owner, name, None)  # a parametrization computes it
+                plain = type(parameter) in _PLAIN
+                if (
+                    not (plain or isinstance(parameter, torch.Tensor))
+                    or parameter.shape != shape
+                    or parameter.dtype is not dtype
+                    or parameter.device != device
+                ):
+                    raise wrong_tensor(self._package.manifest, ".".join((*path, name)), parameter, device, shape, dtype)
+                collected.append(parameter)
+                if direct and plain and parameter.is_contiguous() and not parameter.is_neg():
+                    address = parameter.data_ptr()
+                    addresses.append(address)
+                    together |= address
         return collected, addresses if direct and len(addresses) == len(collected) and not together % ALIGNMENT else None
 
     def _gather(self) -> list[torch.Tensor]:

@@ -83,6 +83,11 @@ class Operators:
         batch = self.package.manifest.batch
         self.programs.update((device, program) for (of, device), program in loaded.programs.items() if of == batch)
 
+    def build_backward(self) -> None:
+        """Have what gradients need on the devices of the programs, instead of at the first forward that asks for them."""
+        for device in self.programs:
+            self._backward_on(device)
+
     def name(self, operator: str) -> str:
         """``namespace::operator.overload``."""
         return f"{self.namespace}::{operator}.{self.overload}"
