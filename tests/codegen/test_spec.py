@@ -139,6 +139,17 @@ def test_convolution_faults(tmp_path, old, new, message):
     assert any(message in text for text in found), found
 
 
+def test_tensors_beyond_31_bits_of_elements_are_refused(tmp_path):
+    """The kernels index with 32 bits. The result, a weight and the input, each as large as it may be and one step larger."""
+    text = "name: big\nbatch: {batch}\nchain:\n  - linear: {{name: gemm, in_features: {inner}, out_features: {outer}}}\n  - group_norm: {{name: norm, num_groups: 1}}\n"
+    for large in ("batch outer", "inner outer", "batch inner"):
+        first, second = large.split()
+        fits = {"batch": 2, "inner": 2, "outer": 4, first: 32767, second: 65536}
+        read(tmp_path, text.format(**fits))
+        found = problems(tmp_path, text.format(**{**fits, first: 32768}))
+        assert any("2147483647" in problem for problem in found), (large, found)
+
+
 def test_bounds_must_fit_the_storage_type(tmp_path):
     text = GOOD.replace("- hardtanh", "- hardtanh: {max_val: 70000.0}")
     assert read(tmp_path, text, "bf16").after_norm[0].values["max_val"] == 70000.0
