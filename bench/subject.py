@@ -86,7 +86,7 @@ def emit(spec_path: str, precision: str | None = None, target: str | None = None
     if target is None:
         folder = generate(spec_path, precision, out=out, prepack=prepack)
     else:
-        folder = Path("build/bench") / target / spec.package
+        folder = Path("build/bench").absolute() / target / spec.package
         write_if_different(folder, render(make_package(spec, (target,))))
     return Emitted(spec, folder, load_package(folder))
 
