@@ -94,7 +94,7 @@ def emit(spec_path: str, precision: str | None = None, target: str | None = None
 def emit_variant(spec: Spec, target: str, label: str, **changes) -> Emitted:
     """A package of `spec` with fields changed (`gemm="library"`), under build/bench/<label>/. Raises PlanError."""
     changed = replace(spec, **changes)
-    folder = Path("build/bench") / label / target / f"{spec.package}_b{spec.batch}"
+    folder = Path("build/bench").absolute() / label / target / f"{spec.package}_b{spec.batch}"
     write_if_different(folder, render(make_package(changed, (target,))))
     return Emitted(changed, folder, load_package(folder))
 
