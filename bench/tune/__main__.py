@@ -76,15 +76,20 @@ def up_to_date(record: dict[str, Any] | None, tries: list[Try], machine: Machine
 
 
 def record_of(spec: Spec, tries: list[Try], machine: Machine, verdicts: dict[str, Result], times: dict[str, float]) -> dict[str, Any]:
-    """The record: every candidate with its time and error, the fastest first, or with the reason for which it was rejected."""
+    """The record: every candidate with its time and error, the fastest first, or with the reason for which it was rejected.
+
+    A candidate whose child crashed, hung or could not begin was not judged: it has no row, and is tried again next time.
+    """
     rows = []
     for one in tries:
         found = verdicts[one.job]
+        if "failure" in found:
+            continue
         row = {**one.candidate.data, "key": one.key}
         if one.job in times:
             row |= {"ms": times[one.job], "error": next(family["rel_error"] for family in found["verification"] if family["family"] == "benchmark")}
         else:
-            row["rejected"] = complaints(found) or "could not be timed"
+            row["rejected"] = complaints(found)
         rows.append(row)
     rows.sort(key=lambda row: (row.get("ms", float("inf")), row["key"]))
     return {"spec": tuned.signature(spec), "gpu": machine.gpu, "torch": machine.torch, "candidates": rows}
@@ -116,19 +121,22 @@ class Tuner:
         capability = visible_capabilities()[self.device.index] if self.device.type == "cuda" else None
         build_all([(one.folder, one.candidate.target) for one in tries], capability)
 
-    def measure(self, spec: Spec, tries: list[Try], machine: Machine, seconds: float) -> dict[str, Any] | None:
-        """The record of a spec; None where time ran out before it was complete."""
+    def measure(self, spec: Spec, file: str, tries: list[Try], machine: Machine, seconds: float) -> dict[str, Any] | None:
+        """The record of a spec that lies in `file`; None where time ran out before it was complete."""
         verify = {
-            t.job: {"spec": spec.path, "precision": spec.precision.name, "batch": spec.batch, "folder": str(t.folder), "target": t.candidate.target, "peers": ()} for t in tries
+            t.job: {"spec": file, "precision": spec.precision.name, "batch": spec.batch, "folder": str(t.folder), "target": t.candidate.target, "peers": ()} for t in tries
         }  # fmt: skip
         verdicts = self.run("bench.sweep.case", verify, {"work": "examine", "families": FAMILIES}, f"{spec.package}: verifying")
         if verdicts is None:
             return None
+        for one in tries:
+            if "failure" in verdicts[one.job]:
+                self.console.print(f"{one.job}: not judged and not recorded: {verdicts[one.job]['failure']}", markup=False, highlight=False)
         right = {t.job: t for t in tries if verdicts[t.job].get("verified")}
         if not right:
             return record_of(spec, tries, machine, verdicts, {})
         job = {
-            "spec": spec.path, "precision": spec.precision.name, "batch": spec.batch, "folders": {name: str(t.folder) for name, t in right.items()},
+            "spec": file, "precision": spec.precision.name, "batch": spec.batch, "folders": {name: str(t.folder) for name, t in right.items()},
             "targets": {name: t.candidate.target for name, t in right.items()},
         }  # fmt: skip
         timed = self.run("bench.tune.case", {"times": job}, {"seconds": seconds}, f"{spec.package}: timing")
@@ -160,7 +168,7 @@ def _table(spec: Spec, record: dict[str, Any]) -> Table:
 @click.option("--device", "device_name", type=click.Choice(["cpu", "cuda"]))
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), default=Path("build/tune"), show_default=True, help="Folder for the packages.")
 @click.option("--budget-s", default=0.0, help="Stop when so many seconds are over, with what is complete recorded; 0 means no limit.")
-@click.option("--limit-s", default=180.0, show_default=True, help="A candidate that takes longer is rejected.")
+@click.option("--limit-s", default=180.0, show_default=True, help="A candidate that takes longer is given up and not recorded.")
 @click.option("--seconds", default=2.0, show_default=True, help="Time for the trials of one spec.")
 @click.option("--force", is_flag=True, help="Measure again what is recorded.")
 def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, seconds, force) -> None:
@@ -174,7 +182,8 @@ def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, 
         if name not in DEVICES:
             raise click.UsageError(f"{machine.gpu} is none of the device classes {', '.join(DEVICES)}; name the nearest with --class")
         tuner = Tuner(console, device, limit_s, deadline)
-        for spec in [size for path in specs for precision in precisions or (None,) for size in load_spec(path, precision).sizes]:
+        rejected = []
+        for file, spec in [(path, size) for path in specs for precision in precisions or (None,) for size in load_spec(path, precision).sizes]:
             tries = generate(spec, name, work / name)
             if not tries:
                 raise click.ClickException(f"{spec.package}: no candidate has a plan for {name}")
@@ -183,15 +192,20 @@ def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, 
                 console.print(f"{spec.package}: up to date")
                 continue
             tuner.build(tries)
-            record = tuner.measure(spec, tries, machine, seconds)
+            record = tuner.measure(spec, file, tries, machine, seconds)
             if record is None:
                 console.print(f"{spec.package}: out of time and not recorded; run again to go on")
                 break
-            path = tuned.write(name, {**known, record["spec"]: record})
             console.print(_table(spec, record))
-            console.print(f"{path}: recorded; make generate SPEC={spec.path} DEVICE={name} follows it")
+            if not any("ms" in row for row in record["candidates"]):
+                rejected.append(spec.package)
+                console.print(f"[bold red]{spec.package}: all candidates rejected; nothing is recorded[/]")
+                continue
+            recorded = tuned.write(name, {**known, record["spec"]: record})
+            console.print(f"{recorded}: recorded; make generate SPEC={file} DEVICE={name} follows it")
     except (SpecError, RuntimeError) as error:
         raise click.ClickException(str(error)) from None
+    sys.exit(bool(rejected))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from bench.machine import Machine
 from bench.tune import __main__ as tune
 from codegen.plan import tuned
 from codegen.plan.candidates import Candidate
-from codegen.spec import load_spec
+from codegen.spec import load_spec, resolve
 
 SPEC = "specs/gemm_groupnorm_hardtanh_small.yaml"
 
@@ -29,14 +29,37 @@ def test_a_measured_spec_is_recorded_and_not_measured_again(tmp_path, monkeypatc
 WRONG = {"verified": False, "verification": [{"family": "normal", "ok": False, "problems": ["relative error 1 > 0"]}]}
 
 
-@pytest.mark.parametrize("verdict", [WRONG, {"failure": "ended its process with code -11"}])
-def test_a_wrong_candidate_is_recorded_as_rejected(verdict):
+CRASHED = {"failure": "ended its process with code -11"}
+
+
+def test_a_wrong_candidate_is_recorded_as_rejected_and_one_that_crashed_not_at_all():
     spec = load_spec(SPEC)
     right = {"verified": True, "verification": [{"family": "benchmark", "rel_error": 2e-7, "ok": True, "problems": []}]}
-    tries = [tune.Try(spec, Candidate("sm_80", "library"), Path(name), name) for name in ("a", "b")]
-    rows = tune.record_of(spec, tries, Machine("card", "h100", "2.11.0", None, None), {"a": verdict, "b": right}, {"b": 0.5})["candidates"]
-    assert rows[0] == {"target": "sm_80", "gemm": "library", "key": "b", "ms": 0.5, "error": 2e-7}
-    assert "ms" not in rows[1] and rows[1]["rejected"] in ("normal: relative error 1 > 0", "ended its process with code -11")
+    tries = [tune.Try(spec, Candidate("sm_80", "library"), Path(name), name) for name in ("a", "b", "c")]
+    verdicts = {"a": WRONG, "b": right, "c": CRASHED}
+    rows = tune.record_of(spec, tries, Machine("card", "h100", "2.11.0", None, None), verdicts, {"b": 0.5})["candidates"]
+    assert len(rows) == 2 and rows[0] == {"target": "sm_80", "gemm": "library", "key": "b", "ms": 0.5, "error": 2e-7}
+    assert "ms" not in rows[1] and rows[1]["rejected"] == "normal: relative error 1 > 0"
+
+
+def test_a_spec_elsewhere_is_measured(tmp_path, monkeypatch):
+    """Its name for messages (`.../mine.yaml`) is no path: the children need the file's."""
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path / "tuned")
+    file = tmp_path / "mine.yaml"
+    file.write_text(resolve(SPEC)[0].read_text())
+    done = CliRunner().invoke(tune.main, [str(file), "--device", "cpu", "--seconds", "0.1", "--work", str(tmp_path / "work")])
+    assert done.exit_code == 0 and f"SPEC={file}" in " ".join(done.output.split()), done.output
+    assert all("ms" in row for record in tuned.records("host").values() for row in record["candidates"])
+
+
+@pytest.mark.parametrize("verdict", [WRONG, CRASHED])
+def test_a_spec_without_a_right_candidate_is_not_recorded_and_fails(verdict, tmp_path, monkeypatch):
+    monkeypatch.setattr(tuned, "FOLDER", tmp_path / "tuned")
+    monkeypatch.setattr(tune.Tuner, "run", lambda self, module, jobs, setting, what: dict.fromkeys(jobs, verdict))
+    monkeypatch.setattr(tune.Tuner, "build", lambda self, tries: None)
+    done = CliRunner().invoke(tune.main, [SPEC, "--device", "cpu", "--work", str(tmp_path / "work")])
+    assert done.exit_code == 1 and "all candidates rejected" in done.output
+    assert not (tmp_path / "tuned").exists()
 
 
 def test_every_candidate_of_a_gpu_spec_is_generated_apart(tmp_path):
