@@ -34,7 +34,7 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `args` | the constructor's arguments of `ModelNew`, in order; every one is folded into the kernels, and `ModelNew` refuses other values |
 | `defaults` | further arguments behind those, each with its value as its default: `get_init_inputs` leaves them out |
 | `chain` | the operators, in order: `linear` or `conv2d`, element-wise operators, a norm, then element-wise operators and poolings, and at most one reduction with element-wise operators behind it |
-| `targets` | a list out of {targets}; default: {defaults} |
+| `targets` | a list out of {targets}, of which each has to serve the spec; default: those of {defaults} that do, and what one of them cannot serve is left out |
 | `math` | forces an arithmetic: {maths} |
 | `gemm` | `library` (torch's GEMM in front of our norm kernel) or `generated`; default: the planner's choice |
 | `prepack` | `true`: at fp32 and tf32, `sm_90a` multiplies with a split copy of a linear's weights, which the model keeps and renews (docs/runtime.md, "Prepared weights"); elsewhere it changes nothing; default `false`; `PREPACK=1` on the command line asks for it too |
@@ -82,7 +82,7 @@ def reference(example: str) -> str:
                 names = [operator.name, *(alias for alias, target in ALIASES.items() if target == operator.name)]
                 name = ["`name`: identifier" + (", required" if operator.requires_name else "")] if operator.takes_name else []
                 cells = "; ".join(name + [_argument(a) for a in operator.arguments])
-                parts.append(f"| {', '.join(f'`{n}`' for n in names)} | {operator.summary.replace('|', 'or')} | {cells} |\n")
+                parts.append(f"| {', '.join(f'`{n}`' for n in names)} | {operator.summary.replace('|', chr(92) + '|')} | {cells} |\n")
     parts.append("\n## Arithmetics\n\n| `math` | how a GEMM multiplies | relative error at K = 8192 |\n|--|--|--|\n")
     parts += [f"| `{a.name}` | {a.summary} | {a.error:.1e} |\n" for a in ARITHMETICS.values()]
     parts.append("\n## Targets\n\n| target | what it is |\n|--|--|\n")
