@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from codegen.emit import make_package, write_if_different
+from codegen.emit import make_package, refuse_foreign, write_if_different
 from codegen.manifest import Package
 from codegen.render import render
 from codegen.spec import load_spec
@@ -17,6 +17,7 @@ def generate(spec: str, precision: str | None = None, targets: tuple[str, ...] =
     """Emit one spec as `make generate` does; returns the package's folder. Raises SpecError or PlanError."""
     package: Package = make_package(load_spec(spec, precision, prepack), targets, device)
     folder = out / package.spec.package
+    refuse_foreign(folder)
     write_if_different(folder, render(package))
     return folder
 

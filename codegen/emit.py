@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -36,27 +37,34 @@ def make_package(spec: Spec, targets: tuple[str, ...] = (), device: str | None =
     of a range may do without a target where another one for the same machines serves it.
     """
     asked = targets or spec.targets
+    places = () if targets else spec.targets_at
     if device and not any(name in DEVICES[device].targets for name in asked or DEFAULT_TARGETS):
         raise PlanError(f"device class {device} goes with {', '.join(DEVICES[device].targets)}, not with {', '.join(asked or DEFAULT_TARGETS)}")
     if not spec.batches:
-        return _one_size(spec, asked, device, debug, optional=not asked)
+        return _one_size(spec, asked, device, debug, optional=not asked, places=places)
     made = [_of_range(size, asked, device, debug) for size in spec.sizes]
     for name in asked or ():
         if not any(one.plan_for(name) for one in made):
-            raise PlanError(f"{name} serves no batch of the range: {dict(made[-1].skipped)[name]}")
+            raise PlanError(_unserved(spec, asked.index(name), name, f"serves no batch of the range: {dict(made[-1].skipped)[name]}", places))
     skipped = tuple((f"{name} at batch {one.spec.batch}", reason) for one in made for name, reason in one.skipped)
     return Package(spec, tuple(plan for one in made for plan in one.plans), skipped, tuple(made))
 
 
-def _one_size(spec: Spec, asked: tuple[str, ...] | None, device: str | None, debug: bool, optional: bool) -> Package:
+def _unserved(spec: Spec, at: int, name: str, reason: str, places: tuple[tuple[int, int], ...]) -> str:
+    """What to say of the target that was asked for in place `at`: at `places`, (line, column) of the file, or on the command line."""
+    where = ":".join(map(str, (spec.named or spec.path, *places[at]))) if places else spec.named or spec.path
+    return f"{where}: targets: {name} {reason}" + ("; leave it out, or leave out targets, which is each that serves the spec" if places else "")
+
+
+def _one_size(spec: Spec, asked: tuple[str, ...] | None, device: str | None, debug: bool, optional: bool, places: tuple[tuple[int, int], ...] = ()) -> Package:
     """The package of a spec with one batch; `optional`: a target that cannot serve it is left out."""
     plans, skipped = [], []
-    for name in asked or DEFAULT_TARGETS:
+    for at, name in enumerate(asked or DEFAULT_TARGETS):
         try:
             plans.append(plan(spec, name, device if device and name in DEVICES[device].targets else None, debug))
         except PlanError as error:
             if not optional:
-                raise
+                raise PlanError(_unserved(spec, at, name, f"cannot serve this spec: {error}", places)) from None
             skipped.append((name, str(error)))
     if not plans:
         raise PlanError("no target can serve this spec: " + "; ".join(f"{name}: {reason}" for name, reason in skipped))
@@ -110,12 +118,64 @@ def is_emitted(path: Path) -> bool:
     return (path.suffix in (".cu", ".cpp") or path.name == "standalone.py") and MARK in path.read_text(encoding="utf-8", errors="replace")
 
 
-def owner(folder: Path) -> str | None:
-    """The spec that the package in `folder` was generated from; None where there is no package."""
+def _record(folder: Path) -> tuple[str, str] | None:
+    """(spec, command) that the manifest of the package in `folder` gives; None where there is none."""
     try:
-        return str(json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["spec"])
+        data = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        return str(data["spec"]), str(data["regenerate"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def owner(folder: Path) -> str | None:
+    """The spec that the package in `folder` was generated from; None where there is no package."""
+    record = _record(folder)
+    return record and record[0]
+
+
+def is_foreign(folder: Path) -> bool:
+    """Does `folder` hold something, and no package that this generator wrote? One that has lost its manifest is known by its model.py."""
+    if not folder.is_dir() or owner(folder) is not None or all(path.name == "__pycache__" for path in folder.iterdir()):
+        return False
+    model = folder / "model.py"
+    return not (model.is_file() and MARK in model.read_text(encoding="utf-8", errors="replace"))
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises PlanError where what is in `folder` is not ours to replace."""
+    if is_foreign(folder):
+        raise PlanError(f"{folder} is not empty and holds no generated package; move what is in it, choose another OUT, or pass --force (make: FORCE=1)")
+
+
+def _read(path: str, precision: str | None, prepack: bool) -> Spec:
+    """The spec at `path`. The spec.yaml of a package, unchanged, is the spec that the package was generated from: what it emits is the same."""
+    spec = load_spec(path, precision, prepack)
+    folder = Path(spec.named).parent
+    record = _record(folder) if Path(spec.named).name == "spec.yaml" else None
+    if record is None:
+        return spec
+    spec_of_package, command = record
+    asked = "PREPACK=1" in command
+    device = re.search(r" DEVICE=(\w+)", command)
+    try:
+        plain = load_spec(path)
+        files = render(make_package(replace(plain, path=spec_of_package, prepack_asked=asked and plain.prepack), (), device and device[1]))
+    except (SpecError, PlanError):
+        return spec
+    present = [name for name in files if name != "manifest.json" and (folder / name).is_file()]  # the manifest has the targets of a command line, too
+    if any((folder / name).read_text(encoding="utf-8") != files[name] for name in present):
+        return spec
+    return replace(spec, path=spec_of_package, prepack_asked=spec.prepack and (spec.prepack_asked or asked))
+
+
+def _claim(folder: Path, spec: Spec) -> None:
+    """Raises PlanError where `folder` holds anything but the package of this spec, one spec.yaml of its own included."""
+    refuse_foreign(folder)
+    held = owner(folder)
+    if held not in (None, spec.path) and Path(spec.named).resolve() != (folder / "spec.yaml").resolve():
+        raise PlanError(
+            f"{folder} holds the package of {held}, and {spec.named} has the same name; change its name, choose another OUT, or pass --force (make: FORCE=1)"
+        )
 
 
 def _umask() -> int:
@@ -154,7 +214,7 @@ def check(out: Path) -> list[str]:
 @click.option("--explain", "explaining", is_flag=True, help="Print the plan and write nothing.")
 @click.option("--standalone", is_flag=True, help="Also write standalone.py: one file that imports nothing of ours.")
 @click.option("--debug", is_flag=True, help="Bounded waits that trap and name their barrier (sm_90a; the others wait for nothing).")
-@click.option("--force", is_flag=True, help="Replace a package that was generated from another spec.")
+@click.option("--force", is_flag=True, help="Replace a package that was generated from another spec, and files that are no package.")
 @click.option("--all", "everything", is_flag=True, help="Every package listed in <out>/index.yaml.")
 @click.option("--check", "checking", is_flag=True, help="Fail when a checked-in package differs from what its spec emits.")
 def main(specs, precision, prepack, targets, device, out, explaining, standalone, debug, force, everything, checking) -> None:
@@ -170,17 +230,14 @@ def main(specs, precision, prepack, targets, device, out, explaining, standalone
         jobs = index.entries(out) if everything else [(spec, precision) for spec in specs]
         if not jobs:
             raise click.UsageError(f"name at least one spec; shipped: {', '.join(shipped())}")
-        packages = [make_package(load_spec(path, chosen, prepack and not everything), targets, device, debug) for path, chosen in jobs]
+        packages = [make_package(_read(path, chosen, prepack and not everything), targets, device, debug) for path, chosen in jobs]
         for package in packages:
             if explaining:
                 click.echo("\n".join([explain(p) for p in package.plans] + [f"not for {name}: {reason}" for name, reason in package.skipped]))
                 continue
             folder = out / package.spec.package
-            if not force and owner(folder) not in (None, package.spec.path):
-                raise click.ClickException(
-                    f"{folder} holds the package of {owner(folder)}, and {package.spec.path} has the same name; "
-                    "change its name, choose another OUT, or pass --force (make: FORCE=1)"
-                )
+            if not force:
+                _claim(folder, package.spec)
             files = render(package)
             if standalone:
                 files["standalone.py"] = render_standalone(package, files)

@@ -18,6 +18,7 @@ from codegen.yaml_reader import Problem
 
 MAX_ELEMENTS = 2**31 - 1
 MAX_SIZES = 16  # of a range of batches: each is compiled
+_ELSEWHERE = ".../"  # stands for the folder of a spec outside the current one, so that sources do not depend on where it lies
 PREPACKED = "_prepacked"  # ends the name of a package with prepared weights
 
 
@@ -65,7 +66,7 @@ class Spec:
     """A validated spec.
 
     `args` are the constructor's arguments in order, the last of which may have their values as defaults: `defaults` names those. `chain`
-    starts with the producer, at `batch`; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as it was named on the command line, for messages and headers. `gives` is the type
+    starts with the producer, at `batch`; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as emitted sources name it. `gives` is the type
     of the result of a part of a chain where it is another than the precision's.
 
     A range of batches has them in `batches`, in ascending order, and the largest as `batch`; `at` is the spec of one of them. It is empty where there is
@@ -88,6 +89,8 @@ class Spec:
     gives: Precision | None = None
     batches: tuple[int, ...] = ()
     pad_batch: bool = False
+    named: str = field(default="", compare=False)  # the file for messages on the terminal: as `path`, but never shortened
+    targets_at: tuple[tuple[int, int], ...] = field(default=(), compare=False)  # line and column of each of `targets`
 
     @property
     def result(self) -> Precision:
@@ -216,7 +219,7 @@ def load_spec(path: str | Path, precision: str | None = None, prepack: bool = Fa
     from codegen.spec_reader import read_spec  # the reader needs the types above
 
     found, shown = resolve(str(path))
-    spec = read_spec(found, shown, precision)
+    spec = replace(read_spec(found, named(found, shown), precision), path=shown)
     return replace(spec, prepack=True, prepack_asked=True) if prepack and not spec.prepack else spec
 
 
@@ -234,8 +237,16 @@ def resolve(path: str) -> tuple[Path, str]:
             if not candidate.is_absolute():
                 return candidate, candidate.as_posix()
             here = Path.cwd()
-            return candidate, candidate.relative_to(here).as_posix() if candidate.is_relative_to(here) else f".../{candidate.name}"
+            return candidate, candidate.relative_to(here).as_posix() if candidate.is_relative_to(here) else f"{_ELSEWHERE}{candidate.name}"
+    if Path(path).exists():
+        what = "a folder" if Path(path).is_dir() else "no regular file"
+        raise SpecError(path, [Problem(1, 1, f"is {what}; a spec is a YAML file, such as {', '.join(shipped()[:1])}")])
     raise SpecError(path, [Problem(1, 1, f"no such file here or under codegen/; shipped specs: {', '.join(shipped())}")])
+
+
+def named(found: Path, shown: str) -> str:
+    """The name of the file at `found` for who is at the terminal: what sources show, where that leads to the file, else the whole path."""
+    return str(found) if shown.startswith(_ELSEWHERE) else shown
 
 
 def shipped() -> list[str]:

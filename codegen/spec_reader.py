@@ -35,6 +35,7 @@ class _Reader(ChainReader):
         super().__init__()
         self.root, self.shown = root, shown
         self.arg_nodes: dict[str, Node] = {}
+        self.targets_at: tuple[tuple[int, int], ...] = ()
 
     def spec(self, precision: str | None) -> Spec:
         if not self.root.is_mapping:
@@ -86,9 +87,9 @@ class _Reader(ChainReader):
             raise SpecError(self.shown, self.problems)
         ranged = len(batches) > 1 or pad_batch
         spec = Spec(
-            name=name, path=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], values=values, args=tuple(self.args.items()), chain=chain,
+            name=name, path=self.shown, named=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], values=values, args=tuple(self.args.items()), chain=chain,
             targets=targets, math=math_choice, gemm=gemm, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
-            batches=batches if ranged else (), pad_batch=pad_batch,
+            batches=batches if ranged else (), pad_batch=pad_batch, targets_at=self.targets_at,
         )  # fmt: skip
         self.check_sizes(spec, nodes)
         return spec
@@ -169,4 +170,9 @@ class _Reader(ChainReader):
     def targets(self, node: Node) -> Any:
         items = node.value if node.is_list else [node]
         chosen = [self.word(item, "targets", TARGETS) for item in items]
-        return None if INVALID in chosen or not chosen else tuple(dict.fromkeys(chosen))
+        if INVALID in chosen or not chosen:
+            return None
+        places = {name: (item.line, item.column) for name, item in reversed(list(zip(chosen, items, strict=True)))}
+        unique = tuple(dict.fromkeys(chosen))
+        self.targets_at = tuple(places[name] for name in unique)
+        return unique

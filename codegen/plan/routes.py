@@ -184,7 +184,7 @@ def _recorded_tile(spec: Spec, device: DeviceClass, candidate: Candidate) -> "Ch
         if ((choice.tile.m, choice.tile.n), choice.finished) == (candidate.tile, candidate.finished):
             return choice
     raise PlanError(
-        f"the planner has no {candidate.label} any more; measure again (make tune SPEC={spec.path}) or take the record out of tuned/{device.name}.yaml"
+        f"the planner has no {candidate.label} any more; measure again (make tune SPEC={spec.named or spec.path}) or take the record out of tuned/{device.name}.yaml"
     )
 
 

@@ -136,6 +136,65 @@ def test_a_package_of_another_spec_is_not_replaced(tmp_path):
     assert runner.invoke(main, [str(second), *arguments, "--force"]).exit_code == 0
 
 
+def test_files_that_are_no_package_are_not_replaced(tmp_path):
+    (tmp_path / "layer.yaml").write_text(LAYER)
+    mine = tmp_path / "out" / "layer" / "model.py"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine\n")
+    arguments = [str(tmp_path / "layer.yaml"), "--target", "cpu", "--out", str(tmp_path / "out")]
+    runner = CliRunner()
+    refused = runner.invoke(main, arguments)
+    assert refused.exit_code == 1 and "holds no generated package" in refused.output and "--force" in refused.output
+    assert [p.name for p in mine.parent.iterdir()] == ["model.py"] and mine.read_text() == "mine\n"
+    assert runner.invoke(main, [*arguments, "--force"]).exit_code == 0
+    (mine.parent / "manifest.json").write_text("damaged")
+    assert runner.invoke(main, arguments).exit_code == 0, "a damaged package is still one"
+
+
+def test_the_spec_of_a_package_is_the_spec_that_it_was_generated_from(tmp_path):
+    """Unchanged it emits the same bytes, for another precision too; changed it is the package's new spec."""
+    runner = CliRunner()
+    out = ["--target", "cpu", "--out", str(tmp_path / "out")]
+    (tmp_path / "layer.yaml").write_text(LAYER)
+    for precision in ([], ["--precision", "bf16"]):
+        assert runner.invoke(main, [str(tmp_path / "layer.yaml"), *precision, *out]).exit_code == 0
+    own = tmp_path / "out" / "layer" / "spec.yaml"
+    for precision in ([], ["--precision", "bf16"]):
+        result = runner.invoke(main, [str(own), *precision, *out])
+        assert result.exit_code == 0 and "(unchanged)" in result.output, result.output
+    own.write_text(own.read_text().replace("batch: 4", "batch: 8"))
+    assert runner.invoke(main, [str(own), *out]).exit_code == 0
+    assert "layer.yaml" not in own.read_text() and "batch: 8" in own.read_text()
+    assert "(unchanged)" in runner.invoke(main, [str(own), *out]).output
+    assert runner.invoke(main, [str(tmp_path / "layer.yaml"), *out]).exit_code == 1
+
+
+def test_messages_name_the_file_and_sources_do_not_depend_on_where_it_lies(tmp_path):
+    path = tmp_path / "layer.yaml"
+    path.write_text(LAYER)
+    runner = CliRunner()
+    out = ["--target", "cpu", "--out", str(tmp_path / "out")]
+    assert runner.invoke(main, [str(path), *out]).exit_code == 0
+    assert "Generated from .../layer.yaml;" in (tmp_path / "out" / "layer" / "cpu.cpp").read_text()
+    path.write_text(LAYER.replace("batch: 4", "batch: 0"))
+    assert runner.invoke(main, [str(path), *out]).output.startswith(f"{path}:2:8: ")
+
+
+def test_a_target_that_cannot_serve_the_spec_is_named_with_its_place(tmp_path):
+    path = tmp_path / "layer.yaml"
+    path.write_text(LAYER.replace("chain:", "targets: [cpu, sm_90a]\nchain:"))
+    result = CliRunner().invoke(main, [str(path), "--explain"])
+    assert result.exit_code == 1 and f"{path}:3:16: targets: sm_90a cannot serve this spec: " in result.output
+    result = CliRunner().invoke(main, [str(path), "--explain", "--target", "sm_90a"])
+    assert result.exit_code == 1 and f"{path}: targets: sm_90a cannot serve this spec: " in result.output
+
+
+@pytest.mark.parametrize(("spec", "what"), [("", "is a folder"), ("/dev/null", "is no regular file"), ("missing.yaml", "no such file")])
+def test_a_spec_that_is_no_file(tmp_path, spec, what):
+    result = CliRunner().invoke(main, [spec or str(tmp_path)])
+    assert result.exit_code == 2 and what in result.output
+
+
 def test_a_name_that_ends_in_a_precision_is_refused(tmp_path):
     (tmp_path / "t.yaml").write_text(LAYER.replace("layer", "t_fp16"))
     result = CliRunner().invoke(main, [str(tmp_path / "t.yaml"), "--out", str(tmp_path / "out")])

@@ -160,7 +160,7 @@ def test_a_target_may_leave_a_size_to_another_for_the_same_machines(tmp_path):
 
 
 def test_a_target_that_serves_no_size_is_refused_where_it_was_asked_for(tmp_path):
-    with pytest.raises(PlanError, match=r"^sm_90a serves no batch of the range: tiles of"):
+    with pytest.raises(PlanError, match=r"layer.yaml: targets: sm_90a serves no batch of the range: tiles of"):
         make_package(read(tmp_path, "[1, 2]", chain=WIDE), ("sm_80", "sm_90a"))
 
 
