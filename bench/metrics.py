@@ -13,7 +13,8 @@ class Errors:
 
     `relative`: Frobenius norm of the difference over that of the exact result, over the elements where both are finite.
     `largest`: largest absolute difference there. `outside`: number of elements with |difference| > atol + rtol |exact|, atol = rtol = the
-    precision's tolerance. `group_mean`, `group_std`: largest deviation of a (sample, group)'s mean and standard deviation.
+    precision's tolerance. `group_mean`, `group_std`: largest deviation of a (sample, group)'s mean and standard deviation; None where the result
+    has no groups.
     `parity`: None when NaN, +inf and -inf stand where they must, else what is wrong.
     """
 
@@ -21,8 +22,8 @@ class Errors:
     largest: float
     outside: int
     elements: int
-    group_mean: float
-    group_std: float
+    group_mean: float | None
+    group_std: float | None
     parity: str | None
 
     @property
@@ -30,10 +31,10 @@ class Errors:
         return self.outside / max(self.elements, 1)
 
 
-def compare(y: torch.Tensor, exact: torch.Tensor, tolerance: float, groups: int, eager: torch.Tensor | None = None) -> Errors:
+def compare(y: torch.Tensor, exact: torch.Tensor, tolerance: float, groups: int | None, eager: torch.Tensor | None = None) -> Errors:
     """Errors of `y` against the float64 result `exact` of the same shape.
 
-    `eager` is PyTorch's result at the same precision: where it is not finite although the exact one is (an intermediate overflowed in the
+    `groups` are those of a sample; None where the result has not the norm's channels any more. `eager` is PyTorch's result at the same precision: where it is not finite although the exact one is (an intermediate overflowed in the
     storage type), `y` may be either.
     """
     y64 = y.double()
@@ -45,15 +46,13 @@ def compare(y: torch.Tensor, exact: torch.Tensor, tolerance: float, groups: int,
     norm = float(inside.norm())
     relative = float(difference.norm()) / norm if norm else float(difference.norm())
     outside = int((difference.abs() > tolerance + tolerance * inside.abs()).sum())
-    mean, std = _group_deviation(y64, exact, finite, groups)
+    mean, std = (None, None) if groups is None else _group_deviation(y64, exact, finite, groups)
     parity = None if ordinary and y.dtype is not torch.float16 else _parity(y, exact, eager)
     return Errors(relative, float(difference.abs().max()), outside, exact.numel(), mean, std, parity)
 
 
 def _group_deviation(y: torch.Tensor, exact: torch.Tensor, finite: torch.Tensor | None, groups: int) -> tuple[float, float]:
     """Largest deviation of mean and standard deviation over the output's (sample, channel group) blocks that are finite throughout."""
-    if exact.dim() < 2 or exact.shape[1] % groups:
-        groups = 1
     shape = (exact.shape[0] * groups, -1)
     a, b = y.reshape(shape), exact.reshape(shape)
     if finite is not None:

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from bench.families import FAMILIES, Draw
 from bench.metrics import Errors
 from bench.promise import Yardsticks, allowed_error, allowed_outside
-from bench.subject import Subject, round_tf32
-from bench.verify import verify
+from bench.subject import Subject, emit, round_tf32
+from bench.verify import table_of, verify
 from codegen.numerics import PRECISIONS
 from codegen.spec import load_spec
 
@@ -89,8 +89,6 @@ def test_a_nan_that_leaves_its_group_is_caught(small):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_one_wrong_row_is_caught(small, precision, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    from bench.subject import emit
-
     emitted = small if precision == "fp32" else emit("specs/gemm_groupnorm_hardtanh_small.yaml", precision, "cpu")
 
     def wrong(model, x, correct):
@@ -251,3 +249,34 @@ def test_every_family_is_made_for_every_shipped_spec_and_precision():
                 assert family.initial or {k: tuple(v.shape) for k, v in parameters.items()} == dict(spec.parameters)
                 ordinary = torch.isfinite(x).all() and all(torch.isfinite(v).all() for v in parameters.values())
                 assert bool(ordinary) == (family.name not in ("nonfinite", "nan channel")), (path, precision, family.name)
+
+
+FEW = """
+name: few
+batch: 2
+args: {i: 16, o: 8}
+chain:
+  - linear: {name: fc, in_features: i, out_features: o}
+  - group_norm: {name: norm, num_groups: 2}
+  - logsumexp: {}
+"""
+
+
+@pytest.mark.parametrize(("off", "right", "draws"), [(lambda call: 0.0, True, 1), (lambda call: call == 1, True, 25), (lambda call: 1.0, False, 25)])
+def test_few_results_are_judged_by_more_draws(off, right, draws, tmp_path, monkeypatch):
+    """Two values tell nothing of who errs less: one unlucky draw is forgiven, an error in all of them is not. Groups that are gone are not measured."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.yaml").write_text(FEW)
+    emitted = emit("few.yaml", target="cpu")
+    calls = []
+
+    class Candidate(emitted.module.Model):
+        def forward(self, x):
+            calls.append(1)
+            return super().forward(x) * (1 + 4e-6 * off(len(calls)))
+
+    ours = Candidate(*emitted.module.get_init_inputs())
+    (found,) = verify(Subject(emitted, ours, CPU), ("normal",), repeats=0)
+    assert (found.ok, found.draws) == (right, draws), found.problems
+    assert found.ours.group_mean is found.ours.group_std is None
+    assert table_of([found], "").columns[7]._cells == ["-"]

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from bench.children import run_jobs
+from bench.promise import DRAWS, draws_for, margin
 from bench.records import write_json
 from bench.report import build
 from bench.subject import Subject
 from bench.sweep import summary
 from bench.sweep.draw import LARGE, SMALL, draw, footprint, producer_flop
-from bench.sweep.judge import DRAWS, draws_for, judge, margin
+from bench.sweep.judge import judge
 from codegen.emit import make_package
 from codegen.numerics import PRECISIONS
 from codegen.ops import OPERATORS
