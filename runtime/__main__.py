@@ -63,6 +63,8 @@ def build(package, targets, capability, backward):
     for target, entry in with_backwards(opened, chosen) if backward else chosen:
         path = ensure_built(plan_build(opened, target, entry))
         click.echo(f"{opened.manifest.name} {target.name}: {path}")
+    if not chosen:
+        raise PackageError(f"nothing of {opened.manifest.name} was built.")
 
 
 @main.command("package")

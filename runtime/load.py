@@ -14,7 +14,7 @@ import torch
 from .devices import Capability, check_driver, visible_capabilities
 from .errors import UnsupportedDeviceError
 from .launch import Preparation, Program, make_backward, make_preparation, make_program
-from .manifest import Backward, Manifest, TargetManifest
+from .manifest import TARGETS, Backward, Manifest, TargetManifest
 from .package import Package
 
 Place = tuple[int, torch.device]  # a batch and a device
@@ -92,10 +92,12 @@ def choose_targets(
     names = [name for name in re.split(r"[\s,]+", requested) if name]
     if names:
         named = [emitted[name] for name in names if name in emitted]
-        if not named:
+        missing = dict.fromkeys(name for name in names if name not in emitted)
+        unknown = [name for name in missing if name not in TARGETS]
+        if unknown or not named:
             raise UnsupportedDeviceError(
                 f"TARGETS is {requested!r}, but {package.manifest.name} was generated for {', '.join(emitted)}{_at(package)}; "
-                f"name one of these, or {package.how_to_add('another')}."
+                f"name one of these; {'; '.join(package.why_not(name) for name in unknown or missing)}."
             )
         return [pair for target in sorted(named, key=_rank, reverse=True) for pair in _pairs_of(target, capabilities)]
     if not capabilities or set(emitted) == {"cpu"}:

@@ -7,6 +7,7 @@ from typing import Any
 
 MANIFEST_FORMAT = 1
 RANGE_FORMAT = 2  # of a package for several batches, which holds for each what a package for one does
+TARGETS = ("cpu", "sm_80", "sm_90a")  # that the generator can emit for
 LIBRARY_CALLS = ("linear", "conv2d")
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(cu|cpp)")
@@ -129,6 +130,7 @@ class Manifest:
 
     Of a package for several batches ``sizes`` are the manifests of the single ones, in ascending order, and this one is the
     largest's, with targets that hold the sources and launchers of all sizes. Of a package for one batch it is the only one.
+    ``skipped`` gives the reason of each target that was left out as it cannot serve the layer, in a range any of its batches.
     ``batches`` are all that the package was made for; ``pad_batch``: another one runs the next larger of them.
     """
 
@@ -148,6 +150,7 @@ class Manifest:
     sizes: tuple["Manifest", ...] = ()
     batches: tuple[int, ...] = ()
     pad_batch: bool = False
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_manifest(data: dict) -> Manifest:
@@ -177,6 +180,7 @@ def _manifest(data: dict) -> Manifest:
         targets={name: _target(name, entry) for name, entry in data["targets"].items()},
         plan=data.get("plan", {}),
         prepack=bool(data.get("prepack", False)),
+        skipped={str(name): str(reason) for name, reason in data.get("skipped", {}).items()},
     )
     for target in manifest.targets.values():
         _check_names(manifest, target)
@@ -201,10 +205,12 @@ def _range(data: dict) -> Manifest:
     for size in sizes:
         for name, entry in size.backward.items():
             backward.setdefault(name, []).append(entry)
+    targets = _together([target for size in sizes for target in size.targets.values()])
     return replace(
         sizes[-1],
         sizes=tuple(sizes),
-        targets=_together([target for size in sizes for target in size.targets.values()]),
+        targets=targets,
+        skipped={name: reason for size in sizes for name, reason in size.skipped.items() if name not in targets},
         plan={},
         backward={
             name: replace(entries[-1], target=next(iter(_together([entry.target for entry in entries]).values())))

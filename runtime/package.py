@@ -2,11 +2,12 @@
 
 import json
 import re
+import shlex
 from functools import cached_property
 from pathlib import Path
 
 from .errors import PackageError
-from .manifest import MANIFEST_FORMAT, RANGE_FORMAT, Manifest, TargetManifest, read_manifest
+from .manifest import MANIFEST_FORMAT, RANGE_FORMAT, TARGETS, Manifest, TargetManifest, read_manifest
 from .prebuilt import Prebuilt, read_prebuilt
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
@@ -56,7 +57,7 @@ class Package:
                 "generate the package again with the generator that belongs to this runtime."
             )
         try:
-            return read_manifest(data)
+            return read_manifest(self._with_a_command_that_runs(data))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise PackageError(f"{path} is not a valid manifest: {what}; generate the package again.") from error
@@ -65,11 +66,16 @@ class Package:
         """The target called ``name``; PackageError names those emitted where it is not among them."""
         targets = self.manifest.targets
         if name not in targets:
-            raise PackageError(
-                f"{self.manifest.name} has no target {name!r}; it was generated for {', '.join(targets)}; "
-                f"{self.how_to_add(name)}."
-            )
+            raise PackageError(f"{self.manifest.name} has no target {name!r}; it was generated for {', '.join(targets)}; {self.why_not(name)}.")
         return targets[name]
+
+    def _with_a_command_that_runs(self, data: dict) -> dict:
+        """The manifest's data with the package's own spec.yaml for a spec whose folder it does not name: messages are to be followed on this machine."""
+        spec, own = str(data["spec"]), self.path.resolve() / "spec.yaml"
+        if not spec.startswith(".../") or self.prebuilt is not None or not own.is_file():
+            return data
+        command = str(data["regenerate"]).replace(f"SPEC={shlex.quote(spec)}", f"SPEC={shlex.quote(str(own))} OUT={shlex.quote(str(own.parents[1]))}")
+        return {**data, "spec": str(own), "regenerate": command}
 
     @cached_property
     def sizes(self) -> "tuple[Package, ...]":
@@ -87,12 +93,15 @@ class Package:
         """The libraries that came with the package in a wheel; None where they are built on this machine."""
         return read_prebuilt(self.path)
 
-    def how_to_add(self, target: str) -> str:
-        """What makes the package have one more target, as the end of a sentence."""
+    def why_not(self, target: str) -> str:
+        """Why the package does not have this target, or what makes it have it, as the end of a sentence."""
         manifest = self.manifest
-        if self.prebuilt is not None:
-            return f'make a wheel that has it: {manifest.regenerate} TARGETS="{" ".join(manifest.targets)} {target}"'
-        return f"add {target} to targets in {manifest.spec} and run {manifest.regenerate}"
+        if target in manifest.skipped:
+            return f"the generator left out {target}, which cannot serve it: {manifest.skipped[target]}"
+        if target not in TARGETS:
+            return f"{target} is no target, there are {', '.join(TARGETS)}"
+        what = "make it again" if self.prebuilt is None else "make a wheel that has it"
+        return f'{what}: {manifest.regenerate} TARGETS="{" ".join([*manifest.targets, target])}"'
 
     def read_sources(self, target: TargetManifest) -> dict[str, bytes]:
         """The bytes of a target's sources, and of every file of the package that they include, by file name."""

@@ -142,7 +142,7 @@ def _check_compiler(build: Build) -> None:
 def _packed_manifest(package: Package) -> bytes:
     """The manifest with the flags that were used, and with the command that makes another wheel."""
     data = json.loads((package.path / "manifest.json").read_text(encoding="utf-8"))
-    data["regenerate"] = package.manifest.regenerate.replace("make generate", "make package")
+    data["regenerate"] = data["regenerate"].replace("make generate", "make package")
     for size in (data, *data.get("sizes", ())):
         for section in ("targets", "backward"):
             for entry in size.get(section, {}).values():

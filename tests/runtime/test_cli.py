@@ -65,6 +65,12 @@ def test_build_makes_the_backward_too(tiny, private_cache, monkeypatch):
     assert load_backward(tiny.package, torch.device("cuda", 0)) is not None
 
 
+def test_building_nothing_fails(tiny):
+    result = invoke("build", tiny.path, "--targets", "sm_80", "--capability", "7.5")
+    assert result.exit_code == 1 and isinstance(result.exception, RuntimeFailure) and "nothing of tiny was built" in str(result.exception)
+    assert "not for capability 7.5" in result.output
+
+
 def test_build_without_the_backward(tiny):
     tiny.add_backward()
     assert invoke("build", tiny.path, "--targets", "cpu", "--no-backward").output.count("library.so") == 1

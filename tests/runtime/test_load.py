@@ -2,7 +2,8 @@
 
 import pytest
 
-from runtime import UnsupportedDeviceError
+from codegen import targets
+from runtime import UnsupportedDeviceError, doctor, manifest
 from runtime.load import best_target, choose_targets
 
 A100, GA102, H100, B200, T4 = (8, 0), (8, 6), (9, 0), (10, 0), (7, 5)
@@ -37,7 +38,6 @@ def names(pairs):
         ([A100], "sm_90a", [("sm_90a", None)]),
         ([], "sm_80", [("sm_80", None)]),
         ([T4], "cpu", [("cpu", None)]),
-        ([], "sm_80 sm_120a", [("sm_80", None)]),
     ],
 )
 def test_choice(package, capabilities, requested, chosen):
@@ -52,6 +52,19 @@ def test_no_target_for_the_gpu_is_said_not_hidden(package):
 def test_a_target_that_was_not_emitted(package):
     with pytest.raises(UnsupportedDeviceError, match="TARGETS is 'sm_100a'.*generated for cpu, sm_80, sm_90a"):
         choose_targets(package, [], "sm_100a")
+
+
+def test_a_name_that_is_no_target_is_refused_beside_one_that_is(package):
+    with pytest.raises(UnsupportedDeviceError, match="TARGETS is 'cpu foo'.*generated for cpu, sm_80, sm_90a; name one of these; foo is no target, there are cpu, sm_80, sm_90a"):
+        choose_targets(package, [], "cpu foo")
+
+
+def test_a_target_that_another_package_has_is_left_out_beside_one_that_this_has(tiny):
+    assert names(choose_targets(tiny.package, [], "sm_80 sm_90a")) == [("sm_80", None)]
+
+
+def test_the_targets_are_those_of_the_generator():
+    assert manifest.TARGETS == tuple(targets.TARGETS) == tuple(name for name, *_ in doctor.KNOWN_TARGETS)
 
 
 def test_a_package_for_the_cpu_alone_runs_there_whatever_is_visible(tiny):

@@ -1,5 +1,7 @@
 """Reading a generated folder, and refusing what is not one."""
 
+import shlex
+
 import pytest
 
 from runtime import Package, PackageError
@@ -93,6 +95,26 @@ def test_a_backward_that_computes_the_producer_again_is_read(tiny):
 def test_an_absent_target_lists_those_there_are(tiny):
     with pytest.raises(PackageError, match="no target 'sm_90a'; it was generated for cpu, sm_80"):
         tiny.package.target("sm_90a")
+
+
+def test_an_absent_target_says_why_or_how_to_get_it(tiny):
+    """Why the generator left it out, where it did; the command that adds it, where it can; what there is, where it is none."""
+    with pytest.raises(PackageError, match='make it again: make generate SPEC=specs/tiny.yaml TARGETS="cpu sm_80 sm_90a"'):
+        tiny.package.target("sm_90a")
+    with pytest.raises(PackageError, match="sm_70 is no target, there are cpu, sm_80, sm_90a"):
+        tiny.package.target("sm_70")
+    package = tiny.edit(lambda data: data.update(skipped={"sm_90a": "rows are too short"}))
+    with pytest.raises(PackageError, match="left out sm_90a, which cannot serve it: rows are too short"):
+        package.target("sm_90a")
+
+
+def test_a_spec_elsewhere_is_made_again_from_the_packages_own(tiny):
+    """Sources do not say where such a spec lies, and a command has to."""
+    own = tiny.path / "spec.yaml"
+    own.write_text("")
+    manifest = tiny.edit(lambda data: data.update(spec=".../tiny.yaml", regenerate="make generate SPEC=.../tiny.yaml PRECISION=bf16")).manifest
+    assert manifest.spec == str(own.resolve())
+    assert shlex.split(manifest.regenerate) == ["make", "generate", f"SPEC={own.resolve()}", f"OUT={tiny.path.resolve().parent}", "PRECISION=bf16"]
 
 
 def test_an_absent_source_says_how_to_get_it_back(tiny):
