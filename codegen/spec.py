@@ -34,7 +34,7 @@ class SpecError(Exception):
 class Step:
     """One operator of the chain with its checked argument values and the shapes around it (batch first).
 
-    `sources` maps an argument to the entry of the spec's args that gave its value; `index` is its place in the chain, `tap` that of the step
+    `sources` maps an argument to the entry of the spec's args that gave its value, or to a list with such entries in it; `index` is its place in the chain, `tap` that of the step
     whose result it takes once more.
     """
 
@@ -43,7 +43,7 @@ class Step:
     values: dict[str, Any]
     input_shape: Shape
     output_shape: Shape
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, Any] = field(default_factory=dict)
     index: int = 0
     tap: int | None = None
 

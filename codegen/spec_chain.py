@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from codegen import numerics, ops
@@ -27,6 +28,8 @@ class ChainReader(Scalars):
         steps: list[Step] = []
         names: dict[str, int] = {}
         shape: ops.Shape | None = None
+        words = [_word(item) for item in node.value]
+        without_norm = all(word in OPERATORS and OPERATORS[word].kind is not Kind.NORM for word in words)
         norm_at: Node | None = None
         reduced: Node | None = None
         for index, item in enumerate(node.value):
@@ -44,6 +47,9 @@ class ChainReader(Scalars):
                     continue
                 norm_at = place
             if operator.kind in (Kind.POOL, Kind.REDUCTION) and norm_at is None:
+                if without_norm:  # which is told below, once
+                    shape = None
+                    continue
                 self.fault(place, f"{operator.name}: a {operator.kind.value} comes after the norm")
                 continue
             if reduced is not None and operator.kind is not Kind.ELEMENTWISE:
@@ -67,7 +73,7 @@ class ChainReader(Scalars):
             shape = step.output_shape if step else None
             if step:
                 steps.append(step)
-        if norm_at is None and not self.problems:
+        if without_norm:
             self.fault(node, "chain: has no group_norm, layer_norm or instance_norm; a chain is linear or conv2d, element-wise operators, a norm, then anything after it")
         return tuple(steps)
 
@@ -87,7 +93,7 @@ class ChainReader(Scalars):
         return (batch, values["in_channels"], spatial["height"], spatial["width"])
 
     def step(
-        self, operator: Operator, name: str | None, values: dict[str, Any], sources: dict[str, str], shape: ops.Shape, place: Node, earlier: list[Step],
+        self, operator: Operator, name: str | None, values: dict[str, Any], sources: dict[str, Any], shape: ops.Shape, place: Node, earlier: list[Step],
         tap: int | None,
     ) -> Step | None:  # fmt: skip
         reduced = any(step.operator.kind is Kind.REDUCTION for step in earlier)
@@ -114,20 +120,17 @@ class ChainReader(Scalars):
         """The place of the operator `name`, whose result an operator behind `steps` takes once more."""
         found = next((step for step in steps if step.name == name), None)
         if found is None:
-            named = [step.name for step in steps if step.name]
-            return self.fault(place, f"from: {name} is no operator in front of this one{nearest(name, named) if named else ''}")
-        pool = next((step for step in steps[found.index + 1 :] if step.operator.kind in (Kind.POOL, Kind.REDUCTION)), None)
-        if pool is not None:
-            return self.fault(place, f"from: {name} lies in front of {pool.operator.name}, whose result has a shape of its own")
-        if found.output_shape != shape:
-            return self.fault(place, f"from: {name} gives {found.output_shape}, and the value here is {shape}")
-        norm = next((step for step in steps if step.operator.kind is Kind.NORM), None)
-        if norm is not None and found.index < norm.index - 1:
-            last = steps[norm.index - 1]
-            return self.fault(place, f"from: {name}: an operator behind the norm can take the norm's input or what follows, and its input is {last.operator.name}'s result")
-        return found.index
+            able = [step for step in steps if _out_of_reach(step, steps, shape) is None]
+            if any(step.name is None and step.operator.name == ops.ALIASES.get(name, name) for step in able):
+                return self.fault(place, f"from: {name} stands in front of this one and has no name; give {name} a name to use it")
+            hint = nearest(name, [step.name for step in able if step.name]) if any(step.name for step in able) else ""
+            if able and not hint:
+                hint = f"; give {able[-1].operator.name} a name to use its result"
+            return self.fault(place, f"from: {name} is no operator in front of this one{hint}")
+        reason = _out_of_reach(found, steps, shape)
+        return found.index if reason is None else self.fault(place, f"from: {name} {reason}")
 
-    def operator(self, item: Node) -> tuple[Operator, str | None, dict[str, Any] | None, dict[str, str], Node] | None:
+    def operator(self, item: Node) -> tuple[Operator, str | None, dict[str, Any] | None, dict[str, Any], Node] | None:
         """(operator, name, checked values or None, sources of the values, place) of one chain entry, or None when it is not recognisable."""
         if item.is_mapping and len(item.value) == 1:
             (word, (place, arguments)), = item.value.items()
@@ -147,7 +150,7 @@ class ChainReader(Scalars):
             self.fault(arguments, f"{word}: {arguments.describe()}; expected its arguments as a mapping")
             return operator, None, None, {}, place
         given = arguments.value if arguments is not None else {}
-        sources = {key: node.value for key, (_, node) in given.items() if isinstance(node.value, str) and node.value in self.args and key not in ("name", "from")}
+        sources = {key: node.plain() for key, (_, node) in given.items() if key not in ("name", "from") and any(item.value in self.args for item in _words_of(node))}
         return (operator, *self.arguments(operator, arguments, place), sources, place)
 
     def arguments(self, operator: Operator, node: Node | None, place: Node) -> tuple[str | None, dict[str, Any] | None]:
@@ -187,17 +190,9 @@ class ChainReader(Scalars):
         """The checked value of one argument; a word that names an entry of args stands for it."""
         if argument.type == "tap":
             return None if node.value is None else self.identifier(node, argument.name)
-        if isinstance(node.value, str) and node.value in self.args:
-            self.used_args.add(node.value)
-            value = self.args[node.value]
-            if value is INVALID:
-                return INVALID
-            shown = str(list(value)) if isinstance(value, tuple) else str(value)
-            resolved = [Node(v, node.line, node.column, str(v)) for v in value] if isinstance(value, tuple) else value
-            node = Node(resolved, node.line, node.column, f"{node.text} = {shown}")
-        elif isinstance(node.value, str) and not isinstance(argument.type, tuple):
-            hint = nearest(node.value, self.args) if self.args else "; the spec has no args"
-            return self.fault(node, f"{argument.name}: {node.value} is neither a value nor an entry of args{hint}")
+        node = self.substituted(argument, node)
+        if node is INVALID:
+            return INVALID
         kind = argument.type
         if isinstance(kind, tuple):
             return self.word(node, argument.name, kind)
@@ -215,6 +210,26 @@ class ChainReader(Scalars):
             size = self.size(node, argument.name)
             return size if size is INVALID else (size,)
         return self.size(node, argument.name)
+
+    def substituted(self, argument: Argument, node: Node) -> Any:
+        """The node with the values of the entries of args that it names, by itself or in a list."""
+        if node.is_list:
+            items = [self.substituted(argument, item) for item in node.value]
+            return INVALID if INVALID in items else replace(node, value=items)
+        if not isinstance(node.value, str):
+            return node
+        if node.value in self.args:
+            self.used_args.add(node.value)
+            value = self.args[node.value]
+            if value is INVALID:
+                return INVALID
+            shown = str(list(value)) if isinstance(value, tuple) else str(value)
+            resolved = [Node(v, node.line, node.column, str(v)) for v in value] if isinstance(value, tuple) else value
+            return Node(resolved, node.line, node.column, f"{node.text} = {shown}")
+        if not isinstance(argument.type, tuple):
+            hint = nearest(node.value, self.args) if self.args else "; the spec has no args"
+            return self.fault(node, f"{argument.name}: {node.describe()} is neither a value nor an entry of args{hint}")
+        return node
 
     def check_names(self, chain: tuple[Step, ...], node: Node) -> None:
         """Refuse parameters that would share a C identifier, such as `norm.weight` and a bare `norm_weight`."""
@@ -234,6 +249,32 @@ class ChainReader(Scalars):
                     numerics.round_to(precision, step.values[argument])
                 except OverflowError:
                     self.fault(item, f"{argument}: {step.values[argument]} is beyond the range of {precision.dtype}")
+
+
+def _word(item: Node) -> str | None:
+    """The operator that an entry of the chain names, None where it names nothing."""
+    word = next(iter(item.value)) if item.is_mapping and len(item.value) == 1 else item.value
+    return ops.ALIASES.get(word, word) if isinstance(word, str) else None
+
+
+def _words_of(node: Node) -> list[Node]:
+    """The words that may stand for entries of args: the node, or those in its list."""
+    return [item for item in (node.value if node.is_list else [node]) if isinstance(item.value, str)]
+
+
+def _out_of_reach(step: Step, steps: list[Step], shape: ops.Shape) -> str | None:
+    """Why an operator behind `steps`, on a value of `shape`, cannot take the result of `step`; None where it can."""
+    pool = next((later for later in steps[step.index + 1 :] if later.operator.kind in (Kind.POOL, Kind.REDUCTION)), None)
+    if pool is not None:
+        return f"lies in front of {pool.operator.name}, whose result has a shape of its own"
+    if step.output_shape != shape:
+        return f"gives {step.output_shape}, and the value here is {shape}"
+    norm = next((other for other in steps if other.operator.kind is Kind.NORM), None)
+    if norm is None or step.index >= norm.index - 1:
+        return None
+    last = steps[norm.index - 1]
+    use = f"from: {last.name} takes it" if last.name else f"give {last.operator.name} a name to use it"
+    return f"lies too far back: an operator behind the norm can take the norm's input or what follows, and its input is {last.operator.name}'s result; {use}"
 
 
 def _per_channel(parameter: ops.Shape, shape: ops.Shape) -> bool:

@@ -39,7 +39,7 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `gemm` | `library` (torch's GEMM in front of our norm kernel) or `generated`; default: the planner's choice |
 | `prepack` | `true`: at fp32 and tf32, `sm_90a` multiplies with a split copy of a linear's weights, which the model keeps and renews (docs/runtime.md, "Prepared weights"); elsewhere it changes nothing; default `false`; `PREPACK=1` on the command line asks for it too |
 
-A value in the chain is a literal or the name of an entry in `args`. `name` is the attribute that holds an operator's parameters: `state_dict` has
+A value in the chain, by itself or in a list, is a literal or the name of an entry in `args`. `name` is the attribute that holds an operator's parameters: `state_dict` has
 the keys of the PyTorch module, in the same order.
 
 `from` gives `add` and `mul` the result of an operator in front of them once more: `- add: {{from: conv}}` adds the convolution's result, and where `from` names the

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 MAX_BYTES = 1 << 20
+_QUOTED = ("'", '"', "|", ">")  # styles in which a scalar is text whatever it holds
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)([eE][-+]?[0-9]+)?")
 _SPECIAL = {
@@ -40,6 +41,7 @@ class Node:
     line: int
     column: int
     text: str = ""
+    quoted: bool = False
 
     @property
     def is_mapping(self) -> bool:
@@ -53,7 +55,9 @@ class Node:
         """The value as a message shows it."""
         if self.is_mapping or self.is_list:
             return "a mapping" if self.is_mapping else "a list"
-        return self.text if self.text.isprintable() and self.text else repr(self.text)
+        if not self.text.isprintable() or not self.text:
+            return repr(self.text)
+        return f'"{self.text}"' if self.quoted else self.text
 
     def plain(self) -> object:
         """The value as plain Python data."""
@@ -137,12 +141,12 @@ def _convert(node: yaml.Node, problems: list[Problem]) -> Node:
                 problems.append(Problem(key.line, key.column, f"{key.text}: given twice, first on line {first.line}"))
             entries.setdefault(key.text, (key, _convert(value_node, problems)))
         return Node(entries, line, column)
-    return Node(_scalar(node), line, column, node.value)
+    return Node(_scalar(node), line, column, node.value, quoted=node.style in _QUOTED)
 
 
 def _scalar(node: yaml.ScalarNode) -> object:
     text = node.value
-    if node.style in ("'", '"', "|", ">"):
+    if node.style in _QUOTED:
         return text
     if text in _SPECIAL:
         return _SPECIAL[text]

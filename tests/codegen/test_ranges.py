@@ -70,7 +70,7 @@ def test_the_resolved_spec_is_the_same_spec(tmp_path, batch, more):
         ("[1, -4]", "2:12: batch: -4; expected an integer from 1 to 2147483647"),
         ("[1, 2.5]", "2:12: batch: 2.5; expected an integer from 1 to 2147483647"),
         ("[true, 2]", "2:9: batch: true; expected an integer from 1 to 2147483647"),
-        ('["8", 2]', "2:9: batch: 8; expected an integer from 1 to 2147483647"),
+        ('["8", 2]', '2:9: batch: "8"; expected an integer from 1 to 2147483647'),
         ("[1, [2]]", "2:12: batch: a list; expected an integer from 1 to 2147483647"),
         ("[1, {a: 2}]", "2:12: batch: a mapping; expected an integer from 1 to 2147483647"),
         ("[1, 99999999999]", "2:12: batch: 99999999999; expected an integer from 1 to 2147483647"),

@@ -224,6 +224,47 @@ def test_faults_of_defaults(tmp_path, old, new, line, message):
     assert any(re.search(rf":{line}:\d+: ", text) and message in text for text in found), found
 
 
+def test_an_element_of_a_list_may_name_an_argument(tmp_path):
+    text = CONV.replace("chain:", "args: {k: 3, c: 4}\nchain:").replace("kernel_size: 3}", "kernel_size: [k, 5]}").replace("- max_pool2d", "- mul: {name: scale, shape: [c, 1, 1]}\n  - max_pool2d")
+    spec = read(tmp_path, text)
+    assert spec.producer.values["kernel_size"] == (3, 5) and spec.after_norm[0].values["shape"] == (4, 1, 1)
+    written = resolved_yaml(spec)
+    assert "kernel_size: [k, 5]" in written and "shape: [c, 1, 1]" in written and read(tmp_path, written) == spec
+    assert any("kernel_size: q is neither a value nor an entry of args" in line for line in problems(tmp_path, text.replace("[k, 5]", "[q, 5]")))
+    assert any("kernel_size: k = 0; expected an integer" in line for line in problems(tmp_path, text.replace("k: 3", "k: 0")))
+
+
+@pytest.mark.parametrize(("old", "new", "said"), [
+    ("batch: 4", 'batch: "4"', 'batch: "4"; expected an integer'),
+    ("batch: 4", "batch: 4\npad_batch: 'true'", 'pad_batch: "true"; expected true or false'),
+    ("num_groups: num_groups}", 'num_groups: num_groups, eps: "1.0"}', 'eps: "1.0" is neither a value nor an entry of args'),
+])  # fmt: skip
+def test_messages_show_quotes(tmp_path, old, new, said):
+    assert any(said in line for line in problems(tmp_path, GOOD.replace(old, new)))
+
+
+@pytest.mark.parametrize("entries", ["- min", "- mish\n  - max_pool2d: {kernel_size: 2}\n  - sum\n  - add: {name: b, shape: [5]}"])
+def test_a_chain_without_a_norm_is_told_so(tmp_path, entries):
+    (found,) = problems(tmp_path, GOOD.replace("- group_norm: {name: norm, num_groups: num_groups}\n  - hardtanh", entries).replace(", num_groups: 3", ""))
+    assert "chain: has no group_norm, layer_norm or instance_norm" in found
+
+
+TAPS = GOOD.replace("  - group_norm", "  - mish\n  - group_norm").replace("  - hardtanh", "  - add: {from: %s}")
+
+
+@pytest.mark.parametrize(("word", "message"), [
+    ("mish", "from: mish stands in front of this one and has no name; give mish a name to use it"),
+    ("gemm", "its input is mish's result; give mish a name to use it"),
+    ("gem", "from: gem is no operator in front of this one; allowed: norm"),
+])  # fmt: skip
+def test_from_suggests_what_it_takes(tmp_path, word, message):
+    (found,) = problems(tmp_path, TAPS % word)
+    assert found.endswith(message)
+    named = (TAPS % word).replace("- mish", "- mish: {name: act}").replace("from: mish", "from: act")
+    if word == "mish":
+        assert read(tmp_path, named).chain[-1].tap == 1
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_mangled_spec_is_read_or_refused(tmp_path_factory, data):
