@@ -7,7 +7,7 @@ import pytest
 
 from bench import records
 from bench.machine import slug_of
-from bench.records import conclude, ledger, path_of, present_keys, read, state_of, write_json
+from bench.records import conclude, ledger, lend_fastest_peers, path_of, present_keys, read, state_of, write_json
 from bench.tables import BEGIN, END, claims, put_table, readme_table, state_today
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +37,19 @@ def test_a_peer_is_compared_with_our_time_in_its_own_process():
     made = record()
     made["peers"]["Triton tf32x3"]["ours_ms"] = 1.7
     assert conclude(made)["speedup"] == 1.0
+
+
+def test_a_peers_fastest_time_on_a_card_counts_for_every_record_of_the_package():
+    slow, fast = (
+        conclude(
+            {"spec": "a", "precision": "fp16", "torch": "2", "gpu": "g", "ours": {"ms": 1.0, "rel_error": 1e-4}}
+            | {"peers": {"eager": {"ms": 4.0, "rel_error": 1e-4, "ours_ms": 1.0}, "compile": {"ms": ms, "rel_error": 1e-4, "ours_ms": 0.5}}}
+        )
+        for ms in (3.0, 1.5)
+    )
+    lend_fastest_peers([slow, fast])
+    assert (slow["best_torch"], slow["speedup_torch"], slow["speedup"]) == ("compile", 1.5, 1.5)
+    assert fast["speedup_torch"] == 3.0  # its own time, in its own process
 
 
 def test_without_peers_there_is_no_speedup():
