@@ -33,7 +33,7 @@ class Apply:
     without one; `per_channel` is False for a tensor of one element. `monotone`: non-decreasing in v whatever the parameters;
     `affine`: a*v + b with a, b from the channel alone; `multiplies`: mul by a parameter, whose sign is known only at run time. `doubles` is "add"
     or "mul" where v meets itself (v + v, v * v). The expression may name a variable that an earlier operator of the same function left: `keeps`
-    is the name under which this one leaves its result. `operator` is its name in the table.
+    is the name under which this one leaves its result, `taps` that of the variable that it takes. `operator` is its name in the table.
     """
 
     comment: str
@@ -49,6 +49,7 @@ class Apply:
     doubles: str | None = None
     keeps: str | None = None
     operator: str = ""
+    taps: str | None = None
 
     def apply(self, v: str, p: str | None = None) -> str:
         return self.expression.format(v=v, p=p or self.pointer)
@@ -99,7 +100,7 @@ def _apply(spec: Spec, step: Step, kept: bool) -> Apply:
         pointer=c_identifier(key) if key else None, per_channel=bool(parameter) and _elements(parameter.shape) > 1,
         monotone=op.monotone(values) or (step.taps_itself and op.name == "add"), affine=op.affine and step.tap is None,
         multiplies=op.name == "mul" and parameter is not None, doubles=op.name if step.taps_itself else None, keeps=kept_name(step) if kept else None,
-        operator=op.name,
+        operator=op.name, taps=kept_name(spec.chain[step.tap]) if step.tap is not None and not step.taps_itself else None,
     )  # fmt: skip
 
 

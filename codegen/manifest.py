@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from codegen.plan import PlanError
-from codegen.plan.backward import gradient_keys, plan_backward, refusal
+from codegen.plan.backward import gradient_keys, plan_backward
 from codegen.plan.backward_cuda import plan_backward_cuda
 from codegen.plan.model import Buffer, Launch, Library, Plan
 from codegen.report import explanation, regenerate
@@ -48,15 +48,13 @@ class Package:
         the chain has something that gradients are not generated for."""
         if self.sizes:
             return tuple(plan for size in self.sizes for plan in size.backward_plans)
-        if refusal(self.spec):
-            return ()
         made = [plan_backward(self.spec, plan.target, plan.device) for plan in self.plans if plan.target.language == "cpp"]
         cuda = [plan for plan in self.plans if plan.target.language == "cuda"]
         if cuda:
             least = min(cuda, key=lambda plan: plan.target.min_capability)
             try:
                 made.append(plan_backward_cuda(self.spec, least.target, least.device))
-            except PlanError:  # the forward has poolings that it cannot go back through
+            except PlanError:  # the head has no norm kernel that runs it again
                 pass
         return tuple(made)
 

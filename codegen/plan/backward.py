@@ -11,45 +11,14 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, c_identifier
-from codegen.ops import Kind
-from codegen.plan.cpu import STACK_VALUES, CpuKernel, Scratch, _segments, _suffix, _wrapped, cpu_kernel
+from codegen.plan.backward_segments import Operand, Segment, segment
+from codegen.plan.cpu import STACK_VALUES, CpuKernel, Scratch, _c_type, _segments, _suffix, _wrapped, cpu_kernel
 from codegen.plan.model import Buffer, Launch, Plan
 from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
 
 ITEMS = 64  # independent parts of the work, where the batch allows: enough for the threads of a large machine
 SUMS = "slabs:sums"  # the buffer's name; a colon keeps it apart from parameters
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A parameter of the chain: its C name, whether it has a value per channel, and its place among the sums."""
-
-    pointer: str
-    per_channel: bool
-    index: int = 0
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of element-wise operators, backwards: `<name>_grad(v, g, ...)` turns the gradient g of its result into that of v.
-
-    `values` are (name, expression) of what has to be computed again, `lines` the statements that change g; `takes_v`: they need v itself.
-    `reads` are the parameters whose values they need, `sums` those whose gradients they give. `forward` computes the result from v, empty
-    where nothing needs it; `operands` are the parameters whose values either way needs.
-    """
-
-    name: str
-    comment: str
-    exists: bool
-    values: tuple[tuple[str, str], ...]
-    lines: tuple[str, ...]
-    takes_v: bool
-    reads: tuple[Operand, ...]
-    operands: tuple[Operand, ...]
-    sums: tuple[Operand, ...]
-    forward: tuple[Apply, ...]
-    functions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -79,7 +48,8 @@ class CpuBackwardKernel(CpuKernel):
     """What templates/backward/chain.cpp.j2 reads beyond the forward's numbers.
 
     `back_before` and `back_after` are the segments around the norm, `back_pools` the poolings with what follows each. `gamma_operand` and
-    `beta_operand` name the norm's parameters among the sums; `operands` are all of them in the order of the sums.
+    `beta_operand` name the norm's parameters among the sums; `operands` are all of them in the order of the sums. `incoming` is the type
+    of the gradient of y.
     """
 
     back_before: Segment | None = None
@@ -90,19 +60,29 @@ class CpuBackwardKernel(CpuKernel):
     operands: tuple[Operand, ...] = ()
     inputs: tuple[str, ...] = ()
     used: tuple[Apply, ...] = ()
+    incoming: str = "float32"
 
     def file(self, target: Target) -> str:
         return f"{target.suffix}_backward.cpp"
 
     @property
+    def _given(self) -> list[str]:
+        return [f"const {self.incoming_type if name == 'grad_y' else self.storage}* {name}" for name in self.inputs]
+
+    @property
+    def incoming_type(self) -> str:
+        """The C type of a value of the gradient of y."""
+        return _c_type(self.incoming)
+
+    @property
     def signature(self) -> str:
         """The launcher's tensors."""
         outputs = [f"{self.storage}* grad_t0", *(f"{self.storage}* {operand.pointer}_grad" for operand in self.operands)]
-        return _wrapped([*(f"const {self.storage}* {name}" for name in self.inputs), *outputs, *(["double* sums"] if self.operands else [])], "    ")
+        return _wrapped([*self._given, *outputs, *(["double* sums"] if self.operands else [])], "    ")
 
     @property
     def group_signature(self) -> str:
-        items = [*(f"const {self.storage}* {name}" for name in self.inputs), f"{self.storage}* grad_t0"]
+        items = [*self._given, f"{self.storage}* grad_t0"]
         return _wrapped([*items, *(["double* sums"] if self.operands else [])], "    ")
 
     @property
@@ -128,27 +108,21 @@ class CpuBackwardKernel(CpuKernel):
 def plan_backward(spec: Spec, target: Target, device: DeviceClass) -> Plan:
     """The backward of `spec` for the cpu target.
 
-    Its launch takes the producer's result, the values of those parameters that it needs, and `grad:y`, and gives `grad:t0` and `grad:<key>` of
-    every parameter behind the producer, in the order of `gradient_keys`.
+    Its launches take the producer's result, the values of those parameters that they need, and `grad:y`, and give `grad:t0` and `grad:<key>` of
+    every parameter behind the producer. Of a chain with stages the last launch is the head's.
     """
-    from codegen.plan.routes import floor
+    from codegen.plan.backward_stages import back_through_stages
+    from codegen.plan.routes import floor, plan
+    from codegen.plan.stages import first_stage, head_of
 
-    kernel, sums_bytes = cpu_backward(spec)
-    buffers = (Buffer(SUMS, bytes=sums_bytes),) if sums_bytes else ()
+    first = first_stage(spec, target)
+    kernel, sums_bytes = cpu_backward(spec if first is None else head_of(spec, first))
+    launches, buffers = (Launch(kernel),), (Buffer(SUMS, bytes=sums_bytes),) if sums_bytes else ()
+    if first is not None:
+        launches, others = back_through_stages(spec, plan(spec, target.name), launches[0], target)
+        buffers = (*others, *buffers)
     why = ("what the derivatives need is computed again from the producer's result: that is all that a forward saves",)
-    return Plan(spec, target, device, (Launch(kernel),), buffers, floor(spec, device), why)
-
-
-def refusal(spec: Spec) -> str | None:
-    """Why no backward is generated for `spec`, on any target; None where there is one."""
-    for step in spec.after_norm:
-        if step.operator.kind is Kind.REDUCTION or (step.operator.kind is Kind.POOL and step.operator.name != "max_pool2d"):
-            return f"gradients through {step.operator.name} are not generated"
-    kept = spec.kept(spec.chain)
-    if kept:
-        names = ", ".join(str(spec.chain[index].name) for index in sorted(kept))
-        return f"{names} is taken once more further on, and gradients flow back along one way only"
-    return None
+    return Plan(spec, target, device, launches, buffers, floor(spec, device), why)
 
 
 def gradient_keys(spec: Spec) -> tuple[str, ...]:
@@ -163,22 +137,22 @@ def cpu_backward(spec: Spec) -> tuple[CpuBackwardKernel, int]:
     shapes = dict(spec.parameters)
     operands = {c_identifier(key): Operand(c_identifier(key), math.prod(shapes[key]) > 1, i) for i, key in enumerate(keys)}
     segments, pool_steps = _segments(spec)
-    before = _segment("before_norm", "comes before the norm", applies(spec, spec.before_norm), operands, True)
-    after = _segment("after_norm", "follows the norm", segments[0], operands, bool(pool_steps))
+    before = segment("before_norm", "comes before the norm", applies(spec, spec.before_norm), operands, True, forward.keeps_product)
+    after = segment("after_norm", "follows the norm", segments[0], operands, bool(pool_steps), forward.keeps_norm, forward.keeps_input)
     last = len(pool_steps) - 1
-    pools = tuple(_pool(i, step, segments[i + 1], operands, i == last) for i, step in enumerate(pool_steps))
+    pools = tuple(_pool(i, step, segments[i + 1], operands, i == last, forward.pools[i].keeps) for i, step in enumerate(pool_steps))
     affine = {parameter.suffix: operands[c_identifier(spec.norm.key(parameter))] for parameter in spec.norm.parameters}
     all_segments = (before, after, *(pool.segment for pool in pools))
     needs_beta = "bias" in affine and (after.takes_v or bool(pools))
-    read = {o.pointer for segment in all_segments for o in segment.operands} | ({affine["weight"].pointer} if affine else set())
+    read = {o.pointer for part in all_segments for o in part.operands} | ({affine["weight"].pointer} if affine else set())
     read |= {affine["bias"].pointer} if needs_beta else set()
     values = [key for key in keys if c_identifier(key) in read]
     buffered = bool(before.exists) or forward.half
-    scratch = _scratch(spec, buffered, pools)
+    scratch = _scratch(spec, buffered, pools, after.given)
     held = sum(item.size for item in scratch)
     samples = math.ceil(spec.batch / min(spec.batch, math.ceil(ITEMS / spec.num_groups)))
     slabs = math.ceil(spec.batch / samples)
-    used = tuple(replace(op, functions=tuple(f for segment in all_segments for f in segment.functions)) for op in forward.all_ops[:1])
+    used = tuple(replace(op, functions=tuple(f for part in all_segments for f in part.functions)) for op in forward.all_ops[:1])
     return CpuBackwardKernel(
         name="chain_backward", template="backward/chain.cpp.j2",
         arguments=("t0", *values, "grad:y", "grad:t0", *(f"grad:{key}" for key in keys), *((SUMS,) if keys else ())),
@@ -189,50 +163,11 @@ def cpu_backward(spec: Spec) -> tuple[CpuBackwardKernel, int]:
         scratch=scratch, on_heap=held > STACK_VALUES, parallel=forward.parallel, back_before=before, back_after=after, back_pools=pools,
         gamma_operand=affine.get("weight"), beta_operand=affine.get("bias"), operands=tuple(operands.values()),
         inputs=("t0", *(f"{c_identifier(key)}_data" for key in values), "grad_y"), used=used,
+        incoming=spec.result.dtype, keeps_product=forward.keeps_product, keeps_norm=forward.keeps_norm, keeps_input=forward.keeps_input,
     ), 8 * slabs * len(keys) * spec.channels  # fmt: skip
 
 
-def _segment(name: str, what: str, ops: tuple[Apply, ...], operands: dict[str, Operand], forward: bool) -> Segment:
-    """The derivatives of `ops`; `forward`: their result is needed too, by the norm or a pooling behind them."""
-    lines: list[str] = []
-    functions: list[str] = []
-    values: list[tuple[str, str]] = []
-    reads: list[str] = []
-    needed = False  # is the operator's result needed by the derivatives of those behind it?
-    for i in reversed(range(len(ops))):
-        op, v = ops[i], "v" if i == 0 else f"v{i}"
-        p = f"{op.pointer}_c"
-        if needed:
-            values.insert(0, (f"v{i + 1}", op.apply(v, p)))
-            functions += op.functions
-            reads += [op.pointer] if op.pointer else []
-        if op.doubles:
-            lines.append(f"g = g * (2.0f * {v});" if op.doubles == "mul" else "g = g + g;")
-        elif op.functions:
-            functions.append(f"{op.functions[0]}_grad")
-            lines.append(f"g = g * {functions[-1]}({', '.join([v, *(c.name for c in op.constants)])});")
-        elif op.multiplies:
-            lines += [f"{op.pointer}_g = g * {v};", f"g = g * {p};"]
-            reads.append(op.pointer)
-        elif op.pointer and op.operator == "div":
-            lines += [f"g = g / {p};", f"{op.pointer}_g = -(g * ({v} / {p}));"]
-            reads.append(op.pointer)
-        elif op.pointer:
-            lines.append(f"{op.pointer}_g = {'-' if op.operator == 'sub' else ''}g;")
-        elif op.operator == "div":
-            lines.append(f"g = g / {op.constants[0].name};")
-        elif "*" in op.expression:
-            lines.append(f"g = g * {op.constants[0].name};")
-        needed = needed or bool(op.functions) or op.multiplies or op.doubles == "mul" or (op.operator == "div" and op.pointer is not None)
-    own = tuple(operands[op.pointer] for op in ops if op.pointer)
-    read = tuple(operand for operand in own if operand.pointer in reads)
-    functions += [function for op in ops if forward for function in op.functions]
-    return Segment(
-        name, what, bool(ops), tuple(values), tuple(lines), needed, read, own if forward else read, own, ops if forward else (), tuple(functions),
-    )  # fmt: skip
-
-
-def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, Operand], last: bool) -> BackwardPool:
+def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, Operand], last: bool, kept: str | None) -> BackwardPool:
     suffix, previous = _suffix(index), _suffix(index - 1)
     values = step.values
     (_, _, height, width), (_, _, out_height, out_width) = step.input_shape, step.output_shape
@@ -242,19 +177,21 @@ def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, Op
         return values["padding"][axis] > 0 or reach >= size
 
     comment = "max_pool2d" + (f" number {suffix}" if suffix else "")
-    segment = _segment(f"after_pool{suffix}", f"follows {comment}", ops, operands, not last)
+    behind = segment(f"after_pool{suffix}", f"follows {comment}", ops, operands, not last, kept)
     return BackwardPool(
-        suffix=suffix, comment=comment, source=f"plane{suffix}", target=None if last else f"plane{_suffix(index + 1)}", segment=segment,
-        keeps=segment.takes_v, height="kHeight" if index == 0 else f"kPooledHeight{previous}", width="kWidth" if index == 0 else f"kPooledWidth{previous}",
+        suffix=suffix, comment=comment, source=f"plane{suffix}", target=None if last else f"plane{_suffix(index + 1)}", segment=behind,
+        keeps=behind.takes_v, height="kHeight" if index == 0 else f"kPooledHeight{previous}", width="kWidth" if index == 0 else f"kPooledWidth{previous}",
         clipped_rows=leaves(height, out_height, 0), clipped_columns=leaves(width, out_width, 1), padded_rows=values["padding"][0] > 0,
         padded_columns=values["padding"][1] > 0, dilated=tuple(values["dilation"]) != (1, 1),
     )  # fmt: skip
 
 
-def _scratch(spec: Spec, buffered: bool, pools: tuple[BackwardPool, ...]) -> tuple[Scratch, ...]:
+def _scratch(spec: Spec, buffered: bool, pools: tuple[BackwardPool, ...], given: str | None) -> tuple[Scratch, ...]:
     """A thread's arrays, in the order in which they are filled."""
     items = [Scratch("value", "kGroupSize", spec.group_size, "float", "the group's values before the norm")] if buffered else []
     items.append(Scratch("grad", "kGroupSize", spec.group_size, "float", "the gradient of the normalised values"))
+    if given:
+        items.append(Scratch("second_grad", "kGroupSize", spec.group_size, "float", "that of the norm's input by its second way, around the norm"))
     size, size_name = spec.spatial, "kSpatial"
     for pool, step in zip(pools, _segments(spec)[1], strict=True):
         what = "behind the norm" if not pool.suffix else "in front of a pooling"
@@ -292,4 +229,4 @@ def _notes(spec: Spec, slabs: int, samples: int, held: int) -> tuple[str, ...]:
     )
 
 
-__all__ = ["CpuBackwardKernel", "cpu_backward", "gradient_keys", "plan_backward", "refusal"]
+__all__ = ["CpuBackwardKernel", "cpu_backward", "gradient_keys", "plan_backward"]

@@ -11,11 +11,12 @@ Where poolings follow the norm, the winner and the gradient of each window are n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, c_identifier
-from codegen.numerics import float_literal
-from codegen.plan.backward import SUMS, BackwardPool, CpuBackwardKernel, Operand, Segment, cpu_backward, gradient_keys
+from codegen.numerics import Precision, float_literal
+from codegen.plan.backward import SUMS, BackwardPool, CpuBackwardKernel, cpu_backward, gradient_keys
+from codegen.plan.backward_segments import Operand, Segment
 from codegen.plan.cpu import _segments
 from codegen.plan.model import Buffer, Kernel, Launch, Library, Plan
 from codegen.spec import Spec
@@ -37,7 +38,7 @@ class CudaBackwardKernel(Kernel):
 
     Segments, operands and `pool` mean what they mean in CpuBackwardKernel; `values` are the C names of the parameters whose values are read.
     `flat`: one value per channel at the norm. `teams`: groups of a block, each a warp's, or 1 for a group that the block shares.
-    `channel_teams`: warps of the block that take channels in turn, or 1 where all threads of a team share a channel.
+    `channel_teams`: warps of the block that take channels in turn, or 1 where all threads of a team share a channel. `incoming` is the type of the gradient of y.
     """
 
     flat: bool
@@ -58,11 +59,12 @@ class CudaBackwardKernel(Kernel):
     items: int
     samples: int
     most_numbers: int
+    incoming: Precision
 
     def pointers(self, c_type: str, restrict: str = "") -> list[str]:
         """The launcher's tensors as C parameters; with `restrict`, those of the first kernel, which writes sums and not the parameters' gradients."""
         listed = [f"const {c_type}* {restrict}t0", *(f"const {c_type}* {restrict}{name}_data" for name in self.values)]
-        listed += [f"const {c_type}* {restrict}grad_y", f"{c_type}* {restrict}grad_t0"]
+        listed += [f"const {self.incoming.c_type}* {restrict}grad_y", f"{c_type}* {restrict}grad_t0"]
         if not restrict:
             listed += [f"{c_type}* {operand.pointer}_grad" for operand in self.operands]
         listed += ["float* sums"] if self.operands else []
@@ -96,21 +98,38 @@ class CudaBackwardKernel(Kernel):
 def plan_backward_cuda(spec: Spec, target: Target, device: DeviceClass) -> Plan:
     """The backward of `spec` for CUDA, for a target that can run it.
 
-    Its launch takes what that of the cpu target's backward takes, and gives the same. No forward keeps the producer's result, so the plan starts
-    with the step of torch's library that computes it again. Raises PlanError for more than one pooling, which no CUDA forward has.
+    Its launches take what those of the cpu target's backward take, and give the same. No forward keeps the producer's result, so the plan starts
+    with the step of torch's library that computes it again.
     """
-    from codegen.plan.routes import PlanError, floor
+    from codegen.plan.backward_stages import back_through_stages
+    from codegen.plan.routes import floor
+    from codegen.plan.stages import first_stage, head_of
 
-    twin, _ = cpu_backward(spec)
-    if len(twin.back_pools) > 1:
-        raise PlanError(f"{len(twin.back_pools)} max_pool2d operators follow the norm, and the CUDA backward goes back through one")
-    kernel, slabs = _kernel(spec, twin)
+    first = first_stage(spec, target)
+    head = spec if first is None else head_of(spec, first)
+    twin, _ = cpu_backward(head)
+    kernel, slabs = _kernel(head, twin)
     sums = 4 * slabs * len(kernel.operands) * spec.channels
     buffers = [Buffer(SUMS, bytes=sums)] if sums else []
     if kernel.pool:
-        windows = 4 * slabs * spec.channels * _pooled_size(spec)
+        windows = 4 * slabs * spec.channels * _pooled_size(head)
         buffers += [Buffer(WINNERS, bytes=windows), Buffer(WINDOWS, bytes=windows)]
-    return Plan(spec, target, device, (_recompute(spec), Launch(kernel)), tuple(buffers), floor(spec, device), _why(spec))
+    launches: tuple[Launch, ...] = (Launch(kernel),)
+    if first is not None:
+        launches, others = back_through_stages(spec, _behind_the_producer(spec, head, first, target, device), launches[0], target)
+        buffers = [*others, *buffers]
+    return Plan(spec, target, device, (_recompute(spec), *launches), tuple(buffers), floor(spec, device), _why(spec))
+
+
+def _behind_the_producer(spec: Spec, head: Spec, first: int, target: Target, device: DeviceClass) -> Plan:
+    """The forward from the producer's result on: the norm kernel with the whole head, then the stages. Names of its own keep it apart from the forward's."""
+    from codegen.plan.norm import plan_norm
+    from codegen.plan.routes import floor
+    from codegen.plan.stages import plan_stages
+
+    norm = plan_norm(head, target, device, source="t0", apply_before=True, producer_bias=None, statistics=None)
+    steps = tuple(replace(step, kernel=replace(step.kernel, name=f"backward_{step.kernel.name}")) for step in norm.steps)
+    return plan_stages(spec, Plan(head, target, device, steps, norm.buffers, floor(spec, device), ()), first)
 
 
 def _recompute(spec: Spec) -> Library:
@@ -162,7 +181,7 @@ def _kernel(spec: Spec, twin: CpuBackwardKernel) -> tuple[CudaBackwardKernel, in
         flat=flat, half=spec.precision.itemsize == 2, before=twin.before, after=twin.after, back_before=twin.back_before, back_after=twin.back_after,
         pool=pool, gamma=twin.gamma_operand, beta=twin.beta_operand, takes_beta=twin.takes_beta, operands=twin.operands,
         values=tuple(c_identifier(key) for key in values), used=twin.used, teams=teams, channel_teams=BLOCK // WARP if apart else 1, items=items,
-        samples=samples, most_numbers=max(behind, 0 if flat else len(twin.back_before.sums)),
+        samples=samples, most_numbers=max(behind, 0 if flat else len(twin.back_before.sums)), incoming=spec.result,
     )  # fmt: skip
     return kernel, slabs
 

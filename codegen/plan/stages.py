@@ -226,7 +226,7 @@ def _rows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass) -
     width = math.gcd(VECTOR_BYTES // kernel.source.itemsize, channels)
     vectors = channels // width
     lanes = min(THREADS, max(32, 1 << max(0, math.ceil(math.log2(max(1, channels / ROW_VALUES))))))
-    per_block = THREADS // 2 // lanes or 1
+    per_block = THREADS // 2 // lanes if lanes == 32 else 1  # what warps of a row leave for each other lies in one place of a block
     threads, blocks = lanes * per_block, -(-rows // per_block)
     constants = [
         Constant("kRows", str(rows), "batch"),

@@ -37,12 +37,14 @@ def build_on_gpu(folder: Path, specs: list[Spec]) -> list[Backward]:
 
 
 def _build(folder: Path, specs: list[Spec], source: str, command: list[str], device: str) -> list[Backward]:
-    made, texts = [], []
+    made, texts = [], ['#include "chains.h"'] if device == "cpu" else []
     for i, spec in enumerate(specs):
         plan = planned(spec)
-        plan = replace(plan, steps=(Launch(replace(plan.kernels[0], name=f"backward{i}")),))
+        steps = [replace(step, kernel=replace(step.kernel, name=f"backward{i}_{step.kernel.name}")) for step in plan.steps if isinstance(step, Launch)]
+        plan = replace(plan, steps=tuple(steps))
         made.append(Backward(Chain(spec, seed=i), plan, device))
-        texts.append(render_kernel(plan, plan.kernels[0]))
+        rendered = [render_kernel(plan, kernel) for kernel in plan.kernels]
+        texts += [text.replace("extern __shared__ float extremes[];", "static float extremes[kPooledSize];") if device == "cpu" else text for text in rendered]
     (folder / source).write_text("\n".join(texts))
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

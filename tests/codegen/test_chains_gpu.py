@@ -10,7 +10,6 @@ import torch
 from codegen.emit import make_package
 from codegen.plan import PlanError
 from codegen.spec import Spec, load_spec
-from runtime import GradientError
 from tests.codegen import norm_harness as harness
 from tests.codegen.cpu_chains import make_spec, relative_error
 from tests.codegen.gpu_models import built_models
@@ -127,13 +126,13 @@ def test_problems(name: str, precision: str, target: str, tmp_path) -> None:
     compare(ours, eager, torch.randn(spec.input_shape, generator=generator, device="cuda").to(next(eager.parameters()).dtype), 4.0)
 
 
-BY_REFERENCE = ["min_linear", "max_conv", "sum_linear", "mean_conv", "logsumexp_linear", "average_padded", "broadcast_problem_75", "product_linear", "two_pools", "stages"]
+BACK = ["min_linear", "max_conv", "sum_linear", "mean_conv", "logsumexp_linear", "average_padded", "broadcast_problem_75", "product_linear", "two_pools", "stages"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", BY_REFERENCE)
-def test_gradients_by_reference(name: str, precision: str, tmp_path) -> None:
-    """Refused unless asked for; then eager's own, while y stays the kernels'."""
+@pytest.mark.parametrize("name", BACK)
+def test_gradients(name: str, precision: str, tmp_path) -> None:
+    """The generated ones, and eager's own where they are asked for, while y stays the kernels'."""
     chain, batch, size = CHAINS[name]
     spec = replace(make_spec(tmp_path, chain, batch, precision, size), name=f"gradients_{name}")
     ours, eager = models(spec, "sm_80", tmp_path)
@@ -141,14 +140,13 @@ def test_gradients_by_reference(name: str, precision: str, tmp_path) -> None:
     x = torch.randn((batch, DEPTH) if size is None else (batch, 3, *size), generator=generator, device="cuda").to(next(eager.parameters()).dtype)
     with torch.no_grad():
         plain = ours(x)
-    with pytest.raises(GradientError, match="differentiate_by_reference"):
-        ours(x).sum().backward()
-    ours.differentiate_by_reference()
-    y = ours(x)
-    assert torch.equal(y, plain)
-    grad_y = torch.randn(y.shape, generator=generator, device="cuda").to(y.dtype)
-    named, wanted = dict(ours.named_parameters()), dict(eager.named_parameters())
-    got = torch.autograd.grad(y, list(named.values()), grad_y)
+    grad_y = torch.randn(plain.shape, generator=generator, device="cuda").to(plain.dtype)
+    wanted = dict(eager.named_parameters())
     want = dict(zip(wanted, torch.autograd.grad(eager(x), list(wanted.values()), grad_y), strict=True))
-    for key, grad in zip(named, got, strict=True):
-        torch.testing.assert_close(grad, want[key], rtol=1e-3 if precision == "fp32" else 3e-2, atol=1e-3 * float(want[key].abs().max()) if precision == "fp32" else 3e-2 * float(want[key].abs().max()))
+    for by_reference in (False, True):
+        y = ours.differentiate_by_reference(by_reference)(x)
+        assert torch.equal(y, plain)
+        named = dict(ours.named_parameters())
+        for key, grad in zip(named, torch.autograd.grad(y, list(named.values()), grad_y), strict=True):
+            close = 1e-3 if precision == "fp32" else 3e-2
+            torch.testing.assert_close(grad, want[key], rtol=close, atol=close * float(want[key].abs().max()))

@@ -1,4 +1,4 @@
-"""Chains without a generated backward: stages and results taken once more. Refused unless asked for, then PyTorch's own gradients, on the cpu target."""
+"""Chains with stages and with results taken once more, on the cpu target: their generated backward; PyTorch's own gradients where those are asked for."""
 
 import json
 
@@ -26,6 +26,7 @@ CHAINS = {
     "pools": [CONV, NORM, POOL, "silu", {"avg_pool2d": {"kernel_size": 2}}, {"max": {"keepdim": True}}],
     "residual": [LINEAR, NORM, "tanh", {"add": {"from": "gemm"}}],
     "residual_conv": [CONV, NORM, "tanh", {"add": {"from": "conv"}}, "hardswish", POOL],
+    "small_75": [LINEAR, NORM, {"min": {"keepdim": True}}, {"add": {"name": "bias", "shape": [1, 24, 1, 1]}}, "silu"],
     "kept_by_a_stage": [CONV, NORM, {"mean": {"name": "folded", "keepdim": True}}, "relu", {"add": {"from": "folded"}}],
 }
 GENERATED = {
@@ -42,21 +43,24 @@ def emitted_backwards(module) -> dict:
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", CHAINS)
 def test_by_reference(tmp_path, name: str, precision: str) -> None:
-    """Refused at first; asked for, no further from float64 than eager's; nothing is saved without gradients; second derivatives are refused."""
+    """Generated; asked for by reference, no further from float64 than eager's; nothing is saved without gradients; second derivatives are refused."""
     module = generate(tmp_path / "packages", CHAINS[name], precision)
-    assert emitted_backwards(module) == {}
+    assert set(emitted_backwards(module)) == {"cpu"}
     model, reference = pair(module)
     (x,) = module.get_inputs()
-    with pytest.raises(GradientError, match=r"model.differentiate_by_reference\(\)"):
-        model(x).sum().backward()
     with torch.no_grad():
         plain = model(x)
-    model.differentiate_by_reference()
     grad_y = torch.randn(plain.shape).to(x.dtype)
-    y, got = gradients(model, x, grad_y)
-    assert torch.equal(y, plain)
     _, eager = gradients(reference, x, grad_y)
     _, exact = gradients(reference, x, grad_y, torch.float64)
+    y, got = gradients(model, x, grad_y)
+    assert torch.equal(y, plain)
+    for key in got:
+        assert got[key].dtype is x.dtype
+        assert error(got[key], exact[key]) <= 1.25 * error(eager[key], exact[key]) + max(4e-6, torch.finfo(x.dtype).eps / 4), key
+    model.differentiate_by_reference()
+    y, got = gradients(model, x, grad_y)
+    assert torch.equal(y, plain)
     for key in got:
         assert got[key].dtype is x.dtype
         assert error(got[key], exact[key]) <= 1.01 * error(eager[key], exact[key]) + 1e-7, key
@@ -84,3 +88,25 @@ def test_generated(tmp_path, name: str) -> None:
     _, exact = gradients(reference, x, grad_y, torch.float64)
     for key in got:
         assert error(got[key], exact[key]) <= 2e-6, key
+
+
+@pytest.mark.parametrize("name", ["small_75", "residual_conv", "pools"])
+def test_generated_under_a_compiler(tmp_path, name: str) -> None:
+    """The operators' checks, and the same gradients from a compiled model."""
+    module = generate(tmp_path / "packages", CHAINS[name])
+    model, _ = pair(module)
+    (x,) = module.get_inputs()
+    with torch.no_grad():
+        grad_y = torch.randn_like(model(x))
+    _, want = gradients(model, x, grad_y)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    named = {"x": x.requires_grad_(), **dict(model.named_parameters())}
+    for key, got in zip(named, torch.autograd.grad(compiled(x), list(named.values()), grad_y)):
+        torch.testing.assert_close(got, want[key], rtol=1e-4, atol=1e-5)
+    torch._dynamo.reset()
+    operators = model._operators
+    inputs = (x, *model._collect(x.device)[0])
+    torch.library.opcheck(operators.forward_saving, inputs)
+    saved = operators.forward_saving(*inputs)[1]
+    behind = [dict(model.named_parameters())[spec.name].detach() for spec in operators.chain_parameters]
+    torch.library.opcheck(operators.backward, (grad_y, saved, *behind))

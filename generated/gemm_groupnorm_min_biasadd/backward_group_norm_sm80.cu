@@ -1,0 +1,166 @@
+// gemm_groupnorm_min_biasadd: GroupNorm and what follows; 4 lanes hold a group of 16 values
+//
+//   linear(in_features=8192, out_features=8192, bias=True)  # gemm
+//   group_norm(num_groups=512, eps=1e-05, affine=True)  # group_norm
+//   min(dim=1, keepdim=True)
+//   add(shape=(1, 8192, 1, 1), init=randn)  # bias
+//   x (1024, 8192) -> y (1, 8192, 1024, 1), fp32
+//
+// Plan for sm_80 on a100:
+//   16384 blocks of 128 threads, 0 bytes of shared memory
+//
+// Generated from specs/gemm_groupnorm_min_biasadd.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_min_biasadd.yaml
+
+#include <cuda_runtime.h>
+#include <cstdint>
+
+namespace backward_group_norm_sm80 {
+namespace {
+
+constexpr int kNumGroups = 512;  // groups of a sample
+constexpr int kGroupChannels = 16;  // 8192 channels / kNumGroups
+constexpr int kGroupSize = 16;  // values of a group: one contiguous span
+constexpr int kWidth = 4;  // values of one access: 16 bytes
+constexpr int kVectors = 1;  // accesses of a thread
+constexpr int kLanes = 4;  // threads of a group
+constexpr int kThreads = 128;  // threads of a block
+constexpr int kGroupsPerBlock = 32;  // kThreads / kLanes
+constexpr int kBlocks = 16384;  // 1024 samples x kNumGroups / kGroupsPerBlock
+constexpr int kMinBlocks = 10;  // blocks that fit on an SM
+constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
+
+__device__ __forceinline__ void load(const float* from, float (&v)[4]) {
+  const float4 t = *reinterpret_cast<const float4*>(from);
+  v[0] = t.x;
+  v[1] = t.y;
+  v[2] = t.z;
+  v[3] = t.w;
+}
+
+__device__ __forceinline__ void store(float* to, const float (&v)[4]) {
+  *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+}
+
+// The norm and what follows it. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.
+__device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float rstd, float c_gamma, float c_beta) {
+  v = (__fsub_rn(v, mean) - mean_rest) * rstd;
+  v = fmaf(v, c_gamma, c_beta);
+  return v;
+}
+
+// finish_value on kWidth consecutive values, the first of which is the group's `index`-th.
+__device__ __forceinline__ void finish(
+    float (&v)[kWidth],
+    int first_channel,
+    int index,
+    float mean,
+    float mean_rest,
+    float rstd,
+    const float* p_gamma,
+    const float* p_beta) {
+  float c_gamma[kWidth];
+  load(p_gamma + first_channel + index, c_gamma);
+  float c_beta[kWidth];
+  load(p_beta + first_channel + index, c_beta);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+    v[e] = finish_value(v[e], mean, mean_rest, rstd, c_gamma[e], c_beta[e]);
+  }
+}
+
+// Sum over kLanes lanes, of one number or of two; all of them receive the same bits.
+__device__ __forceinline__ float lane_sum(float v) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+  return v;
+}
+
+__device__ __forceinline__ float2 lane_sum(float2 v) { return make_float2(lane_sum(v.x), lane_sum(v.y)); }
+
+// kLanes lanes normalise a group; its values live in their registers between the one read and the one write.
+__global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
+    const float* __restrict__ input,
+    const float* __restrict__ p_gamma,
+    const float* __restrict__ p_beta,
+    float* __restrict__ output) {
+  const int lane = threadIdx.x % kLanes;
+  const int group = blockIdx.x * kGroupsPerBlock + threadIdx.x / kLanes;
+  const int first_channel = group % kNumGroups * kGroupChannels;
+  const int64_t base = static_cast<int64_t>(group) * kGroupSize;
+
+  // Load.
+  float v[kVectors][kWidth];
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+    load(input + base + (r * kLanes + lane) * kWidth, v[r]);
+  }
+
+  // Statistics in two passes over the registers. The first sums differences from one value of the group, so that a constant group's mean
+  // is exact. The second sums differences from that mean: their own mean is what the first one's rounding left, however large the shift was.
+  const float shift = __shfl_sync(0xffffffffu, v[0][0], 0, kLanes);
+  float sum = 0.0f;
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) sum += __fsub_rn(v[r][e], shift);
+  }
+  const float mean = fmaf(lane_sum(sum), 1.0f / kGroupSize, shift);
+  float2 sums = make_float2(0.0f, 0.0f);  // of differences, of their squares
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const float difference = __fsub_rn(v[r][e], mean);
+      sums.x += difference;
+      sums.y = fmaf(difference, difference, sums.y);
+    }
+  }
+  sums = lane_sum(sums);
+  const float mean_rest = sums.x * (1.0f / kGroupSize);
+  const float m2 = fmaf(-mean_rest, sums.x, sums.y);
+  const float rstd = rsqrtf(m2 * (1.0f / kGroupSize) + kEps);
+
+  // Normalise and store.
+#pragma unroll
+  for (int r = 0; r < kVectors; ++r) {
+    finish(v[r], first_channel, (r * kLanes + lane) * kWidth, mean, mean_rest, rstd, p_gamma, p_beta);
+    store(output + base + (r * kLanes + lane) * kWidth, v[r]);
+  }
+}
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+}  // namespace
+}  // namespace backward_group_norm_sm80
+
+extern "C" int backward_group_norm_sm80_launch(
+    const float* input,
+    const float* p_gamma,
+    const float* p_beta,
+    float* output,
+    int device,
+    cudaStream_t stream) {
+  using namespace backward_group_norm_sm80;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kBlocks;
+  config.blockDim = kThreads;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, group_norm, input, p_gamma, p_beta, output);
+}

@@ -1,0 +1,125 @@
+// gemm_groupnorm_min_biasadd_small: back through: broadcast to another shape, then add
+//
+//   linear(in_features=512, out_features=256, bias=True)  # gemm
+//   group_norm(num_groups=8, eps=1e-05, affine=True)  # group_norm
+//   min(dim=1, keepdim=True)
+//   add(shape=(1, 256, 1, 1), init=randn)  # bias
+//   x (128, 512) -> y (1, 256, 128, 1), fp32
+//
+// Plan for sm_80 on a100:
+//   sums over results have an order of their own: the same bits on every run
+//   4 blocks of 256 threads, 0 bytes of shared memory
+//
+// Generated from specs/gemm_groupnorm_min_biasadd_small.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_min_biasadd_small.yaml
+
+#include <cuda_runtime.h>
+#include <cstdint>
+
+namespace broadcast_backward_sm80 {
+namespace {
+
+constexpr int kSumThreads = 256;  // threads of a block that forms sums
+
+// Back through what follows: the gradient of v for that of the result, g.
+__device__ __forceinline__ float follow_grad(float g, float& bias_g) {
+  bias_g = g;
+  return g;
+}
+
+// A sum, and what its roundings left (Knuth's two-sum).
+__device__ __forceinline__ void add(float2& own, float v) {
+  const float sum = own.x + v;
+  const float added = sum - own.x;
+  own.y += (own.x - (sum - added)) + (v - added);
+  own.x = sum;
+}
+
+__device__ __forceinline__ float total(float2 own) { return fabsf(own.x) == INFINITY ? own.x : own.x + own.y; }
+
+// Joins the sums of the threads of a block that share an element, in a fixed order; those of the first row have them.
+template <int kAcross>
+__device__ __forceinline__ void join_rows(float2& own) {
+  __shared__ float2 partial[kSumThreads];
+  const int place = static_cast<int>(threadIdx.y * kAcross + threadIdx.x);
+  partial[place] = own;
+#pragma unroll
+  for (int half = kSumThreads / kAcross / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.y < half) {
+      const float2 other = partial[place + half * kAcross];
+      add(own, other.x);
+      own.y += other.y;
+      partial[place] = own;
+    }
+  }
+}
+
+// The gradient of the input: for each of 128 elements the sum over the 256 results that it meets.
+__global__ void __launch_bounds__(kSumThreads) sum_input(const float* __restrict__ grad_result, float* __restrict__ target) {
+  const int element = static_cast<int>(blockIdx.x * 32 + threadIdx.x);
+  float2 own = make_float2(0.0f, 0.0f);
+  for (int repeat = static_cast<int>(threadIdx.y); repeat < 256; repeat += 8) {
+    const int index = repeat * 128 + element;
+    float bias_g;
+    const float g = follow_grad(grad_result[index], bias_g);
+    add(own, g);
+  }
+  join_rows<32>(own);
+  if (threadIdx.y == 0) target[element] = total(own);
+}
+
+// That of bias: for each of 256 elements the sum over the 128 results that it meets.
+__global__ void __launch_bounds__(kSumThreads) bias_sum(const float* __restrict__ grad_result, float* __restrict__ target) {
+  const int element = static_cast<int>(blockIdx.x);
+  float2 own = make_float2(0.0f, 0.0f);
+  for (int repeat = static_cast<int>(threadIdx.y); repeat < 128; repeat += 256) {
+    const int index = element * 128 + repeat;
+    float bias_g;
+    follow_grad(grad_result[index], bias_g);
+    add(own, bias_g);
+  }
+  join_rows<1>(own);
+  if (threadIdx.y == 0) target[element] = total(own);
+}
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+}  // namespace
+}  // namespace broadcast_backward_sm80
+
+// Back through: broadcast to another shape, then add.
+extern "C" int broadcast_backward_sm80_launch(
+    const float* grad_result,
+    float* grad_input,
+    float* bias_grad,
+    int device,
+    cudaStream_t stream) {
+  using namespace broadcast_backward_sm80;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+  cudaLaunchConfig_t config = {};
+  config.stream = stream;
+  cudaError_t error = cudaSuccess;
+  config.gridDim = dim3(4, 1);
+  config.blockDim = dim3(32, kSumThreads / 32);
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, sum_input, grad_result, grad_input);
+  config.gridDim = dim3(256, 1);
+  config.blockDim = dim3(1, kSumThreads);
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, bias_sum, grad_result, bias_grad);
+  return error;
+}
