@@ -64,13 +64,13 @@ from-module: ## the spec of a PyTorch file in KernelBench's form, whose code is 
 compile-all: ## compile the full matrix of shapes, precisions and targets with nvcc (minutes)
 	$(call python,test) -m tests.compile_matrix
 
-bench-options = $(if $(PRECISION),--precision $(PRECISION)) $(if $(TARGETS),--target $(firstword $(TARGETS))) $(if $(ON),--device $(ON))
+bench-options = $(if $(PRECISION),--precision $(PRECISION)) $(if $(TARGETS),--target "$(strip $(TARGETS))") $(if $(ON),--device $(ON))
 
-verify: ## is SPEC's model right? against float64 and PyTorch, on ordinary and adversarial data (PRECISION=, PREPACK=1, TARGETS=, ON=cpu|cuda)
+verify: ## is SPEC's model right? against float64 and PyTorch, on ordinary and adversarial data (PRECISION=, PREPACK=1, TARGETS= one, ON=cpu|cuda)
 	$(need-spec)
 	$(call python,run) -m bench.verify $(specs) $(bench-options) $(prepack)
 
-bench: ## time SPEC's model beside PyTorch and other peers (BACKWARD=1: forward and backward; PEERS=evidence|autotuned|all or names, PRECISION=, PREPACK=1, TARGETS=, ON=)
+bench: ## time SPEC's model beside PyTorch and other peers (BACKWARD=1: forward and backward; PEERS=evidence|autotuned|all or names, PRECISION=, PREPACK=1, TARGETS= one, ON=)
 	$(need-spec)
 	$(call python,run) -m bench.run $(specs) $(bench-options) $(prepack) $(if $(filter-out 0,$(BACKWARD)),--backward) $(if $(PEERS),--peers "$(PEERS)")
 
@@ -93,7 +93,7 @@ report: ## from bench/results: build/report/index.html with pictures, and the RE
 	$(call python,bench) -m bench.report
 
 sanitize: ## compute-sanitizer's four tools over SPEC's kernels (all checked-in packages without SPEC) at small shapes
-	$(call python,run) -m bench.sanitize $(specs) $(bench-options)
+	$(call python,run) -m bench.sanitize $(specs) $(if $(PRECISION),--precision $(PRECISION)) $(foreach t,$(TARGETS),--target $(t))
 
 clean: ## remove what these commands made (.venv, build/, packages of your own under generated/)
 	@rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis

@@ -15,6 +15,7 @@ from bench.peers import failure_text
 from bench.subject import CONV_CHUNK, Emitted, Subject
 from bench.timing import Time, interleaved
 from bench.verify import rounded
+from runtime import RuntimeFailure
 
 INPUT_SEED, GRADIENT_SEED = 0, 1
 # Those of bench.peers that train, with torch.compile's mode.
@@ -101,6 +102,16 @@ def measure_backward(
         "peers": {name: {**row, "setup_s": round(setup[name], 1)} for name, row in rows.items()}, "failed": failed,
         "best_torch": best, "speedup_torch": round(times[best].ms / times["ours"].ms, 3) if best else None,
     }  # fmt: skip
+
+
+def needs_backward(emitted: Emitted, device: torch.device) -> None:
+    """Raise RuntimeFailure where no backward is generated for this chain and device: there is nothing of ours to time."""
+    for size in emitted.sizes:
+        if _served(size, device)[0] is None:
+            raise RuntimeFailure(
+                f"{size.label}: no backward is generated for this chain on {'a CPU' if device.type == 'cpu' else 'a GPU'}, so there is none to time; "
+                "its forward is timed without --backward (make: BACKWARD=1)"
+            )
 
 
 def _peer(name: str, eager: nn.Module, x: torch.Tensor, grad_y: torch.Tensor) -> Step:

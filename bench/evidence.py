@@ -20,15 +20,18 @@ from rich.console import Console
 
 from bench.children import Result, run_jobs
 from bench.jobs import EXAMINED
+from bench.faults import sentences
 from bench.machine import choose_device, describe
 from bench.measure import save_machine
 from bench.peers import CHOICES, EVIDENCE
 from bench.records import NOT_PREPARED, PREPARED, RESULTS, Record, bundle, path_of, read, with_backward_of, write_json
 from bench.run import ceilings_line
-from bench.subject import Emitted, emit
+from bench.subject import Emitted, emit, target_to_emit
 from bench.timing import measure_ceilings
 from codegen import index
+from codegen.numerics import PRECISIONS
 from codegen.spec import load_spec
+from codegen.targets import TARGETS
 from runtime import Package, RuntimeFailure
 from runtime.load import best_target
 from runtime.resources import usable_cores
@@ -85,11 +88,11 @@ def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...]) -> list[Job
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("specs", nargs=-1)
-@click.option("--precision", "precisions", multiple=True, help="Only this precision (repeatable).")
+@click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)), help="Only this precision (repeatable).")
 @click.option("--autotuned", is_flag=True, help="Time the autotuned peers too (minutes a package).")
 @click.option("--prepack", is_flag=True, help="With prepared weights, where a target has them; the records say so in their names.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]))
-@click.option("--target", help="Measure this target instead of the loader's choice; its records carry its name.")
+@click.option("--target", type=click.Choice(list(TARGETS)), help="Measure this target instead of the loader's choice; its records carry its name.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Folder for the records; default bench/results.")
 @click.option("--bundle", "archive", type=click.Path(dir_okay=False, path_type=Path), help="Keep a tar of the card's records here, renewed after each package.")
 @click.option("--budget-s", default=0.0, help="Stop cleanly before this many seconds are over; 0 means no limit.")
@@ -98,6 +101,7 @@ def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...]) -> list[Job
 @click.option("--force", is_flag=True, help="Measure again what is up to date.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), envvar="PEERS_CACHE", help="Keep Inductor's and Triton's caches here ($PEERS_CACHE).")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
+@sentences()
 def main(specs, precisions, autotuned, prepack, device, target, results, archive, budget_s, limit_s, seconds, force, cache, out) -> None:
     """Measure SPECS (all packages of generated/index.yaml when none is named) and write the records."""
     deadline = time.time() + budget_s if budget_s else None
@@ -105,15 +109,12 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
     peers = CHOICES if autotuned else EVIDENCE
     if cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"] = str((cache / "inductor").resolve()), str((cache / "triton").resolve())
-    try:
-        where = choose_device(device)
-    except RuntimeError as error:
-        raise click.ClickException(str(error)) from None
+    where = choose_device(device)
     machine, emitted_for = describe(where), target or ("cpu" if where.type == "cpu" else None)
     wrong = failed = 0
     pending: dict[str, Pending] = {}
     jobs = wanted_jobs(specs, precisions)
-    for path, precision, emitted in [(path, precision, size) for path, precision in jobs for size in emit(path, precision, emitted_for, out, prepack).sizes]:
+    for path, precision, emitted in [(path, precision, size) for path, precision in jobs for size in emit(path, precision, target_to_emit(path, where, target), out, prepack).sizes]:
         name = _target_for(emitted, where, target)
         if prepack and not emitted.prepares(name):
             console.print(f"{emitted.label} ({name}): this target prepares no weights for it")

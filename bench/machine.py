@@ -19,7 +19,7 @@ def choose_device(name: str | None) -> torch.device:
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise RuntimeError("no CUDA GPU is visible here; use --device cpu")
+        raise RuntimeError("no CUDA GPU is visible here; --device cpu (make: ON=cpu) runs it on the CPU")
     device = torch.device(name)
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
 

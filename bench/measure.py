@@ -33,7 +33,7 @@ def measure(
 ) -> Record:  # fmt: skip
     """Time `ours` and the peers, interleaved, on the spec's own inputs with its initial weights. Errors are against float64.
 
-    `launches` says whether to time the cost of launching too. Prepared weights are current before the timing begins, and reported apart.
+    `launches` says whether to time the cost of launching too, where the device is a GPU. Prepared weights are current before the timing begins, and reported apart.
     """
     spec, target = emitted.spec, built_target(ours, emitted.spec.batch)
     subject = Subject(emitted, ours, device)
@@ -52,7 +52,7 @@ def measure(
         if report:
             report("timing")
         times = interleaved({peer.name: peer.call for peer in [us, *built]}, device, budget_s)
-        timed = [peer for peer in [us, *built] if launches and peer.name in ("ours", "eager", "compile")]
+        timed = [peer for peer in [us, *built] if launches and device.type == "cuda" and peer.name in ("ours", "eager", "compile")]
         host = {peer.name: overhead(peer.call, device, 100) for peer in timed}
     floor = emitted.floor(target)
     compute, memory = ceilings.floor_ms(spec.precision.name, floor["flop"], floor["bytes"])

@@ -10,20 +10,18 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bench.backward import measure_backward
+from bench.backward import measure_backward, needs_backward
 from bench.backward import table_of as table_of_backward
+from bench.faults import sentences
 from bench.machine import Machine, choose_device, describe
 from bench.measure import measure, save_machine
 from bench.peers import AUTOTUNED, CHOICES, EVIDENCE
 from bench.records import NOT_PREPARED, PREPARED, Record, path_of, read, with_backward_of, write_json
-from bench.subject import Subject, built_target, construct, emit
+from bench.subject import Subject, built_target, construct, emit, target_to_emit
 from bench.timing import Ceilings, measure_ceilings
 from bench.verify import verdict, verify
 from codegen.numerics import PRECISIONS
-from codegen.plan import PlanError
-from codegen.spec import SpecError
 from codegen.targets import TARGETS
-from runtime import RuntimeFailure
 
 GROUPS = {"evidence": EVIDENCE, "autotuned": AUTOTUNED, "all": CHOICES, "none": ()}
 
@@ -39,7 +37,8 @@ def chosen_peers(text: str) -> tuple[str, ...]:
 
 
 def ceilings_line(ceilings: Ceilings, machine: Machine) -> str:
-    rates = ", ".join(f"{name} {getattr(ceilings, name):.3g}" for name in ("fp32", "tf32", "fp16", "bf16"))
+    """The machine's rates; of a CPU the one that is measured there."""
+    rates = ", ".join(f"{name} {getattr(ceilings, name):.3g}" for name in ("fp32", "tf32", "fp16", "bf16")[: 1 if machine.slug == "cpu" else 4])
     return f"{machine.gpu}, torch {machine.torch}: copy {ceilings.copy:.0f} GB/s; torch's GEMM {rates} TFLOP/s (measured in this process)"
 
 
@@ -64,13 +63,14 @@ def table_of(record: Record) -> Table:
 
 
 def show(console: Console, record: Record) -> None:
-    """Print a record: the table, the flags, the cost of a launch, the conclusion."""
+    """Print a record: the table, on a GPU the flags and the cost of a launch, the conclusion."""
     console.print(table_of(record))
     floor = record["floor"]
     console.print(f"floor {record['floor_ms']:.4f} ms: arithmetic {floor['compute_ms']:.4f}, memory {floor['memory_ms']:.4f} at this card's measured rates")
     if "prepare" in record:
         console.print(f"weights are prepared ahead of the calls timed: {record['prepare']['ms']:.4f} ms, {record['prepare']['bytes'] / 1e6:.1f} MB kept")
-    console.print("switches: " + ", ".join(f"{name}={value}" for name, value in record["flags"].items()))
+    if record["target"] != "cpu":
+        console.print("switches: " + ", ".join(f"{name}={value}" for name, value in record["flags"].items()))
     for name, row in record["overhead_us"].items():
         replay = "" if row["replay"] is None else f", in a CUDA graph {row['replay']:.1f} us"
         label = f"ours (weights {record['weights']})" if name == "ours" else name
@@ -108,38 +108,37 @@ def show_backward(console: Console, package: str, precision: str, gpu: str, made
 def main(specs, precisions, prepack, target, device, peers, seconds, out, results, verifying, backward) -> None:
     """Time the generated models of SPECS beside PyTorch and other peers."""
     console = Console(width=None if sys.stdout.isatty() else 180)
-    try:
+    with sentences():
         names = chosen_peers(peers)
         where = choose_device("cpu" if target == "cpu" else device)
+        made = [emit(path, p, target_to_emit(path, where, target), out, prepack) for path in specs for p in precisions or (None,)]
+        for emitted in made if backward else ():
+            needs_backward(emitted, where)
         machine, ceilings = describe(where), measure_ceilings(where)
         console.print(ceilings_line(ceilings, machine))
-        for path in specs:
-            for precision in precisions or (None,):
-                emitted = emit(path, precision, target or ("cpu" if where.type == "cpu" else None), out, prepack)
-                ours = construct(emitted, where, target)
-                for size in emitted.sizes:
-                    spec, runs = size.spec, built_target(ours, size.spec.batch)
-                    weights = PREPARED if size.prepares(runs) else NOT_PREPARED
-                    at = path_of(results, machine.slug, spec.name, spec.precision.name, target, weights, size.batch) if results else None
-                    before = read(at) if at else None
-                    current = before is not None and (before["target"], before["key"]) == (runs, size.key(runs))
-                    record = before if backward and current else {}
-                    with console.status(size.label) as status:
-                        report = lambda what: status.update(f"{size.label}: {what}")  # noqa: E731, B023
-                        if not backward or (at and not current):
-                            findings = verify(Subject(size, ours, where)) if verifying else []
-                            record = measure(size, ours, where, machine, ceilings, names, seconds, report) | (verdict(findings) if verifying else {})
-                            show(console, record)
-                            record = with_backward_of(record, before)
-                        if backward:
-                            made = measure_backward(size, ours, where, machine, names, seconds, report)
-                            show_backward(console, size.label, spec.precision.name, machine.gpu, made)
-                            record = {**record, "backward": made}
-                    if at:
-                        write_json(at, record)
-                        save_machine(results, machine, ceilings)
-    except (SpecError, PlanError, RuntimeFailure, RuntimeError) as error:
-        raise click.ClickException(str(error)) from None
+        for emitted in made:
+            ours = construct(emitted, where, target)
+            for size in emitted.sizes:
+                spec, runs = size.spec, built_target(ours, size.spec.batch)
+                weights = PREPARED if size.prepares(runs) else NOT_PREPARED
+                at = path_of(results, machine.slug, spec.name, spec.precision.name, target, weights, size.batch) if results else None
+                before = read(at) if at else None
+                current = before is not None and (before["target"], before["key"]) == (runs, size.key(runs))
+                record = before if backward and current else {}
+                with console.status(size.label) as status:
+                    report = lambda what: status.update(f"{size.label}: {what}")  # noqa: E731, B023
+                    if not backward or (at and not current):
+                        findings = verify(Subject(size, ours, where)) if verifying else []
+                        record = measure(size, ours, where, machine, ceilings, names, seconds, report) | (verdict(findings) if verifying else {})
+                        show(console, record)
+                        record = with_backward_of(record, before)
+                    if backward:
+                        timed = measure_backward(size, ours, where, machine, names, seconds, report)
+                        show_backward(console, size.label, spec.precision.name, machine.gpu, timed)
+                        record = {**record, "backward": timed}
+                if at:
+                    write_json(at, record)
+                    save_machine(results, machine, ceilings)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from bench.faults import sentences
 from bench.jobs import build_all
 from bench.machine import choose_device, describe
 from bench.packages import load_package
@@ -31,10 +32,10 @@ from codegen import index
 from codegen.emit import DEFAULT_TARGETS, make_package, write_if_different
 from codegen.manifest import Package
 from codegen.numerics import PRECISIONS
-from codegen.plan import Library, Plan, PlanError
+from codegen.plan import Library, Plan
 from codegen.plan.routes import plan_for_class
 from codegen.render import render
-from codegen.spec import Spec, SpecError, load_spec
+from codegen.spec import Spec, load_spec
 from codegen.targets import TARGETS
 from runtime import launch
 from runtime.devices import visible_capabilities
@@ -175,23 +176,23 @@ def main(specs, precisions, targets, tools, device, results, budget_s, workers, 
     if folder:
         child(folder, 2, not unread)
         return
-    try:
+    with sentences():
+        wanted = {load_spec(spec).path for spec in specs}
+        if not torch.cuda.is_available():
+            raise click.ClickException("compute-sanitizer watches kernels on a CUDA GPU, and none is visible here")
         where = choose_device(device)
         sanitizer = find_sanitizer()
-    except RuntimeError as error:
-        raise click.ClickException(str(error)) from None
     start = time.perf_counter()
     machine, console = describe(where), Console(soft_wrap=True, highlight=False)
     able = [t for t in targets or DEFAULT_TARGETS if t != "cpu" and _runs_on(t, torch.cuda.get_device_capability(where))]
-    wanted = {load_spec(spec).path for spec in specs}
     packages = [e for e in index.entries(Path("generated")) if (not specs or load_spec(e[0]).path in wanted) and (not precisions or e[1] in precisions)]
+    if not packages:
+        raise click.ClickException("none of these is among the checked-in packages (generated/index.yaml), and only those are examined")
     at = results / machine.slug / "sanitize.json"
     record = read(at) or read(RESULTS / machine.slug / "sanitize.json") or {"format": FORMAT, **machine.facts, "runs": []}
     done = {(r["spec"], r["precision"], r["target"], r["tool"]): r for r in record["runs"]}
-    try:
+    with sentences():
         jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]
-    except (SpecError, PlanError) as error:
-        raise click.ClickException(str(error)) from None
     # What cannot be built shows when a tool's child meets it.
     build_all([(job.folder, job.target) for job in jobs], visible_capabilities()[where.index or 0], workers)
     console.print(f"{len(jobs)} examinations to do, their kernels compiled in {time.perf_counter() - start:.0f} s")

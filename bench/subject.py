@@ -14,6 +14,7 @@ from torch import nn
 from bench.machine import environment, precision_flags
 from bench.packages import generate, load_package
 from codegen.emit import make_package, write_if_different
+from codegen.plan import PlanError
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 
@@ -89,6 +90,19 @@ def emit(spec_path: str, precision: str | None = None, target: str | None = None
         folder = Path("build/bench").absolute() / target / spec.package
         write_if_different(folder, render(make_package(spec, (target,))))
     return Emitted(spec, folder, load_package(folder))
+
+
+def target_to_emit(spec_path: str, device: torch.device, asked: str | None) -> str | None:
+    """The one target to emit for a measurement: what was `asked` for, on a CPU its own; None for all that the spec serves.
+
+    Raises SpecError, and PlanError where nobody asked for the CPU's and the spec excludes it.
+    """
+    if asked or device.type != "cpu":
+        return asked
+    spec = load_spec(spec_path)
+    if spec.targets and "cpu" not in spec.targets:
+        raise PlanError(f"{spec.path} is for {', '.join(spec.targets)} alone and this runs on the CPU; it needs a GPU, or TARGETS=cpu to override the spec")
+    return "cpu"
 
 
 def emit_variant(spec: Spec, target: str, label: str, **changes) -> Emitted:

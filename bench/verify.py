@@ -15,15 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.families import FAMILIES, Draw, Family
+from bench.faults import sentences
 from bench.machine import choose_device, describe
 from bench.metrics import Errors, compare, same_bits
 from bench.promise import Yardsticks, allowed_error, allowed_outside, broken, by_chance, draws_for, independent, pooled, pooled_errors
-from bench.subject import Subject, built_target, construct, emit
+from bench.subject import Subject, built_target, construct, emit, target_to_emit
 from codegen.numerics import PRECISIONS
-from codegen.plan import PlanError
-from codegen.spec import Spec, SpecError
+from codegen.spec import Spec
 from codegen.targets import TARGETS
-from runtime import RuntimeFailure
 
 CPU_FLOP = 2e9  # on a CPU, specs of more work than this compare some samples only (but for their own inputs) and repeat less
 
@@ -194,13 +193,13 @@ def _share(errors: Errors) -> str:
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Also write the findings here.")
 def main(specs, precision, prepack, target, device, families, repeats, seed, out, json_path) -> None:
-    """Verify the generated models of SPECS (YAML files). Exit code 1 says that one is wrong."""
+    """Verify the generated models of SPECS (YAML files). Exit code 1 says that one is wrong, 2 that a spec is."""
     console = Console(width=None if sys.stdout.isatty() else 180)
-    try:
+    with sentences():
         where = choose_device("cpu" if target == "cpu" else device)
         results = {}
         for path in specs:
-            emitted = emit(path, precision, target or ("cpu" if where.type == "cpu" else None), out, prepack)
+            emitted = emit(path, precision, target_to_emit(path, where, target), out, prepack)
             ours = construct(emitted, where, target)
             for size in emitted.sizes:
                 subject = Subject(size, ours, where)
@@ -210,8 +209,6 @@ def main(specs, precision, prepack, target, device, families, repeats, seed, out
                 results[size.label] = findings
                 del subject
             del ours
-    except (SpecError, PlanError, RuntimeFailure, RuntimeError) as error:
-        raise click.ClickException(str(error)) from None
     if json_path:
         json_path.write_text(json.dumps({name: [f.record() for f in found] for name, found in results.items()}, indent=1) + "\n")
     wrong = [name for name, found in results.items() if not all(f.ok for f in found)]

@@ -204,7 +204,7 @@ def _crew(device: torch.device) -> int:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--seed", default=0, show_default=True, help="Which sequence of specs.")
-@click.option("--count", default=100, show_default=True, help="How many of it.")
+@click.option("--count", type=click.IntRange(1), default=100, show_default=True, help="How many of it.")
 @click.option("--small", is_flag=True, help="Sizes that a CPU verifies in milliseconds.")
 @click.option("--device", "device_name", type=click.Choice(["cpu", "cuda"]))
 @click.option("--target", "targets", multiple=True, help="Emit this target alone (repeatable), else the loader chooses.")

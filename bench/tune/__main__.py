@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.children import Result, run_jobs
+from bench.faults import sentences
 from bench.jobs import build_all
 from bench.machine import Machine, choose_device, describe
 from bench.sweep.judge import FAMILIES
@@ -31,7 +32,7 @@ from codegen.numerics import PRECISIONS
 from codegen.plan import PlanError, plan, tuned
 from codegen.plan.candidates import Candidate, candidates
 from codegen.render import render
-from codegen.spec import Spec, SpecError, load_spec
+from codegen.spec import Spec, load_spec
 from codegen.targets import DEVICES
 from runtime import Package
 from runtime.devices import visible_capabilities
@@ -175,7 +176,7 @@ def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, 
     """Measure the planner's candidates for SPECS on this card and record them for its device class."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     deadline = time.time() + budget_s if budget_s else None
-    try:
+    with sentences():
         device = choose_device(device_name)
         machine = describe(device)
         name = device_class or ("host" if device.type == "cpu" else machine.slug)
@@ -203,8 +204,6 @@ def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, 
                 continue
             recorded = tuned.write(name, {**known, record["spec"]: record})
             console.print(f"{recorded}: recorded; make generate SPEC={file} DEVICE={name} follows it")
-    except (SpecError, RuntimeError) as error:
-        raise click.ClickException(str(error)) from None
     sys.exit(bool(rejected))
 
 
