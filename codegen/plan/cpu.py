@@ -257,8 +257,8 @@ def _pool(spec: Spec, index: int, step: Step, ops: tuple[Apply, ...], plane: boo
         constants.append(Constant(f"{stem}PaddingHeight", str(padding_h), "max_pool2d's padding"))
     if padding_w:
         constants.append(Constant(f"{stem}PaddingWidth", str(padding_w), "max_pool2d's padding"))
-    constants.append(Constant(f"kPooledHeight{suffix}", str(out_height), _count_text(height, kernel_h, stride_h, padding_h, dilation_h, values["ceil_mode"])))
-    constants.append(Constant(f"kPooledWidth{suffix}", str(out_width), _count_text(width, kernel_w, stride_w, padding_w, dilation_w, values["ceil_mode"])))
+    constants.append(Constant(f"kPooledHeight{suffix}", str(out_height), _count_text(out_height, height, kernel_h, stride_h, padding_h, dilation_h, values["ceil_mode"])))
+    constants.append(Constant(f"kPooledWidth{suffix}", str(out_width), _count_text(out_width, width, kernel_w, stride_w, padding_w, dilation_w, values["ceil_mode"])))
     return Pool(
         suffix=suffix, comment="max_pool2d" + (f" number {suffix}" if suffix else ""),
         source=("plane" if plane else None) if index == 0 else f"pooled{previous}", target=None if last else f"pooled{suffix}", ops=ops,
@@ -268,9 +268,13 @@ def _pool(spec: Spec, index: int, step: Step, ops: tuple[Apply, ...], plane: boo
     )  # fmt: skip
 
 
-def _count_text(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> str:
-    span = f"({size}{f' + 2 * {padding}' if padding else ''} - {f'{dilation} * ({kernel} - 1) - 1' if dilation != 1 else kernel})"
-    return f"{span} / {stride} + 1{', rounded up' if ceil_mode else ''}"
+def _count_text(count: int, size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> str:
+    """How `count` windows come about. Rounded up, PyTorch leaves out a last one that would start behind the input's end, in the padding."""
+    span = size + 2 * padding - dilation * (kernel - 1) - 1
+    text = f"({size}{f' + 2 * {padding}' if padding else ''} - {f'{dilation} * ({kernel} - 1) - 1' if dilation != 1 else kernel}) / {stride} + 1"
+    if not ceil_mode:
+        return text
+    return f"{text}, rounded up" + (", without the window that would start in the padding" if -(-span // stride) + 1 > count else "")
 
 
 def _scratch(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...]) -> tuple[Scratch, ...]:

@@ -23,14 +23,6 @@ constexpr int kBatch = 128;  // batch
 constexpr int kChannels = 64;  // values of a position
 constexpr int kPlane = 15876;  // 126 x 126 positions
 
-// bfloat16 is the upper half of a float.
-inline float load(std::uint16_t bits) {
-  const std::uint32_t wide = std::uint32_t{bits} << 16;
-  float v;
-  std::memcpy(&v, &wide, sizeof v);
-  return v;
-}
-
 // To the nearest bfloat16, ties to even; NaN stays NaN.
 inline std::uint16_t store(float v) {
   std::uint32_t bits;

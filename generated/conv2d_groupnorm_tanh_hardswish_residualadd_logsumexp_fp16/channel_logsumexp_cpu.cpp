@@ -23,20 +23,6 @@ constexpr int kBatch = 128;  // batch
 constexpr int kChannels = 64;  // values of a position
 constexpr int kPlane = 15876;  // 126 x 126 positions
 
-// fp16 to float: the fields moved into place and the exponent's bias corrected by a product, which also normalises subnormal numbers.
-inline float load(std::uint16_t bits) {
-  const std::uint32_t magnitude = (bits & 0x7FFFu) << 13;
-  const std::uint32_t sign = (bits & 0x8000u) << 16;
-  float v;
-  std::memcpy(&v, &magnitude, sizeof v);
-  v *= 5.19229686e33f;  // 2^(127 - 15)
-  std::uint32_t wide;
-  std::memcpy(&wide, &v, sizeof wide);
-  wide = ((bits & 0x7C00u) == 0x7C00u ? magnitude | 0x7F800000u : wide) | sign;  // infinity and NaN
-  std::memcpy(&v, &wide, sizeof v);
-  return v;
-}
-
 // To the nearest fp16, ties to even; from 65520 on infinity; NaN stays NaN.
 inline std::uint16_t store(float v) {
   std::uint32_t bits;

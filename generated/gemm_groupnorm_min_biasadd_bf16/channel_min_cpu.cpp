@@ -20,22 +20,6 @@ namespace {
 constexpr int kRows = 1024;  // batch
 constexpr int kChannels = 8192;  // values of a row
 
-// bfloat16 is the upper half of a float.
-inline float load(std::uint16_t bits) {
-  const std::uint32_t wide = std::uint32_t{bits} << 16;
-  float v;
-  std::memcpy(&v, &wide, sizeof v);
-  return v;
-}
-
-// To the nearest bfloat16, ties to even; NaN stays NaN.
-inline std::uint16_t store(float v) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<std::uint16_t>(v == v ? rounded : 0x7FC0u);
-}
-
 // A float as an integer of the same order, NaN above all else, so that the maximum of integers is PyTorch's of floats, NaN included. It is one
 // instruction without a branch, in a vector or not, which a comparison that minds NaN is not.
 inline std::int32_t ordered(float v) {

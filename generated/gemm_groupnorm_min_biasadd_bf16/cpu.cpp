@@ -34,14 +34,6 @@ inline float load(std::uint16_t bits) {
   return v;
 }
 
-// To the nearest bfloat16, ties to even; NaN stays NaN.
-inline std::uint16_t store(float v) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<std::uint16_t>(v == v ? rounded : 0x7FC0u);
-}
-
 struct Moments {
   double mean;
   double m2;  // sum of the squared deviations from the mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from codegen.plan import Library, plan
-from codegen.plan.cpu import PIECE, STACK_VALUES
+from codegen.plan.cpu import PIECE, STACK_VALUES, _count_text
 from codegen.render import render_kernel
 from tests.codegen.cpu_chains import DTYPES, Chain, build, conv_chain, linear_chain, make_spec, relative_error
 
@@ -339,6 +340,17 @@ def test_random_chains(tmp_path_factory, data, before, after, pool, last, groups
     tail = [*after, {"max_pool2d": pool}, *last] if pool else after
     (chain,) = build(folder, [make_spec(folder, conv_chain(before, tail, groups * width, groups), 2, precision, size)])
     check(chain, chain.source(2.0))
+
+
+@pytest.mark.parametrize(("size", "window", "said"), [
+    (8, (2, 2, 0, 1), "(8 - 2) / 2 + 1, rounded up"),
+    (7, (2, 3, 1, 1), "(7 + 2 * 1 - 2) / 3 + 1, rounded up, without the window that would start in the padding"),
+])  # fmt: skip
+def test_the_derivation_of_a_pooled_length_gives_it(size, window, said):
+    kernel, stride, padding, dilation = window
+    count = torch.nn.functional.max_pool2d(torch.zeros(1, 1, size, size), kernel, stride, padding, dilation, ceil_mode=True).shape[-1]
+    assert _count_text(count, size, *window, ceil_mode=True) == said
+    assert math.ceil(eval(said.split(",")[0])) - ("without" in said) == count
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -242,6 +242,15 @@ def test_comments_name_no_constant_that_is_not_there():
                 assert named <= defined, (spec, precision, name, named - defined)
 
 
+def test_every_helper_of_a_cpu_source_is_used():
+    for spec, precision in CASES:
+        for name, text in render(make_package(load_spec(spec, precision), ("cpu",))).items():
+            if name.endswith(".cpp"):
+                bare = re.sub(r"//[^\n]*", "", text)
+                for helper in re.findall(r"inline [\w:]+ (\w+)\(", bare):
+                    assert len(re.findall(rf"\b{helper}\(", bare)) > 1, (spec, precision, name, helper)
+
+
 def test_no_spec_is_a_usage_error():
     result = CliRunner().invoke(main, [])
     assert result.exit_code == 2 and "specs/default.yaml" in result.output
