@@ -89,7 +89,7 @@ sweep: ## COUNT=100 random specs (SEED=0, SMALL=1 for a CPU): right? how fast be
 	$(call python,run) -m bench.sweep $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(filter-out 0,$(SMALL)),--small) \
 		$(if $(ON),--device $(ON)) $(foreach t,$(TARGETS),--target $(t)) $(if $(BUDGET),--budget-s $(BUDGET))
 
-report: ## from bench/results: build/report/index.html with pictures, and the README's table
+report: ## from bench/results: build/report/index.html with pictures, the README's table, the figures of docs/kernels.md
 	$(call python,bench) -m bench.report
 
 sanitize: ## compute-sanitizer's four tools over SPEC's kernels (all checked-in packages without SPEC) at small shapes

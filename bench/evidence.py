@@ -19,8 +19,8 @@ import torch
 from rich.console import Console
 
 from bench.children import Result, run_jobs
-from bench.jobs import EXAMINED
 from bench.faults import sentences
+from bench.jobs import EXAMINED
 from bench.machine import choose_device, describe
 from bench.measure import save_machine
 from bench.peers import CHOICES, EVIDENCE

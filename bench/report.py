@@ -1,4 +1,4 @@
-"""`make report`: bench/results/ as a static page with pictures, and as the README's table."""
+"""`make report`: bench/results/ as a static page with pictures, as the README's table and in docs/kernels.md."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import click
 import jinja2
 
 from bench import pictures
+from bench.kernel_tables import renewed
 from bench.records import PREPARED, RESULTS, SWEEP, Record, backward_keys, ledger, loaders_choice, read, read_all
 from bench.sweep import summary
 from bench.tables import not_measured, put_table, readme_table, state_today
@@ -95,8 +96,9 @@ def build(results: Path, out: Path) -> Path:
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Folder of the records; default bench/results.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("build/report"), show_default=True)
 @click.option("--readme", type=click.Path(dir_okay=False, path_type=Path), default=Path("README.md"), show_default=True, help="Put the table between its markers here.")
-def main(results, out, readme) -> None:
-    """Write the page, the pictures and the README's table."""
+@click.option("--kernels", type=click.Path(dir_okay=False, path_type=Path), default=Path("docs/kernels.md"), show_default=True, help="Renew the rows that name files here.")
+def main(results, out, readme, kernels) -> None:
+    """Write the page, the pictures, the README's table and the figures of docs/kernels.md."""
     page = build(results, out)
     click.echo(f"{page} and pictures beside it")
     statuses = ledger(results)
@@ -109,6 +111,8 @@ def main(results, out, readme) -> None:
             click.echo(f"{readme}: table {'renewed' if changed else 'unchanged'}")
         except ValueError as error:
             raise click.ClickException(str(error)) from None
+    if kernels.is_file():
+        kernels.write_text(renewed(kernels.read_text(encoding="utf-8"), results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 """The page: one file that needs no network and fits a phone, the same at each build."""
 
 import re
+from pathlib import Path
 
 import pytest
 
+from bench.kernel_tables import CARD, RATES, ROW, renewed
 from bench.kernelbench import PROBLEMS, SMALL, Run, noisy, parse, reference_source, spreads
 from bench.pictures import _label, merged
 from bench.records import backward_keys, conclude, read, write_json
 from bench.report import build
 from bench.shrink import shrink
 from codegen.spec import load_spec
+
+TOP = Path(__file__).parents[2]
 
 CEILINGS = {"copy_gbs": 4240.0, "fp32_tflops": 51.0, "tf32_tflops": 400.0, "fp16_tflops": 760.0, "bf16_tflops": 777.0}
 
@@ -162,3 +166,17 @@ def test_forward_and_backward_have_a_table_of_their_own(results, tmp_path):
     assert "A forward and its backward" in page and "sources have changed since" in page and "<td>2.00x</td><td>1000</td>" in page
     write_json(at, {**read(at), "backward": {**made, "key": backward_keys("specs/default.yaml", "fp32")["sm_80"]}})
     assert "sources have changed since" not in build(results, tmp_path / "page").read_text()
+
+
+def test_the_kernels_page_repeats_the_files(tmp_path):
+    """Every row that names a file has its figures, and what a file says otherwise shows."""
+    text = (TOP / "docs" / "kernels.md").read_text(encoding="utf-8")
+    rows = ROW.findall(text)
+    assert len(rows) > 10 and RATES.search(text)
+    assert all((TOP / "bench" / "results" / CARD / name).is_file() for name in rows)
+    assert renewed(text, TOP / "bench" / "results") == text, "make report renews it"
+    record = read(TOP / "bench" / "results" / CARD / rows[0])
+    record["ours"]["ms"] = 10.0
+    write_json(tmp_path / CARD / rows[0], record)
+    (changed,) = set(renewed(text, tmp_path).splitlines()) - set(text.splitlines())
+    assert changed.startswith(f"| `{rows[0]}` |") and "| 10.0 |" in changed
