@@ -32,14 +32,6 @@ inline float load(std::uint16_t bits) {
   return v;
 }
 
-// To the nearest bfloat16, ties to even; NaN stays NaN.
-inline std::uint16_t store(float v) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<std::uint16_t>(v == v ? rounded : 0x7FC0u);
-}
-
 // e^v, error at most 3 units; results below 2^-126 may be 0.
 inline float exponential(float v) {
   const float shifted = v * 1.44269504f + 12582912.0f;

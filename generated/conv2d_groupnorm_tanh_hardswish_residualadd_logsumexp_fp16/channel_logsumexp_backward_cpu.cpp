@@ -38,24 +38,6 @@ inline float load(std::uint16_t bits) {
   return v;
 }
 
-// To the nearest fp16, ties to even; from 65520 on infinity; NaN stays NaN.
-inline std::uint16_t store(float v) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  const std::uint32_t sign = (bits >> 16) & 0x8000u;
-  bits &= 0x7FFFFFFFu;
-  const std::uint32_t normal = (bits + 0xFFFu + ((bits >> 13) & 1u) - (112u << 23)) >> 13;
-  float small;
-  std::memcpy(&small, &bits, sizeof small);
-  small += 0.5f;  // rounds to multiples of 2^-24, fp16's smallest subnormal
-  std::uint32_t subnormal;
-  std::memcpy(&subnormal, &small, sizeof subnormal);
-  subnormal -= 0x3F000000u;
-  const std::uint32_t finite = bits < 0x38800000u ? subnormal : normal;  // below 2^-14
-  const std::uint32_t beyond = bits > 0x7F800000u ? 0x7E00u : 0x7C00u;
-  return static_cast<std::uint16_t>(sign | (bits < 0x477FF000u ? finite : beyond));
-}
-
 // e^v, error at most 3 units; results below 2^-126 may be 0.
 inline float exponential(float v) {
   const float shifted = v * 1.44269504f + 12582912.0f;

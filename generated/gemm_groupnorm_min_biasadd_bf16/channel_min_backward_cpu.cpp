@@ -21,22 +21,6 @@ namespace {
 constexpr int kRows = 1024;  // batch
 constexpr int kChannels = 8192;  // values of a row
 
-// bfloat16 is the upper half of a float.
-inline float load(std::uint16_t bits) {
-  const std::uint32_t wide = std::uint32_t{bits} << 16;
-  float v;
-  std::memcpy(&v, &wide, sizeof v);
-  return v;
-}
-
-// To the nearest bfloat16, ties to even; NaN stays NaN.
-inline std::uint16_t store(float v) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  return static_cast<std::uint16_t>(v == v ? rounded : 0x7FC0u);
-}
-
 // The channels of a row. The first of several equal extremes gets the gradient, the first NaN before all of them, as in PyTorch.
 inline void run(const float* input, const float* grad_result, float* grad_input, int item) {
   const float* const values_in = input + std::int64_t{item} * kChannels;

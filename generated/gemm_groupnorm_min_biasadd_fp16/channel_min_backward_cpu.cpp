@@ -21,38 +21,6 @@ namespace {
 constexpr int kRows = 1024;  // batch
 constexpr int kChannels = 8192;  // values of a row
 
-// fp16 to float: the fields moved into place and the exponent's bias corrected by a product, which also normalises subnormal numbers.
-inline float load(std::uint16_t bits) {
-  const std::uint32_t magnitude = (bits & 0x7FFFu) << 13;
-  const std::uint32_t sign = (bits & 0x8000u) << 16;
-  float v;
-  std::memcpy(&v, &magnitude, sizeof v);
-  v *= 5.19229686e33f;  // 2^(127 - 15)
-  std::uint32_t wide;
-  std::memcpy(&wide, &v, sizeof wide);
-  wide = ((bits & 0x7C00u) == 0x7C00u ? magnitude | 0x7F800000u : wide) | sign;  // infinity and NaN
-  std::memcpy(&v, &wide, sizeof v);
-  return v;
-}
-
-// To the nearest fp16, ties to even; from 65520 on infinity; NaN stays NaN.
-inline std::uint16_t store(float v) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &v, sizeof bits);
-  const std::uint32_t sign = (bits >> 16) & 0x8000u;
-  bits &= 0x7FFFFFFFu;
-  const std::uint32_t normal = (bits + 0xFFFu + ((bits >> 13) & 1u) - (112u << 23)) >> 13;
-  float small;
-  std::memcpy(&small, &bits, sizeof small);
-  small += 0.5f;  // rounds to multiples of 2^-24, fp16's smallest subnormal
-  std::uint32_t subnormal;
-  std::memcpy(&subnormal, &small, sizeof subnormal);
-  subnormal -= 0x3F000000u;
-  const std::uint32_t finite = bits < 0x38800000u ? subnormal : normal;  // below 2^-14
-  const std::uint32_t beyond = bits > 0x7F800000u ? 0x7E00u : 0x7C00u;
-  return static_cast<std::uint16_t>(sign | (bits < 0x477FF000u ? finite : beyond));
-}
-
 // The channels of a row. The first of several equal extremes gets the gradient, the first NaN before all of them, as in PyTorch.
 inline void run(const float* input, const float* grad_result, float* grad_input, int item) {
   const float* const values_in = input + std::int64_t{item} * kChannels;
