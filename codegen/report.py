@@ -7,7 +7,7 @@ from typing import Any
 
 from codegen.chain import describe
 from codegen.plan.model import Kernel, Launch, Plan
-from codegen.spec import Spec
+from codegen.spec import ELSEWHERE, Spec
 from codegen.targets import DeviceClass
 
 
@@ -17,8 +17,11 @@ def chain_text(plan: Plan) -> str:
 
 
 def regenerate(spec: Spec, device: DeviceClass | None) -> str:
-    """The command that makes a package again; `device` where it is not the target's default."""
-    path = shlex.quote(spec.path)
+    """The command that makes a package again; `device` where it is not the target's default.
+
+    Of a spec whose folder sources do not name, the package's own spec.yaml stands for it, where packages lie by default.
+    """
+    path = shlex.quote(f"generated/{spec.package}/spec.yaml" if spec.path.startswith(ELSEWHERE) else spec.path)
     precision = "" if spec.precision.name == "fp32" else f" PRECISION={spec.precision.name}"
     prepack = " PREPACK=1" if spec.prepack_asked else ""
     return f"make generate SPEC={path}{precision}{prepack}" + (f" DEVICE={device.name}" if device else "")

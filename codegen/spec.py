@@ -18,7 +18,7 @@ from codegen.yaml_reader import Problem
 
 MAX_ELEMENTS = 2**31 - 1
 MAX_SIZES = 16  # of a range of batches: each is compiled
-_ELSEWHERE = ".../"  # stands for the folder of a spec outside the current one, so that sources do not depend on where it lies
+ELSEWHERE = ".../"  # stands for the folder of a spec outside the current one, so that sources do not depend on where it lies
 PREPACKED = "_prepacked"  # ends the name of a package with prepared weights
 
 
@@ -237,7 +237,7 @@ def resolve(path: str) -> tuple[Path, str]:
             if not candidate.is_absolute():
                 return candidate, candidate.as_posix()
             here = Path.cwd()
-            return candidate, candidate.relative_to(here).as_posix() if candidate.is_relative_to(here) else f"{_ELSEWHERE}{candidate.name}"
+            return candidate, candidate.relative_to(here).as_posix() if candidate.is_relative_to(here) else f"{ELSEWHERE}{candidate.name}"
     if Path(path).exists():
         what = "a folder" if Path(path).is_dir() else "no regular file"
         raise SpecError(path, [Problem(1, 1, f"is {what}; a spec is a YAML file, such as {', '.join(shipped()[:1])}")])
@@ -246,7 +246,7 @@ def resolve(path: str) -> tuple[Path, str]:
 
 def named(found: Path, shown: str) -> str:
     """The name of the file at `found` for who is at the terminal: what sources show, where that leads to the file, else the whole path."""
-    return str(found) if shown.startswith(_ELSEWHERE) else shown
+    return str(found) if shown.startswith(ELSEWHERE) else shown
 
 
 def shipped() -> list[str]:

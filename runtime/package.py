@@ -74,7 +74,8 @@ class Package:
         spec, own = str(data["spec"]), self.path.resolve() / "spec.yaml"
         if not spec.startswith(".../") or self.prebuilt is not None or not own.is_file():
             return data
-        command = str(data["regenerate"]).replace(f"SPEC={shlex.quote(spec)}", f"SPEC={shlex.quote(str(own))} OUT={shlex.quote(str(own.parents[1]))}")
+        here = f"SPEC={shlex.quote(str(own))} OUT={shlex.quote(str(own.parents[1]))}"
+        command = re.sub(r"SPEC=('[^']*'|\S+)", lambda _: here, str(data["regenerate"]), count=1)
         return {**data, "spec": str(own), "regenerate": command}
 
     @cached_property

@@ -91,7 +91,7 @@ def main(target, name, out, precision, generate, no_check, force) -> None:
     """
     path, model = split_target(target)
     if not path.is_file():
-        raise click.ClickException(f"{path}: no such file")
+        raise click.ClickException(f"{path}: {'is no file' if path.exists() else 'no such file'}")
     name = name or default_name(path)
     request = {"path": str(path.resolve()), "model": model, "name": name, "precision": precision, "check": not no_check}
     found = ask(request)
