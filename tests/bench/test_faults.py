@@ -1,5 +1,6 @@
 """A fault of the user's gets a sentence and an exit code, the same from every command."""
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from bench import demo, evidence, run, sanitize, timing, verify
+from bench import demo, evidence, run, sanitize, subject, timing, verify
 from bench.machine import Machine
 from bench.sweep import __main__ as sweep
 from bench.tune import __main__ as tune
@@ -22,7 +23,6 @@ chain:
   - linear: {name: fc, in_features: i, out_features: o}
   - layer_norm: {name: norm, normalized_shape: o}
 """
-BY_REFERENCE = CHAIN + "  - add: {from: fc}\n"
 
 
 @pytest.fixture
@@ -53,8 +53,14 @@ def test_a_target_that_the_spec_excludes_is_not_measured(command, spec):
 
 
 def test_what_has_no_backward_is_said_before_anything_is_measured(spec, monkeypatch):
+    def without_backward(*arguments):
+        emitted = subject.emit(*arguments)
+        (emitted.folder / "manifest.json").write_text(json.dumps(emitted.manifest | {"backward": {}}))
+        return emitted
+
+    monkeypatch.setattr(run, "emit", without_backward)
     monkeypatch.setattr(run, "measure_ceilings", lambda device: pytest.fail("measured"))
-    done = CliRunner().invoke(run.main, [spec(BY_REFERENCE), "--backward"])
+    done = CliRunner().invoke(run.main, [spec(CHAIN), "--backward"])
     assert done.exit_code == 1 and "no backward is generated" in done.output, done.output
 
 
