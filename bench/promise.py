@@ -27,6 +27,7 @@ FP32_MARGIN, TF32_MARGIN, HALF_MARGIN = 1.1, 1.1, 1.05
 VALUES = 1000  # independent values that all draws together shall have
 DRAWS = (4, 25)  # least and most
 SIGMAS = 3.0
+GROUP_LABELS = {"group_mean": "mean", "group_std": "standard deviation"}
 
 
 @dataclass(frozen=True)
@@ -87,19 +88,22 @@ def allowed_group(by: Yardsticks, allowed: float, which: str) -> float:
 
 def broken(spec: Spec, ours: Errors, by: Yardsticks, benchmark: bool) -> list[str]:
     """Every promise that `ours` breaks, as short sentences; empty when it keeps them all."""
-    problems = []
     allowed = allowed_error(spec, by)
-    if not ours.relative <= allowed:
-        problems.append(f"relative error {ours.relative:.2e} > {allowed:.2e}")
-    outside = allowed_outside(spec, by, benchmark)
-    if outside is not None and ours.outside > outside:
-        problems.append(f"{ours.outside} elements outside tolerance, {outside} allowed")
-    for which, label in (("group_mean", "mean"), ("group_std", "standard deviation")):
-        off, limit = getattr(ours, which), allowed_group(by, allowed, which)
+    groups = {which: allowed_group(by, allowed, which) for which in GROUP_LABELS}
+    return _exceeded(ours, allowed, allowed_outside(spec, by, benchmark), groups) + ([ours.parity] if ours.parity else [])
+
+
+def _exceeded(found: Errors, allowed: float, outside: int | None, groups: dict[str, float], over: str = "") -> list[str]:
+    """The measures that are above their limits; `over` says of how many draws."""
+    problems = []
+    if not found.relative <= allowed:
+        problems.append(f"relative error {found.relative:.2e} > {allowed:.2e}{over}")
+    if outside is not None and found.outside > outside:
+        problems.append(f"{found.outside} elements outside tolerance, {outside} allowed{over}")
+    for which, limit in groups.items():
+        off = getattr(found, which)
         if off is not None and off > limit:
-            problems.append(f"a group's {label} is off by {off:.2e} > {limit:.2e}")
-    if ours.parity:
-        problems.append(ours.parity)
+            problems.append(f"a group's {GROUP_LABELS[which]} is off by {off:.2e} > {limit:.2e}{over}")
     return problems
 
 
@@ -133,7 +137,7 @@ def root_mean_square(values: Sequence[float | None]) -> float | None:
 
 def pooled_errors(errors: Sequence[Errors]) -> Errors:
     """The errors of several draws as one."""
-    mean = {name: root_mean_square([getattr(e, name) for e in errors]) for name in ("relative", "group_mean", "group_std")}
+    mean = {name: root_mean_square([getattr(e, name) for e in errors]) for name in ("relative", *GROUP_LABELS)}
     largest, outside, elements = max(e.largest for e in errors), sum(e.outside for e in errors), sum(e.elements for e in errors)
     return Errors(**mean, largest=largest, outside=outside, elements=elements, parity=None)
 
@@ -145,14 +149,5 @@ def pooled(spec: Spec, ours: Sequence[Errors], by: Sequence[Yardsticks], benchma
     allowed = factor * root_mean_square(limits)
     counts = [allowed_outside(spec, one, benchmark) for one in by]
     outside = None if None in counts else math.floor(factor * sum(counts))
-    over, problems = f"over {len(ours)} draws", []
-    if not found.relative <= allowed:
-        problems.append(f"relative error {found.relative:.2e} > {allowed:.2e} {over}")
-    if outside is not None and found.outside > outside:
-        problems.append(f"{found.outside} elements outside tolerance, {outside} allowed {over}")
-    for which, label in (("group_mean", "mean"), ("group_std", "standard deviation")):
-        off = getattr(found, which)
-        limit = factor * root_mean_square([allowed_group(one, most, which) for one, most in zip(by, limits, strict=True)])
-        if off is not None and off > limit:
-            problems.append(f"a group's {label} is off by {off:.2e} > {limit:.2e} {over}")
-    return allowed, outside, problems
+    groups = {which: factor * root_mean_square([allowed_group(one, most, which) for one, most in zip(by, limits, strict=True)]) for which in GROUP_LABELS}
+    return allowed, outside, _exceeded(found, allowed, outside, groups, f" over {len(ours)} draws")

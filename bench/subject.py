@@ -17,6 +17,7 @@ from codegen.emit import make_package, write_if_different
 from codegen.plan import PlanError
 from codegen.render import render
 from codegen.spec import Spec, load_spec
+from runtime.launch import ALLOCATION
 
 SEED = 42
 CONV_CHUNK = 16  # samples whose float64 intermediates are held at once
@@ -194,6 +195,6 @@ def poison_allocator(emitted: Emitted, target: str | None, device: torch.device)
     sizes = [torch.Size(spec.output_shape).numel() * spec.precision.itemsize]
     if target is not None:
         temporaries = [buffer.get("bytes") or torch.Size(buffer["shape"]).numel() * 4 for buffer in emitted.manifest["targets"][target]["buffers"].values()]
-        sizes += [*temporaries, sum(temporaries) + 1024 * len(temporaries)]  # each alone, or all in one piece
+        sizes += [*temporaries, sum(-(-size // ALLOCATION) * ALLOCATION for size in temporaries)]  # each alone, or all in one piece
     held = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes if size]
     del held

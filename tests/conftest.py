@@ -1,19 +1,17 @@
-"""Shared by all tests: GPU tests run only where a GPU is visible."""
+"""Shared by all tests: GPU tests run only where as many GPUs are visible as they need."""
 
 import pytest
 
+NEEDED = {"gpu": (1, "needs a CUDA GPU"), "two_gpus": (2, "needs two CUDA GPUs")}  # by marker
+
 
 def pytest_collection_modifyitems(items):
-    if not any("gpu" in item.keywords for item in items):
+    if not any(marker in item.keywords for marker in NEEDED for item in items):
         return
     import torch
 
-    if not torch.cuda.is_available():
-        needs = pytest.mark.skip(reason="needs a CUDA GPU")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(needs)
-    elif torch.cuda.device_count() < 2:
-        for item in items:
-            if "two_gpus" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
+    for marker, (count, reason) in NEEDED.items():
+        if torch.cuda.device_count() < count:
+            for item in items:
+                if marker in item.keywords:
+                    item.add_marker(pytest.mark.skip(reason=reason))

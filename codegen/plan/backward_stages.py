@@ -119,8 +119,7 @@ def place(shape: Shape, whole: Shape) -> str:
         while end < len(whole) and (whole[end] == 1 or (own[end] != 1) == kept):
             end += 1
         index = "element" if kept else "repeat"
-        sizes = [w for o, w in zip(own, whole, strict=True)]
-        alike = [w if (o != 1) == kept else 1 for o, w in zip(own, sizes, strict=True)]
+        alike = [w if (o != 1) == kept else 1 for o, w in zip(own, whole, strict=True)]
         inner, outer, count, stride = math.prod(alike[end:]), math.prod(alike[:at]), math.prod(whole[at:end]), math.prod(whole[end:])
         text = index + (f" / {inner}" if inner > 1 else "") + (f" % {count}" if outer > 1 else "")
         terms.append(text + (f" * {stride}" if stride > 1 else ""))

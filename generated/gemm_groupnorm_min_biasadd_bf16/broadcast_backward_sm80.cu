@@ -29,7 +29,7 @@ __device__ __forceinline__ float follow_grad(float g, float& bias_g) {
   return g;
 }
 
-// A sum, and what its roundings left (Knuth's two-sum).
+// Knuth's sum of two: the new sum and its rounding error are exact together.
 __device__ __forceinline__ void add(float2& own, float v) {
   const float sum = own.x + v;
   const float added = sum - own.x;
@@ -37,6 +37,7 @@ __device__ __forceinline__ void add(float2& own, float v) {
   own.x = sum;
 }
 
+// An infinite sum has no rounding error.
 __device__ __forceinline__ float total(float2 own) { return fabsf(own.x) == INFINITY ? own.x : own.x + own.y; }
 
 // Joins the sums of the threads of a block that share an element, in a fixed order; those of the first row have them.
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_input(const __nv_bfloat16* __
   const int element = static_cast<int>(blockIdx.x * 32 + threadIdx.x);
   const int end = (static_cast<int>(blockIdx.y) + 1) * 1024;
   float2 own = make_float2(0.0f, 0.0f);
-  for (int repeat = static_cast<int>(blockIdx.y) * 1024 + static_cast<int>(threadIdx.y); repeat < end; repeat += 8) {
+  for (int repeat = static_cast<int>(blockIdx.y) * 1024 + static_cast<int>(threadIdx.y); repeat < end; repeat += kSumThreads / 32) {
     const int index = repeat * 1024 + element;
     float bias_g;
     const float g = follow_grad(to_float(grad_result[index]), bias_g);
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_input_parts(const float2* __r
 __global__ void __launch_bounds__(kSumThreads) bias_sum(const __nv_bfloat16* __restrict__ grad_result, __nv_bfloat16* __restrict__ target) {
   const int element = static_cast<int>(blockIdx.x);
   float2 own = make_float2(0.0f, 0.0f);
-  for (int repeat = static_cast<int>(threadIdx.y); repeat < 1024; repeat += 256) {
+  for (int repeat = static_cast<int>(threadIdx.y); repeat < 1024; repeat += kSumThreads) {
     const int index = element * 1024 + repeat;
     float bias_g;
     follow_grad(to_float(grad_result[index]), bias_g);
@@ -136,7 +137,7 @@ extern "C" int broadcast_backward_sm80_launch(
   config.gridDim = dim3(32, 8);
   config.blockDim = dim3(32, kSumThreads / 32);
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, sum_input, grad_result, sums);
-  config.gridDim = 4;
+  config.gridDim = (1024 + kSumThreads - 1) / kSumThreads;
   config.blockDim = kSumThreads;
   if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, sum_input_parts, sums, grad_input);
   config.gridDim = dim3(8192, 1);

@@ -26,7 +26,7 @@ __device__ __forceinline__ float follow_grad(float g, float& bias_g) {
   return g;
 }
 
-// A sum, and what its roundings left (Knuth's two-sum).
+// Knuth's sum of two: the new sum and its rounding error are exact together.
 __device__ __forceinline__ void add(float2& own, float v) {
   const float sum = own.x + v;
   const float added = sum - own.x;
@@ -34,6 +34,7 @@ __device__ __forceinline__ void add(float2& own, float v) {
   own.x = sum;
 }
 
+// An infinite sum has no rounding error.
 __device__ __forceinline__ float total(float2 own) { return fabsf(own.x) == INFINITY ? own.x : own.x + own.y; }
 
 // Joins the sums of the threads of a block that share an element, in a fixed order; those of the first row have them.
@@ -58,7 +59,7 @@ __device__ __forceinline__ void join_rows(float2& own) {
 __global__ void __launch_bounds__(kSumThreads) sum_input(const float* __restrict__ grad_result, float* __restrict__ target) {
   const int element = static_cast<int>(blockIdx.x * 32 + threadIdx.x);
   float2 own = make_float2(0.0f, 0.0f);
-  for (int repeat = static_cast<int>(threadIdx.y); repeat < 256; repeat += 8) {
+  for (int repeat = static_cast<int>(threadIdx.y); repeat < 256; repeat += kSumThreads / 32) {
     const int index = repeat * 128 + element;
     float bias_g;
     const float g = follow_grad(grad_result[index], bias_g);
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_input(const float* __restrict
 __global__ void __launch_bounds__(kSumThreads) bias_sum(const float* __restrict__ grad_result, float* __restrict__ target) {
   const int element = static_cast<int>(blockIdx.x);
   float2 own = make_float2(0.0f, 0.0f);
-  for (int repeat = static_cast<int>(threadIdx.y); repeat < 128; repeat += 256) {
+  for (int repeat = static_cast<int>(threadIdx.y); repeat < 128; repeat += kSumThreads) {
     const int index = element * 128 + repeat;
     float bias_g;
     follow_grad(grad_result[index], bias_g);

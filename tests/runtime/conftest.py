@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from runtime import load
+from runtime.wheel import make_wheel
 
-from .tiny_package import BATCH, FEATURES, CountingCompiler, TinyPackage, write_tiny_package
+from .tiny_package import BATCH, FEATURES, CountingCompiler, TinyPackage, unpack, write_tiny_package
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +53,10 @@ def counting_gxx(tmp_path, monkeypatch) -> CountingCompiler:
 def x() -> torch.Tensor:
     """An input of the right kind."""
     return torch.arange(float(BATCH * FEATURES)).reshape(BATCH, FEATURES)
+
+
+@pytest.fixture
+def tiny_wheel(tiny, tmp_path) -> Path:
+    """The tiny package's wheel for the CPU, unpacked: the folder that Python would import."""
+    tiny.edit(lambda data: data["targets"].pop("sm_80"))
+    return unpack(make_wheel(tiny.package, tmp_path / "dist"), tmp_path)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -26,7 +25,7 @@ from runtime import Package, PackageError, ToolchainError, UnsupportedDeviceErro
 from runtime.load import choose_targets, load_functions
 from runtime.wheel import distribution_name, make_wheel
 
-from .tiny_package import ROOT, write_tiny_package
+from .tiny_package import ROOT, unpack, write_tiny_package
 
 GEMM, CONV = "gemm_groupnorm_hardtanh_small", "conv2d_groupnorm_scale_maxpool_clamp_small"
 
@@ -77,19 +76,6 @@ def bare(tmp_path_factory, gemm_wheel, conv_wheel) -> Bare:
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "torch.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     return Bare(folder)
-
-
-@pytest.fixture
-def tiny_wheel(tiny, tmp_path) -> Path:
-    """The tiny package's wheel for the CPU, unpacked: the folder that Python would import."""
-    tiny.edit(lambda data: data["targets"].pop("sm_80"))
-    return unpack(make_wheel(tiny.package, tmp_path / "dist"), tmp_path)
-
-
-def unpack(path: Path, folder: Path) -> Path:
-    with zipfile.ZipFile(path) as archive:
-        archive.extractall(folder / "installed")
-    return next(path.parent for path in (folder / "installed").glob("*/prebuilt.json"))
 
 
 # ---- in a bare environment -------------------------------------------------------------------------------------------
@@ -275,46 +261,7 @@ def test_version_and_requirements_are_the_products():
     assert set(wheel.REQUIRES) <= set(project["dependencies"])
 
 
-# ---- damaged, or on the wrong machine --------------------------------------------------------------------------------
-
-
-def test_a_sound_one_loads_and_builds_nothing(tiny_wheel, monkeypatch, tmp_path, private_cache):
-    shutil.rmtree(private_cache, ignore_errors=True)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert load.load(Package(tiny_wheel)).built == ("cpu",)
-    assert not private_cache.exists()
-
-
-@pytest.mark.parametrize("damage", ["alter", "truncate", "remove", "swap"])
-def test_a_damaged_library_is_refused(tiny_wheel, damage):
-    library = tiny_wheel / "libraries" / "cpu.so"
-    content = library.read_bytes()
-    library.unlink()  # a new file: the old one may be mapped
-    if damage == "alter":
-        library.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    elif damage == "truncate":
-        library.write_bytes(content[: len(content) // 2])
-    elif damage == "swap":
-        library.symlink_to("/proc/self/exe")
-    with pytest.raises(PackageError, match=r"cpu.so (is damaged|cannot be read).*install the wheel again"):
-        load.load(Package(tiny_wheel))
-
-
-@pytest.mark.parametrize(
-    "name, change, message",
-    [
-        ("manifest.json", lambda text: text.replace('"batch": 4', '"batch": 5'), "manifest.json is damaged"),
-        ("prebuilt.json", lambda text: text[:50], "prebuilt.json cannot be read"),
-        ("prebuilt.json", lambda text: "[]", "prebuilt.json cannot be read"),
-        ("prebuilt.json", lambda text: text.replace('"format": 1', '"format": 2'), "has format 2"),
-        ("prebuilt.json", lambda text: text.replace('"cpu": {', '"other": {'), "names no library for cpu"),
-    ],
-)
-def test_a_damaged_description_is_refused(tiny_wheel, name, change, message):
-    file = tiny_wheel / name
-    file.write_text(change(file.read_text()))
-    with pytest.raises(PackageError, match=f"{message}.*install the wheel again"):
-        load.load(Package(tiny_wheel))
+# ---- on another machine ----------------------------------------------------------------------------------------------
 
 
 def test_a_missing_target_is_named_with_the_command_that_adds_it(gemm_wheel, tmp_path):
@@ -346,40 +293,6 @@ def test_a_gpu_gets_the_packed_library(gemm_wheel, tmp_path, monkeypatch):
     ((target, capability),) = choose_targets(package, [(8, 6)], "")
     assert target.name == "sm_80" and capability == (8, 6)
     assert set(load_functions(package, target, capability)) == set(target.functions)
-
-
-@pytest.mark.parametrize(
-    "made, driver, capability, refusal",
-    [
-        ([13, 0], (13, 0), (9, 0), None),
-        ([13, 2], (13, 0), (8, 6), None),
-        ([13, 2], (13, 0), (9, 0), "has to compile it.*CUDA 13.2 or later"),
-        ([13, 0], (12, 9), (8, 0), "made with CUDA 13.0.*supports CUDA 12.9: install a driver for CUDA 13"),
-        ([12, 4], (13, 0), (10, 0), None),
-        ([13, 0], None, (8, 0), None),
-    ],
-)
-def test_the_driver_must_be_able_to_run_the_code(tiny_wheel, monkeypatch, made, driver, capability, refusal):
-    entry = {"file": "libraries/sm_80.so", "sha256": "", "cuda": made, "capability": [8, 0]}
-    packed = prebuilt.Prebuilt(tiny_wheel, {"libraries": {"sm_80": entry}})
-    monkeypatch.setattr(prebuilt, "driver_version", lambda: driver)
-    if refusal is None:
-        assert packed.library("sm_80", capability).path == tiny_wheel / "libraries" / "sm_80.so"
-    else:
-        with pytest.raises(UnsupportedDeviceError, match=refusal):
-            packed.library("sm_80", capability)
-
-
-def test_a_processor_that_lacks_something_is_told(tiny_wheel, monkeypatch):
-    monkeypatch.setattr(prebuilt, "processor_abilities", lambda: {"sse2", "avx", "movbe", "abm", "f16c"})
-    with pytest.raises(UnsupportedDeviceError, match="level x86-64-v3, and this one lacks avx2, bmi1, bmi2, fma"):
-        load.load(Package(tiny_wheel))
-
-
-def test_another_kind_of_processor_is_told(tiny_wheel, monkeypatch):
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(UnsupportedDeviceError, match="made for x86-64 processors, and this machine is aarch64"):
-        load.load(Package(tiny_wheel))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

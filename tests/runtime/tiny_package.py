@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,3 +204,10 @@ def child_environment(**more) -> dict[str, str]:
     """This process's environment for a child: the repository importable, nothing written beside the sources."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", **more}
+
+
+def unpack(path: Path, folder: Path) -> Path:
+    """The wheel at ``path``, installed under ``folder``: the folder that Python would import."""
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(folder / "installed")
+    return next(path.parent for path in (folder / "installed").glob("*/prebuilt.json"))
