@@ -105,6 +105,9 @@ def write_if_different(folder: Path, files: dict[str, str]) -> list[Path]:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+        # Python knows bytecode by the size and second of its source, so that of a file replaced soon after would be taken for the new one's.
+        for stale in (folder / "__pycache__").glob(f"{path.stem}.*.pyc") if path.suffix == ".py" else ():
+            stale.unlink(missing_ok=True)
         changed.append(path)
     for path in folder.iterdir():
         if path.name not in files and is_emitted(path):

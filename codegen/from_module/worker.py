@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import json
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -91,9 +92,17 @@ def _answer(path: str, model_name: str, name: str, precision: str | None, check:
     return Answer(text.yaml, (*notes, *traced.notes))
 
 
+class AsItIs(importlib.machinery.SourceFileLoader):
+    """Compiles the file as it is now. Bytecode is known by the file's size and second, so a change soon after would be missed; and none is left beside
+    a user's file."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def import_file(path: str) -> ModuleType:
     """Run the file as a module; its folder is importable while it does. Raises Refused."""
-    specification = importlib.util.spec_from_file_location("problem", path)
+    specification = importlib.util.spec_from_file_location("problem", path, loader=AsItIs("problem", path))
     module = importlib.util.module_from_spec(specification)
     sys.modules["problem"] = module
     sys.path.insert(0, str(Path(path).parent))

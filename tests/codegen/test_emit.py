@@ -84,6 +84,15 @@ def test_stale_sources_go_and_other_files_stay(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.cu", "model.py", "new.cu"]
 
 
+def test_a_module_that_is_replaced_within_a_second_is_imported_anew(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")}
+    for value in ("1", "2"):
+        write_if_different(tmp_path, {"model.py": f"print({value})\n"})
+        os.utime(tmp_path / "model.py", (1e9, 1e9))
+        done = subprocess.run([sys.executable, "-c", "import model"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == value and list(tmp_path.glob("__pycache__/model.*.pyc"))
+
+
 def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     write_if_different(tmp_path, {"a.cu": "old\n"})
 

@@ -1,5 +1,7 @@
 """A PyTorch file becomes the spec of the same layer, or every reason why it cannot is told at its line."""
 
+import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 import yaml
 
 from bench.kernelbench import reference_source
-from codegen.from_module.worker import answer
+from codegen.from_module.worker import answer, import_file
 from codegen.ops import OPERATORS, Kind
 from codegen.spec import load_spec, shipped
 from tests.codegen.module_files import BIAS, CONV, CONV_SCALE, LINEAR, SWISH, SWISH_BIAS, TOP, chain, comparable, faults, read, spec_of
@@ -26,6 +28,16 @@ def test_a_generated_package_is_read_as_it_is(tmp_path):
     spec = load_spec("specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml")
     found = answer(str(TOP / "generated" / spec.name / "model.py"), "Model", spec.name, None, check=True)
     assert comparable(spec_of(tmp_path, found)) == comparable(spec)
+
+
+def test_a_file_that_is_changed_within_a_second_is_read_anew_and_nothing_is_left_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "problem.py"
+    for value in (1, 2):
+        path.write_text(f"value = {value}\n")
+        os.utime(path, (1e9, 1e9))
+        assert import_file(str(path)).value == value
+    assert [entry.name for entry in tmp_path.iterdir()] == ["problem.py"]
 
 
 def sample(argument) -> object:
