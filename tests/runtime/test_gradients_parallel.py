@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 WORKER = """
-import sys
+import os, sys
 import torch, torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -30,7 +30,11 @@ def run(rank, meeting, folder, name):
     sum(reference(x).square().mean() for x in inputs).div(2).backward()
     want = {key: parameter.grad for key, parameter in reference.named_parameters()}
 @BODY@
+    dist.barrier()
     dist.destroy_process_group()
+    # Gloo's threads may still hold work with Python tensors: one that frees them while the interpreter is being torn
+    # down aborts the process (pytorch/pytorch#179291), long after everything that this test asks was answered.
+    os._exit(0)
 
 if __name__ == "__main__":
     mp.spawn(run, @ARGS@, nprocs=2)
