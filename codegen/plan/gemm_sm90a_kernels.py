@@ -126,6 +126,16 @@ class GemmSm90aKernel(Kernel):
         """What the epilogue by rows keeps in shared memory."""
         return distinct(self.before_parameters + self.after_parameters)
 
+    @property
+    def reads_channels(self) -> bool:
+        """Does the epilogue read what every channel has of its own: parameters, or the scales of prepared weights?"""
+        return (self.guarded and not self.registers_a) or any(item.per_channel for item in self.vectors)
+
+    @property
+    def reads_values(self) -> bool:
+        """Does it read any parameter?"""
+        return self.reads_channels or bool(self.vectors)
+
     def vector_index(self, item: Apply) -> int:
         return [v.parameter for v in self.vectors].index(item.parameter)
 

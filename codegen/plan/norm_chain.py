@@ -235,8 +235,14 @@ def norm_constants(spec: Spec, items: Sequence[Apply]) -> list[Constant]:
 
 
 def register_limit(threads: int, min_blocks: int) -> int:
-    """Registers a thread may use so that `min_blocks` blocks fit on an SM."""
-    return min(255, REGISTERS_PER_SM // (threads * min_blocks) // 8 * 8)
+    """Registers a thread may use so that `min_blocks` blocks fit on an SM: each of its four parts has a quarter of them, for whole warps."""
+    warps = -(-threads // 32) * min_blocks
+    return min(255, REGISTERS_PER_SM // 4 // (32 * -(-warps // 4)) // 8 * 8)
+
+
+def blocks_within(threads: int, registers: int) -> int:
+    """Blocks that fit on an SM, at least one, where a thread has `registers`."""
+    return max(1, REGISTERS_PER_SM // 4 // (32 * registers) * 4 // -(-threads // 32))
 
 
 def tensor_names(source: str) -> tuple[str, str]:

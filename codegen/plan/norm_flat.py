@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from codegen.chain import Constant, applies
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm_chain import (
-    REGISTERS_PER_SM,
     NormKernel,
+    blocks_within,
     chain_items,
     channel_mode,
     finish_function,
@@ -77,6 +77,11 @@ class FlatKernel(NormKernel):
         """Does an access or a parameter take one value at a time?"""
         alone = self.width == 1 and (self.source.itemsize == 2 or self.loads_parameters)
         return alone or any(self.channel_mode != "vector" or not operand.per_channel for operand in self.operands)
+
+    @property
+    def reads_first_value(self) -> bool:
+        """Does the group's first value, which every thread of a block reads, or what is done to it, come as 16 bits?"""
+        return self.source.itemsize == 2 or (self.storage.itemsize == 2 and self.prepare is not None and bool(self.prepare.operands))
 
 
 def residency(spec: Spec, width: int) -> Residency | None:
@@ -139,7 +144,7 @@ def _access_constants(spec: Spec, width: int, counted: bool = True) -> list[Cons
 def blocks_per_sm(spec: Spec, values: int, width: int, threads: int) -> int:
     """Blocks that fit on an SM when a thread holds `values` values."""
     registers = (FEW_REGISTERS if values <= CHUNK_VALUES else MANY_REGISTERS) + _channel_registers(spec, width)
-    return max(1, REGISTERS_PER_SM // (registers * threads))
+    return blocks_within(threads, registers)
 
 
 def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool, producer_bias: str | None) -> FlatKernel:

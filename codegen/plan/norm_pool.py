@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from codegen.chain import Constant, applies
 from codegen.ops import Kind
 from codegen.plan.norm_chain import (
-    REGISTERS_PER_SM,
     NormKernel,
     Operand,
     ValueFunction,
+    blocks_within,
     chain_items,
     channel_mode,
     finish_function,
@@ -231,7 +231,7 @@ def _one_read(spec: Spec, window: Window, rising: Direction, extremes: int, sour
     tasks = spec.group_channels * bands
     warps = 16 if extremes > 24 * 1024 else 8
     threads = 32 * min(warps, 1 << (tasks - 1).bit_length())
-    min_blocks = max(1, min(REGISTERS_PER_SM // ((FEW_REGISTERS if rises else MANY_REGISTERS) * threads), 16))
+    min_blocks = min(blocks_within(threads, FEW_REGISTERS if rises else MANY_REGISTERS), 16)
     dynamic = extremes + REDUCTION_BYTES > 48 * 1024
     groups = spec.batch * spec.num_groups
     prepared = prepare.operands if prepare else ()
@@ -289,7 +289,7 @@ def _two_reads(spec: Spec, window: Window, source: str, apply_before: bool, prod
     width = uniform if uniform * spec.precision.itemsize >= 8 else width
     group_bytes = spec.group_size * spec.precision.itemsize
     threads = 512 if group_bytes >= 32 * 1024 else 256
-    min_blocks = REGISTERS_PER_SM // (MANY_REGISTERS * threads)
+    min_blocks = blocks_within(threads, MANY_REGISTERS)
     vectors = max(1, CHUNK_VALUES // width)
     group_vectors, groups = spec.group_size // width, spec.batch * spec.num_groups
     items = chain_items(spec, apply_before)

@@ -29,7 +29,7 @@ constexpr int kVectors = 5;  // accesses of a thread
 constexpr int kThreads = 96;  // threads of a block, which holds a group
 constexpr int kWarps = 3;  // kThreads / 32
 constexpr int kBlocks = 1024;  // 128 samples x kNumGroups
-constexpr int kMinBlocks = 7;  // blocks that fit on an SM
+constexpr int kMinBlocks = 6;  // blocks that fit on an SM
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 
 __device__ __forceinline__ void load(const float* from, float (&v)[4]) {

@@ -1,10 +1,11 @@
 """Every distinct checked-in CUDA source compiles with nvcc: no warnings, spills, local memory or double arithmetic, inside its plan. So do those of the
-other shipped specs for sm_80, and the stages behind fused kernels."""
+other shipped specs for sm_80, the stages behind fused kernels, and chains that once were at fault."""
 
 import tempfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from codegen import index
 from codegen.emit import make_package
@@ -15,6 +16,23 @@ from tests.codegen import test_stages as stages
 from tests.compile_matrix import faults
 
 TOP = Path(__file__).parents[2]
+
+# name -> (target, precision, batch, input, chain): once a source of each did not compile, spilled or held a function that nothing called.
+ONCE_AT_FAULT = {
+    "halves behind fp32": ("sm_90a", "fp16", 1950, {}, [
+        {"linear": {"name": "gemm", "in_features": 2048, "out_features": 8992}}, {"sub": {"name": "shift", "shape": [8992]}},
+        {"layer_norm": {"name": "norm", "normalized_shape": 8992, "elementwise_affine": False}}, {"logsumexp": {"dim": 1, "keepdim": False}},
+    ]),
+    "no parameter in the epilogue": ("sm_90a", "tf32", 18, {}, [
+        {"linear": {"name": "gemm", "in_features": 3072, "out_features": 33230, "bias": False}}, "celu", {"group_norm": {"name": "norm", "num_groups": 3323}},
+    ]),
+    "no parameter before the norm": ("sm_80", "bf16", 7, {"height": 128, "width": 192}, [
+        {"conv2d": {"name": "conv", "in_channels": 96, "out_channels": 36, "kernel_size": 2, "bias": False}}, "hardswish", {"group_norm": {"name": "norm", "num_groups": 4}},
+    ]),
+    "seven warps": ("sm_80", "fp32", 48, {}, [
+        {"linear": {"name": "gemm", "in_features": 192, "out_features": 3584}}, {"div": {"value": 0.0858}}, {"layer_norm": {"name": "norm", "normalized_shape": 3584}},
+    ]),
+}  # fmt: skip
 
 
 def sources():
@@ -39,6 +57,18 @@ def other_sources():
     return [pytest.param(plan, kernel, id=f"{number}-{plan.spec.package}-{kernel.file(plan.target)}") for number, (plan, kernel) in enumerate(seen.values())]
 
 
-@pytest.mark.parametrize(("plan", "kernel"), [*sources(), *other_sources()])
+def once_at_fault():
+    """All sources of ONCE_AT_FAULT's chains."""
+    cases = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (target, precision, batch, size, chain) in ONCE_AT_FAULT.items():
+            path = Path(folder) / "chain.yaml"
+            path.write_text(yaml.safe_dump({"name": "chain", "batch": batch, "input": size, "chain": chain}))
+            plan = plan_of(load_spec(path, precision), target, "h100")
+            cases += [pytest.param(plan, kernel, id=f"{name}-{kernel.file(plan.target)}") for kernel in plan.kernels]
+    return cases
+
+
+@pytest.mark.parametrize(("plan", "kernel"), [*sources(), *other_sources(), *once_at_fault()])
 def test_source_compiles_within_its_plan(plan, kernel, tmp_path):
     assert not (found := faults(plan, kernel, tmp_path)), "\n".join(found)
