@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from bench.families import FAMILIES, Draw
 from bench.metrics import Errors
-from bench.promise import Yardsticks, allowed_error, allowed_outside
+from bench.promise import Yardsticks, allowed_error, allowed_outside, pooled
 from bench.subject import Subject, emit, round_tf32
 from bench.verify import table_of, verify
 from codegen.numerics import PRECISIONS
@@ -231,6 +231,17 @@ def test_elements_outside_are_counted_against_eagers():
     by = yardsticks(eager=with_errors(outside=100))
     assert allowed_outside(fp32, by, True) == 0 and allowed_outside(fp32, by, False) == allowed_outside(bf16, by, True) == 130
     assert allowed_outside(bf16, yardsticks(), False) == 0
+
+
+def test_a_few_elements_outside_over_several_draws_need_a_yardstick_whose_worst_is_as_bad():
+    """Errors of one size put now and then an element across the tolerance: none of eager's and nine of ours is chance, ten is not."""
+    bf16 = load_spec("specs/gemm_groupnorm_hardtanh_small.yaml", "bf16")
+    few = lambda outside, largest: [Errors(4e-3, largest, outside if i == 0 else 0, 100, 0.0, 0.0, None) for i in range(25)]  # noqa: E731
+    by = [yardsticks(eager=Errors(4e-3, 0.03, 0, 100, 0.0, 0.0, None)) for _ in range(25)]
+    assert not pooled(bf16, few(9, 0.025), by, False)[2]
+    assert pooled(bf16, few(10, 0.025), by, False)[2] and pooled(bf16, few(1, 0.031), by, False)[2]
+    fp32 = load_spec("specs/gemm_groupnorm_hardtanh_small.yaml")
+    assert pooled(fp32, few(1, 0.025), by, True)[2]  # on the benchmark's own inputs none at all
 
 
 def test_a_wrong_shape_or_type_is_caught(small):
