@@ -18,7 +18,7 @@ STRICT = (
 
 def command(source: str, library: str, flags: tuple[str, ...]) -> list[str]:
     """What compiles `source` to `library`, both in the folder where it runs."""
-    return ["g++", "-std=c++17", "-mf16c", "-mfma", *flags, f"-I{HEADERS}", "-shared", "-fPIC", "-o", library, source]
+    return ["g++", "-std=c++17", "-mf16c", "-mfma", *flags, f"-I{HEADERS}", "-fno-gnu-unique", "-shared", "-fPIC", "-o", library, source]
 
 
 def compile_text(folder: Path, text: str, flags: tuple[str, ...]) -> Path:
