@@ -231,12 +231,12 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
         *([c("kConstantsAt", g.operand_bytes, "kPlanes x kPlanePixels x 16 bytes")] if g.constants else []),
         c("kSlotsAt", g.operand_bytes + g.constants_bytes, "+ kConstantPixels x 16" if g.constants else "kPlanes x kPlanePixels x 16 bytes"),
         *([c("kRawAt", g.operand_bytes + g.constants_bytes + g.slots_bytes, "+ kUnits x kSlotValues x 4")] if g.raw_stages else []),
-        c("kSharedAt", g.smem_bytes - g.shared_bytes, f"+ kRawStages x {g.raw_stage_bytes}" if g.raw_stages else "+ kUnits x kSlotValues x 4"),
+        c("kSharedAt", g.passing_bytes, f"+ kRawStages x {g.raw_stage_bytes}" if g.raw_stages else "+ kUnits x kSlotValues x 4"),
         c("kSharedBytes", g.smem_bytes, "+ struct Shared"),
         *([
             c("kConstant", "1.0f" if bf16 else "32768.0f", "of the constant pixels" + ("" if bf16 else ": 65504 times it exceeds any sum of products"), "float"),
         ] if g.constants else []),
-        *([] if bf16 else [c("kWeightExponent", 4, "a channel's largest weight is scaled to 16 .. 32")]),
+        *([] if bf16 else [c("kWeightExponent", 4, "a channel's largest weight is scaled to 16 .. 32" + ("" if scaled else ", not down"))]),
         *([
             c("kInputScale", "64.0f", "x is scaled by it before it becomes fp16", "float"),
             c("kLargestInput", "1023.0f", "kInputScale x it is below fp16's 65504", "float"),

@@ -130,8 +130,13 @@ class Geometry:
         return ceil_to(fixed + 8 * (self.ring + self.strip_barriers + 2 + self.raw_stages) + 4 * self.items + 16, 16)
 
     @property
+    def passing_bytes(self) -> int:
+        """What lies before the struct Shared: planes, slots, rows of x. The exact route's moments, a thread each, take its place."""
+        return max(self.operand_bytes + self.constants_bytes + self.slots_bytes + self.raw_bytes, self.layout.warpgroups * WARPGROUP * MOMENTS_BYTES)
+
+    @property
     def smem_bytes(self) -> int:
-        return self.operand_bytes + self.constants_bytes + self.slots_bytes + self.raw_bytes + self.shared_bytes
+        return self.passing_bytes + self.shared_bytes
 
     @property
     def threads(self) -> int:

@@ -79,7 +79,7 @@ constexpr int kRawAt = 169984;  // + kUnits x kSlotValues x 4
 constexpr int kSharedAt = 202752;  // + kRawStages x 8192
 constexpr int kSharedBytes = 212256;  // + struct Shared
 constexpr float kConstant = 32768.0f;  // of the constant pixels: 65504 times it exceeds any sum of products
-constexpr int kWeightExponent = 4;  // a channel's largest weight is scaled to 16 .. 32
+constexpr int kWeightExponent = 4;  // a channel's largest weight is scaled to 16 .. 32, not down
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 constexpr float kClampMin = 0.0f;  // clamp's min
 constexpr float kClampMax = 1.0f;  // clamp's max
@@ -434,11 +434,11 @@ __device__ __forceinline__ void convert_rows(const __half* x, const Work& work) 
 
 // --- weights: fragments of 8 along K, in registers for the whole kernel ---
 
-// 2^e of a channel with the largest weight `largest`: brings it to 2^kWeightExponent or up to twice that. Infinite weights stay infinite, and below
-// 2^-64 they count for nothing beside eps.
+// 2^e of a channel with the largest weight `largest`: brings it to 2^kWeightExponent or up to twice that; never less than 1, for weights are halves
+// already and small ones beside a large one would lose bits. Infinite weights stay infinite.
 __device__ __forceinline__ float weight_scale(float largest) {
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-  return __uint_as_float(static_cast<uint32_t>(127 + kWeightExponent - max(exponent, -64)) << 23);
+  return __uint_as_float(static_cast<uint32_t>(127 + kWeightExponent - max(min(exponent, kWeightExponent), -64)) << 23);
 }
 
 // A lane's rows of the fragment: lane / 4 of its warp's 16, and 8 more.
