@@ -195,6 +195,11 @@ class GemmSm90aKernel(Kernel):
         return self.result_type != "float"
 
     @property
+    def names_channels(self) -> bool:
+        """Whether a thread needs to know which channels it holds."""
+        return not self.by_rows and (self.guarded or not self.staged_store or bool(self.vectors))
+
+    @property
     def names_samples(self) -> bool:
         """Whether a thread needs to know which samples it holds."""
         return self.guarded or not self.staged_store or (self.statistics == "strips" and not self.by_rows)

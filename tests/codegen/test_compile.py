@@ -26,6 +26,12 @@ ONCE_AT_FAULT = {
     "no parameter in the epilogue": ("sm_90a", "tf32", 18, {}, [
         {"linear": {"name": "gemm", "in_features": 3072, "out_features": 33230, "bias": False}}, "celu", {"group_norm": {"name": "norm", "num_groups": 3323}},
     ]),
+    "no channel in the epilogue": ("sm_90a", "fp16", 8416, {}, [
+        {"linear": {"name": "gemm", "in_features": 2752, "out_features": 80, "bias": False}}, {"layer_norm": {"name": "norm", "normalized_shape": 80}},
+    ]),
+    "planes smaller than moments": ("sm_90a", "fp32", 2, {"height": 6, "width": 6}, [
+        {"conv2d": {"name": "conv", "in_channels": 8, "out_channels": 8, "kernel_size": 3}}, {"group_norm": {"name": "norm", "num_groups": 2}},
+    ]),
     "no parameter before the norm": ("sm_80", "bf16", 7, {"height": 128, "width": 192}, [
         {"conv2d": {"name": "conv", "in_channels": 96, "out_channels": 36, "kernel_size": 2, "bias": False}}, "hardswish", {"group_norm": {"name": "norm", "num_groups": 4}},
     ]),
