@@ -32,6 +32,9 @@ ONCE_AT_FAULT = {
     "planes smaller than moments": ("sm_90a", "fp32", 2, {"height": 6, "width": 6}, [
         {"conv2d": {"name": "conv", "in_channels": 8, "out_channels": 8, "kernel_size": 3}}, {"group_norm": {"name": "norm", "num_groups": 2}},
     ]),
+    "nine octets through registers": ("sm_90a", "fp16", 203, {"height": 54, "width": 54}, [
+        {"conv2d": {"name": "conv", "in_channels": 72, "out_channels": 6, "kernel_size": 1}}, {"group_norm": {"name": "norm", "num_groups": 1, "affine": False}},
+    ]),
     "no parameter before the norm": ("sm_80", "bf16", 7, {"height": 128, "width": 192}, [
         {"conv2d": {"name": "conv", "in_channels": 96, "out_channels": 36, "kernel_size": 2, "bias": False}}, "hardswish", {"group_norm": {"name": "norm", "num_groups": 4}},
     ]),
