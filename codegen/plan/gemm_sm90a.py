@@ -1,7 +1,8 @@
 """Planning for Hopper: which tiles, clusters and arithmetic multiply a chain that starts with `linear`, and where its groups are complete.
 
 W is operand A and x operand B: rows of the accumulators are channels. The operand with larger, one-signed values (x, usually) belongs in
-slot B, which costs less power, and power is what limits these kernels. W may then also come from registers, converted on the way.
+slot B, which costs less power, and power is what limits these kernels. W may then also come from registers, converted on the way; or a kernel
+of its own converts it first, once for given parameters (`prepack`) or on every call, where that is faster or the copy engine cannot read W as it is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from dataclasses import replace
 
 from codegen.plan.gemm_sm90a_epilogue import costly, epilogue, vector_count
-from codegen.plan.gemm_sm90a_kernels import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, gemm_kernel, split_kernel
+from codegen.plan.gemm_sm90a_kernels import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, gemm_kernel, padded_columns, split_kernel
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, by_rows, memory
 from codegen.plan.gemm_sm90a_window import WEIGHT_SHIFT
 from codegen.plan.model import Buffer, Launch, Plan
@@ -21,6 +22,8 @@ from codegen.targets import DeviceClass, Target
 WIDEST_HELD = 4  # tiles of one group that a CTA computes before it normalises them
 LEAST_STEPS = 4  # of K: shorter products are a matter of memory and launch times
 LEAST_SHARE = 0.5  # of the SMs: below, smaller tiles (sm_80) may finish earlier
+CONVERSION_MARGIN = 0.95  # W is converted on every call where the estimate is below this share of the other
+CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
 
 # Measured on an H200 (K = 8192): what promotion every 256 costs is lost in the noise, 128 costs 2 %, 64 more. The error of PyTorch's fp32
 # grows with K, that of a promoted sum hardly: shorter sums may be added up more often. (least K, k between promotions)
@@ -48,26 +51,27 @@ def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool 
     Raises PlanError where this target serves the chain worse than sm_80, or not at all.
     """
     _check(spec)
-    prepack = spec.prepack and spec.precision.itemsize == 4
-    form = form or _form(spec, prepack)
-    chosen = layout or choose_layout(spec, target, device, form)
+    forms = [form] if form else _forms(spec)[: 1 if layout else None]
+    ways = [(form, layout or choose_layout(spec, target, device, form)) for form in forms]
+    form, chosen = ways[0]
+    if len(ways) > 1 and estimated_ms(spec, device, *ways[1]) < CONVERSION_MARGIN * estimated_ms(spec, device, *ways[0]):
+        form, chosen = ways[1]
     rounds, busy = _rounds(spec, form, chosen, device.sms)
-    if busy < LEAST_SHARE and layout is None:
+    copies = _converts(spec, form) and not spec.prepack
+    if (busy < LEAST_SHARE or copies) and layout is None:
         ours, smaller = estimated_ms(spec, device, form, chosen), sm_80_linear_ms(spec, device)
         if ours >= smaller:
-            raise PlanError(
-                f"tiles of {form.tile_channels} x {form.tile_samples} would keep only {busy:.0%} of {device.name}'s SMs busy: {ours:.3f} ms estimated, "
-                f"against {smaller:.3f} ms with sm_80's smaller ones"
-            )
+            slow = f"tiles of {form.tile_channels} x {form.tile_samples} would keep only {busy:.0%} of {device.name}'s SMs busy" if busy < LEAST_SHARE else "W would have to be copied on every call"
+            raise PlanError(f"{slow}: {ours:.3f} ms estimated, against {smaller:.3f} ms with sm_80's {'smaller ones' if busy < LEAST_SHARE else 'kernels'}")
 
     notes = _notes(spec, form, chosen, rounds)
     gemm = gemm_kernel(spec, target, form, chosen, device.sms, debug, notes)
     steps, buffers = [], []
     if spec.precision.itemsize == 4:
-        split, buffers = _splits(spec, form, prepack)
+        split, buffers = _splits(spec, form)
         steps += split
     steps.append(Launch(gemm))
-    why = _why(spec, form, chosen, busy)
+    why = _why(spec, device, ways, form, chosen, busy)
     if chosen.statistics == "none":
         from codegen.plan.norm import plan_norm
 
@@ -90,15 +94,16 @@ def choose_layout(spec: Spec, target: Target, device: DeviceClass, form: Form) -
 
 
 def estimated_ms(spec: Spec, device: DeviceClass, form: Form, layout: Layout) -> float:
-    """The busiest CTA's tiles at the pace of an SM, or the bytes from memory, and a launch for each kernel."""
-    precision = spec.precision.name
+    """The busiest CTA's tiles at the pace of an SM, or the bytes from memory, and a launch for each kernel; W's conversion, where every call has one."""
+    precision, converts = spec.precision.name, _converts(spec, form)
     rounds, _ = _rounds(spec, form, layout, device.sms)
     products = PRODUCTS[precision]
     k = math.ceil(spec.input_shape[1] / TILE_K) * TILE_K
-    pace = device.fp16 * 1e9 * PACE[precision, not form.registers and spec.precision.itemsize == 4] / device.sms
+    pace = device.fp16 * 1e9 * PACE[precision, converts] / device.sms
     multiply = rounds * 2 * form.tile_channels * form.tile_samples * k * products / pace
-    launches = 1 + (spec.precision.itemsize == 4) + (layout.statistics == "none")
-    return max(multiply, floor(spec, device, products, device.fp16).memory_ms) + launches * device.launch_us / 1e3
+    conversion = spec.channels * spec.input_shape[1] * (4 + 2 * form.parts) / (device.hbm * 1e6) if converts and not spec.prepack else 0.0
+    launches = 1 + (spec.precision.itemsize == 4) + (layout.statistics == "none") + (conversion > 0)
+    return max(multiply, floor(spec, device, products, device.fp16).memory_ms) + conversion + launches * device.launch_us / 1e3
 
 
 def layouts(spec: Spec, form: Form) -> list[Layout]:
@@ -131,21 +136,43 @@ def _check(spec: Spec) -> None:
     wanted = {"fp32": "fp16x3", "tf32": "fp16"}.get(spec.precision.name)
     if spec.math is not None and spec.math not in (wanted, spec.precision.name):
         raise PlanError(f"math: {spec.math} asked for, which this target does not have")
-    align = 16 if spec.precision.itemsize == 4 else 8
-    if k % align:
-        raise PlanError(f"in_features: {k} is no multiple of {align}, and rows of x and W that do not start at multiples of 16 bytes are out of the copy engine's reach")
+    if spec.precision.itemsize == 2 and k % 8:
+        raise PlanError(f"in_features: {k} is no multiple of 8, and rows of x and W that do not start at multiples of 16 bytes are out of the copy engine's reach")
     if spec.precision.itemsize == 2 and spec.channels % 8:
         raise PlanError(f"out_features: {spec.channels} is no multiple of 8, and rows of y must start at multiples of 16 bytes for the copy engine")
     if k < LEAST_STEPS * TILE_K:
         raise PlanError(f"in_features: {k} gives fewer than {LEAST_STEPS} stages of {TILE_K}, too few to fill the ring; sm_80 serves it as well")
 
 
-def _form(spec: Spec, prepack: bool) -> Form:
-    form = FORMS[spec.precision.name, prepack]
+def _forms(spec: Spec) -> list[Form]:
+    """The forms that serve the spec, the preferred first. Raises PlanError where none does."""
+    if spec.precision.itemsize == 2 or spec.prepack:
+        return [_form(spec, spec.precision.itemsize == 4)]
+    k = spec.input_shape[1]
+    found = [_form(spec, False)] if k % 16 == 0 else []  # W is read as planes of 16 k
+    converted = _form(spec, True)
+    scratch = converted.parts * spec.channels * padded_columns(k) * 2
+    if scratch <= CONVERSION_BYTES:
+        found.append(converted)
+    if not found:
+        raise PlanError(
+            f"in_features: {k} is no multiple of 16, so W would have to be copied on every call, {scratch / 1e6:.0f} MB, more than {CONVERSION_BYTES / 1e6:.0f}; "
+            "prepack: true keeps the copy"
+        )
+    return found
+
+
+def _form(spec: Spec, converted: bool) -> Form:
+    form = FORMS[spec.precision.name, converted]
     if not form.promote:
         return form
     interval = next(interval for least, interval in PROMOTION if spec.input_shape[1] >= least)
     return replace(form, promote=interval // TILE_K)
+
+
+def _converts(spec: Spec, form: Form) -> bool:
+    """Does a kernel of its own turn W into halves?"""
+    return spec.precision.itemsize == 4 and not form.registers
 
 
 def _rounds(spec: Spec, form: Form, layout: Layout, sms: int) -> tuple[float, float]:
@@ -175,17 +202,18 @@ def _crowded(spec: Spec, form: Form, layout: Layout) -> bool:
     return costly(before if spec.precision.itemsize == 4 else after)
 
 
-def _splits(spec: Spec, form: Form, prepack: bool) -> tuple[list[Launch], list[Buffer]]:
+def _splits(spec: Spec, form: Form) -> tuple[list[Launch], list[Buffer]]:
     batch, k = spec.input_shape
+    pitch = padded_columns(k)
     padded = math.ceil(batch / (2 * form.tile_samples)) * 2 * form.tile_samples
     x = split_kernel(spec, "x", form, batch, padded, WEIGHT_SHIFT if form.registers and form.parts == 2 else 0)
     if x is None:
         raise PlanError(f"in_features: {k} is more than a block of the splitting kernel holds")
-    steps, buffers = [Launch(x)], [Buffer(X_SPLIT, (form.parts * batch, k), "float16"), Buffer(X_UNSCALE, (padded,), "float32")]
-    if prepack:
+    steps, buffers = [Launch(x)], [Buffer(X_SPLIT, (form.parts * batch, pitch), "float16"), Buffer(X_UNSCALE, (padded,), "float32")]
+    if _converts(spec, form):
         weight = split_kernel(spec, "weight", form, spec.channels, spec.channels, 0)
-        steps.insert(0, Launch(weight, prepares=(WEIGHT_SPLIT, WEIGHT_UNSCALE)))
-        buffers += [Buffer(WEIGHT_SPLIT, (form.parts * spec.channels, k), "float16"), Buffer(WEIGHT_UNSCALE, (spec.channels,), "float32")]
+        steps.insert(0, Launch(weight, prepares=(WEIGHT_SPLIT, WEIGHT_UNSCALE) if spec.prepack else ()))
+        buffers += [Buffer(WEIGHT_SPLIT, (form.parts * spec.channels, pitch), "float16"), Buffer(WEIGHT_UNSCALE, (spec.channels,), "float32")]
     return steps, buffers
 
 
@@ -209,12 +237,18 @@ def _notes(spec: Spec, form: Form, layout: Layout, rounds: float) -> tuple[str, 
     return tuple(notes)
 
 
-def _why(spec: Spec, form: Form, layout: Layout, busy: float) -> tuple[str, ...]:
+def _why(spec: Spec, device: DeviceClass, ways: list[tuple[Form, Layout]], form: Form, layout: Layout, busy: float) -> tuple[str, ...]:
     arithmetic = {
         "fp32": "three fp16 products of scaled operands split in two, promoted: fp32's error at the tensor cores' speed",
         "tf32": "one fp16 product of scaled operands rounded to nearest: TF32's error at twice its rate",
     }.get(spec.precision.name, f"one {spec.precision.name} product")
     reasons = [arithmetic, f"tiles of {form.tile_channels} x {form.tile_samples} keep {busy:.0%} of the SMs busy"]
+    if _converts(spec, form) and not spec.prepack:
+        if len(ways) > 1:
+            direct, converted = (estimated_ms(spec, device, *way) for way in ways)
+            reasons.append(f"W is converted by a kernel of its own on every call: {converted:.3f} ms estimated in all, against {direct:.3f} ms with W converted in the multiplication")
+        else:
+            reasons.append(f"W is converted by a kernel of its own on every call: of in_features {spec.input_shape[1]} the multiplication could not read it in planes of 16")
     if layout.exchange:
         reasons.append("the statistics of a group meet through distributed shared memory, so that the chain ends in this kernel")
     elif layout.statistics == "none":

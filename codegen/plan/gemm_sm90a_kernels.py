@@ -43,6 +43,12 @@ class SplitKernel(Kernel):
     ragged: bool = False
     padded_rows: bool = False
     weight_shift: int = 0
+    columns: int = 0
+
+    @property
+    def in_fours(self) -> bool:
+        """Do all rows start at multiples of 16 bytes?"""
+        return self.columns % 4 == 0
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class GemmSm90aKernel(Kernel):
     after_parameters: tuple[Apply, ...] = ()
     producer_bias: bool = False
     result_type: str = "float"
+    in_features: int = 0
 
     input_unscale = X_UNSCALE
     weight_unscale = WEIGHT_UNSCALE
@@ -155,7 +162,17 @@ class GemmSm90aKernel(Kernel):
     @property
     def wide_pointers(self) -> tuple[str, ...]:
         """C names of the tensors that threads themselves access 16 bytes at a time."""
-        return (("x", self.weight_pointer) if self.guarded else ()) + (("y",) if self.held_in_y else ())
+        return (("x", self.weight_pointer) if self.guarded and self.in_fours else ()) + (("y",) if self.held_in_y else ())
+
+    @property
+    def in_fours(self) -> bool:
+        """Do all rows of x and W start at multiples of 16 bytes?"""
+        return self.in_features % 4 == 0
+
+    @property
+    def row_pitch(self) -> str:
+        """C name of the values from one row of an operand to the next."""
+        return "kPitch" if self.guarded and self.in_features % 8 else "kInFeatures"
 
     @property
     def registers_a(self) -> bool:
@@ -221,10 +238,16 @@ class GemmSm90aKernel(Kernel):
         return self.statistics == "strips" and in_warpgroup(self.form, self.group_width)
 
 
+def padded_columns(columns: int) -> int:
+    """Values from one row of a split operand to the next, which the copy engine wants at multiples of 16 bytes."""
+    return math.ceil(columns / 8) * 8
+
+
 def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: int, weight_shift: int) -> SplitKernel | None:
     """The kernel that splits x or W; None where a row does not fit into a block's registers."""
     columns = spec.input_shape[1]
-    row_pieces = columns // 4
+    row_pieces = math.ceil(columns / 4)
+    pitch = padded_columns(columns)
     threads = next((t for t in (128, 256, 512, 1024) if row_pieces <= 8 * t), None)
     if threads is None:
         return None
@@ -235,6 +258,7 @@ def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: i
     rows_constant = Constant("kRows", str(rows), "out_features" if weight else "batch")
     constants = [
         Constant("kColumns", str(columns), "in_features"),
+        *([Constant("kPitch", str(pitch), "from one row of halves to the next: multiples of 16 bytes")] if pitch != columns else []),
         Constant("kBlocks", str(padded_rows), "one a row" + (", and the rows that fill up the last tile" if padded_rows > rows else "")),
         Constant("kThreads", str(threads), "of a block"),
         *([Constant("kRowPieces", str(row_pieces), "of 4 values, in a row")] if row_pieces % threads else []),
@@ -247,7 +271,7 @@ def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: i
     if padded_rows > rows:
         constants.insert(0, rows_constant)
     if form.parts == 2:
-        constants.append(Constant("kLowPart", f"{rows}ull * {columns // 2}", "words from the high parts to the low parts", "size_t"))
+        constants.append(Constant("kLowPart", f"{rows}ull * {pitch // 2}", "words from the high parts to the low parts", "size_t"))
     if weight_shift:
         constants.append(Constant("kWeightShift", str(weight_shift), "the multiplication scales W by 2^12"))
     return SplitKernel(
@@ -255,7 +279,7 @@ def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: i
         f"{'W' if weight else 'x'} {'split into two halves a value' if form.parts == 2 else 'rounded to halves'}, rows scaled by powers of two",
         0, 65536 // (threads * max(1, 768 // threads)), threads, padded_rows,  # 68 registers where a thread holds 8 pieces
         ("one block a row: largest value, scale, split",),
-        form.parts, form.registers, not weight, row_pieces % threads != 0, padded_rows > rows, weight_shift,
+        form.parts, form.registers, not weight, row_pieces % threads != 0, padded_rows > rows, weight_shift, columns,
     )  # fmt: skip
 
 
@@ -298,7 +322,7 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
         c_identifier(weight_operand), input_operand, c_identifier(keys["weight"]), guarded, width,
         batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
         channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
-        tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), "bias" in keys, spec.result.c_type,
+        tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), "bias" in keys, spec.result.c_type, spec.input_shape[1],
     )  # fmt: skip
 
 
@@ -315,6 +339,7 @@ def _constants(
     rows = [
         ("kBatch", batch, "rows of x and y"),
         ("kInFeatures", k, "columns of x and W"),
+        *([("kPitch", padded_columns(k), "from one row of a split operand to the next: multiples of 16 bytes")] if spec.precision.itemsize == 4 and k % 8 else []),
         ("kOutFeatures", channels, "rows of W, columns of y"),
     ]
     if layout.statistics != "none":

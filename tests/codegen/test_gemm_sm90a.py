@@ -108,7 +108,9 @@ def test_regions_of_shared_memory_follow_each_other(precision, tmp_path):
 @pytest.mark.parametrize(
     ("shape", "extra", "reason"),
     [
-        ((1024, 1030, 8192, 16), {}, "multiple of 16"),
+        ((1024, 1030, 8192, 16), {"precision": "fp16"}, "multiple of 8"),
+        ((1024, 32001, 65536, 128), {}, "prepack: true keeps the copy"),
+        ((128, 1001, 65536, 128), {"precision": "tf32"}, "copied on every call"),
         ((1024, 64 * (LEAST_STEPS - 1), 8192, 16), {}, "too few"),
         ((1, 8192, 8192, 16), {}, "busy"),
         ((1024, 8192, 8192, 16), {"gemm": "library"}, "library"),
@@ -120,6 +122,30 @@ def test_what_it_does_not_serve_is_refused_with_the_reason(shape, extra, reason,
     extra = {"precision": "bf16"} | extra if "gemm" in extra else extra
     with pytest.raises(PlanError, match=reason):
         plan_sm_90a(spec_of(tmp_path, *shape, **extra), TARGET, DEVICE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("k", [1000, 1028, 1030, 1031])
+def test_rows_that_no_plane_of_16_fits_are_converted_on_every_call(k, precision, tmp_path):
+    """Halves lie at a pitch of whole 16 bytes; the map's size keeps what lies between from being read."""
+    plan = plan_sm_90a(spec_of(tmp_path, 1024, k, 8192, 16, precision), TARGET, DEVICE)
+    weight, x, gemm = plan.kernels
+    assert not plan.preparing and (weight.arguments[0], x.arguments[0]) == ("gemm.weight", "x") and gemm.arguments[1] == "gemm.weight"
+    pitch, shapes = -(-k // 8) * 8, {buffer.name: buffer.shape for buffer in plan.buffers}
+    assert shapes[WEIGHT_SPLIT][1] == shapes[X_SPLIT][1] == pitch
+    text = render_kernel(plan, gemm)
+    assert f"{{kInFeatures, kBatch, {gemm.form.parts}}}" in text and ("kPitch * 2ull" in text) == (k % 8 != 0)
+    assert ("float4*>(weights" in text) == (k % 4 == 0)
+    for kernel in plan.kernels:
+        assert not (found := faults(plan, kernel, tmp_path)), found
+
+
+@pytest.mark.parametrize(("batch", "converts"), [(1024, False), (4096, True), (16384, True)])
+def test_a_large_batch_pays_for_a_conversion_of_w(batch, converts, tmp_path):
+    """TF32's W from registers costs bytes on the way into the SMs with every tile, a copy in halves once a call."""
+    plan = plan_sm_90a(spec_of(tmp_path, batch, 8192, 8192, 16, "tf32"), TARGET, DEVICE)
+    assert ([kernel.name for kernel in plan.kernels] == ["split_weight", "split_x", "gemm"]) == converts
+    assert any("on every call" in why for why in plan.why) == converts and not plan.preparing
 
 
 @pytest.mark.parametrize(("batch", "served"), [(16, False), (128, True), (1024, True)])

@@ -36,6 +36,9 @@ CASES = [
     ("norm_kernel", (200, 336, 320, 16), MISH, Layout(*WEIGHT, 1, "none"), False),
     ("exchange", (512, 512, 4096, 4), (), Layout(*INPUT, 4, "strips", exchange=True), False),
     ("prepared", (200, 336, 320, 10), MISH, Layout(*WEIGHT, 1, "strips"), True),
+    ("odd_rows", (1024, 1031, 4096, 8), MISH, None, False),
+    ("rows_of_eight", (300, 1000, 4096, 32), (), Layout(*WEIGHT, 1, "strips"), False),
+    ("prepared_odd", (200, 339, 320, 10), (), Layout(*WEIGHT, 1, "strips"), True),
 ]
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 ALLOWED = {"fp16": 1.05, "bf16": 1.05, "fp32": 1.1, "tf32": 1.1}
@@ -43,8 +46,8 @@ ALLOWED = {"fp16": 1.05, "bf16": 1.05, "fp32": 1.1, "tf32": 1.1}
 
 def usable(name, precision):
     wide = precision in ("fp16", "bf16")
-    if name == "prepared":
-        return not wide  # halves need no preparation
+    if name in ("prepared", "odd_rows", "rows_of_eight", "prepared_odd"):
+        return not wide  # halves need no preparation, and no conversion helps their rows
     return name != "exchange" or precision == "fp32"  # four tiles of 128 channels on each side
 
 
