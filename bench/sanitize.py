@@ -6,15 +6,17 @@ some of the vendor's kernels, and initcheck does not see what their copy engine 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 
 import click
@@ -89,10 +91,15 @@ def compute_library_steps_on_the_cpu() -> None:
     launch._linear, launch._conv2d = on_the_cpu(launch._linear), on_the_cpu(launch._conv2d)
 
 
-def child(folder: Path, runs: int, read: bool) -> None:
-    """What the tool watches: the model's own kernels, `runs` times on random parameters. Everything else is done on the CPU. `read` the result
-    back, too: initcheck does not see what the copy engine has written and would call all of it rubbish."""
+def child(folders: list[Path], runs: int, read: bool) -> None:
+    """What the tool watches: the models' own kernels, `runs` times each on random parameters. Everything else is done on the CPU. `read` the
+    results back, too: initcheck does not see what the copy engine has written and would call all of it rubbish."""
     compute_library_steps_on_the_cpu()
+    for folder in folders:
+        _run(folder, runs, read)
+
+
+def _run(folder: Path, runs: int, read: bool) -> None:
     package = load_package(folder)
     torch.manual_seed(0)
     model = package.ModelNew(*package.get_init_inputs())
@@ -106,27 +113,38 @@ def child(folder: Path, runs: int, read: bool) -> None:
     print(f"finite results: {int(torch.isfinite(y.cpu()).sum()) if read else 'not read'} of {y.numel()}")
 
 
-def examine(sanitizer: str, job: Job, timeout_s: float, threads: int) -> dict:
-    """Run the tool in a child process of `threads` CPU threads and read its report."""
-    command = [sanitizer, "--tool", job.tool, "--error-exitcode", "9", "--print-limit", "20", *_only(job.kernels)]
-    command += ["--leak-check", "no", "--report-api-errors", "no"] if job.tool == "memcheck" else []
-    command += [sys.executable, "-m", "bench.sanitize", "--child", str(job.folder), *(["--unread"] if job.tool == "initcheck" else [])]
-    env = {**os.environ, "TARGETS": job.target, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
+def examine(sanitizer: str, jobs: list[Job], timeout_s: float, threads: int) -> dict:
+    """Run the tool of `jobs`, which share it and their target, over all of them in one child process of `threads` CPU threads; read its report.
+    `seconds` are a job's share."""
+    tool, target = jobs[0].tool, jobs[0].target
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", *_only(tuple(sorted({name for job in jobs for name in job.kernels})))]
+    command += ["--leak-check", "no", "--report-api-errors", "no"] if tool == "memcheck" else []
+    command += [sys.executable, "-m", "bench.sanitize", *(word for job in jobs for word in ("--child", str(job.folder))), *(["--unread"] if tool == "initcheck" else [])]
+    env = {**os.environ, "TARGETS": target, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
     start = time.perf_counter()
     try:
         finished = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
         output, code = finished.stdout, finished.returncode
     except subprocess.TimeoutExpired as error:
         output, code = (error.stdout or b"").decode(errors="replace"), -1
-    return {"tool": job.tool, **parse(output, code), "seconds": round(time.perf_counter() - start, 1)}
+    return {"tool": tool, **parse(output, code, len(jobs)), "seconds": round((time.perf_counter() - start) / len(jobs), 1)}
 
 
-def parse(output: str, code: int) -> dict:
-    """Verdict, summary line and first errors from what the tool printed; `code` is its exit code, -1 where it was ended."""
+def examine_each(sanitizer: str, jobs: list[Job], left: Callable[[], float], timeout_s: float, threads: int) -> list[tuple[Job, dict]]:
+    """What the tool says of each job: of all together, for a child's start under the tool takes longer than a job, and where that is not clean of
+    each alone. `left` gives the seconds that remain; jobs beyond them are left out."""
+    found = examine(sanitizer, jobs, min(timeout_s * len(jobs), left()), threads)
+    if found["clean"] or len(jobs) == 1:
+        return [(job, found) for job in jobs]
+    return [pair for job in jobs if left() > 0 for pair in examine_each(sanitizer, [job], left, timeout_s, threads)]
+
+
+def parse(output: str, code: int, results: int = 1) -> dict:
+    """Verdict, summary line and first errors from what the tool printed over `results` packages; `code` is its exit code, -1 where it was ended."""
     summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*|LEAK SUMMARY: .*)", output)
     wrong = r"=+ +(Error|Warning|Invalid|Uninitialized|Barrier|Race|Potential|Program hit)"
     errors = [line.lstrip("= ") for line in output.splitlines() if re.match(wrong, line)]
-    clean = code == 0 and "finite results" in output
+    clean = code == 0 and output.count("finite results") == results
     return {
         "clean": clean, "summary": summary[-1] if summary else ("ended after the time allowed" if code == -1 else f"exit code {code}"),
         "errors": [] if clean else (errors or output.splitlines()[-8:])[:10],
@@ -169,12 +187,13 @@ def _shape(plan: Plan) -> list[tuple]:
 @click.option("--jobs", "workers", default=1, show_default=True, type=click.IntRange(1), help="Child processes at once.")
 @click.option("--timeout-s", default=180.0, show_default=True, help="For one tool on one package.")
 @click.option("--force", is_flag=True, help="Examine again what is recorded for today's sources.")
-@click.option("--child", "folder", type=click.Path(path_type=Path), hidden=True)
+@click.option("--together", default=6, show_default=True, type=click.IntRange(1), help="Packages that one child process examines.")
+@click.option("--child", "folders", multiple=True, type=click.Path(path_type=Path), hidden=True)
 @click.option("--unread", is_flag=True, hidden=True)
-def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, folder, unread) -> None:
+def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, together, folders, unread) -> None:
     """Run compute-sanitizer over the kernels of SPECS (all checked-in packages without any) at small shapes."""
-    if folder:
-        child(folder, 2, not unread)
+    if folders:
+        child(list(folders), 2, not unread)
         return
     with sentences():
         wanted = {load_spec(spec).path for spec in specs}
@@ -196,31 +215,39 @@ def main(specs, precisions, targets, tools, device, results, budget_s, workers, 
     # What cannot be built shows when a tool's child meets it.
     build_all([(job.folder, job.target) for job in jobs], visible_capabilities()[where.index or 0], workers)
     console.print(f"{len(jobs)} examinations to do, their kernels compiled in {time.perf_counter() - start:.0f} s")
-    longest, skipped = 0.0, 0
+    longest = 0.0
 
-    def one(job: Job) -> dict | None:
-        left = budget_s - (time.perf_counter() - start) if budget_s else timeout_s
-        return None if left < longest * 1.2 else examine(sanitizer, job, min(timeout_s, left), max(1, (os.cpu_count() or 2) // workers))
+    def left() -> float:
+        return budget_s - (time.perf_counter() - start) if budget_s else math.inf
 
+    def several(group: list[Job]) -> list[tuple[Job, dict]]:
+        return [] if left() < longest * 1.2 else examine_each(sanitizer, group, left, timeout_s, max(1, (os.cpu_count() or 2) // workers))
+
+    number = 0
     with ThreadPoolExecutor(workers) as pool:
-        running = {pool.submit(one, job): job for job in jobs}
-        for number, future in enumerate(as_completed(running), 1):
-            job, found = running[future], future.result()
-            if found is None:
-                skipped += 1
-                continue
-            longest = max(longest, found["seconds"])
-            done[job.identity] = {"spec": job.spec.name, "precision": job.spec.precision.name, "target": job.target, "key": job.key, **found}
+        for future in as_completed([pool.submit(several, group) for group in _groups(jobs, together)]):
+            found_of = future.result()
+            longest = max(longest, sum(found["seconds"] for _, found in found_of))
+            for job, found in found_of:
+                number += 1
+                done[job.identity] = {"spec": job.spec.name, "precision": job.spec.precision.name, "target": job.target, "key": job.key, **found}
+                verdict = "[green]clean[/]" if found["clean"] else "[bold red]errors[/]"
+                console.print(f"[{number}/{len(jobs)}] {job.spec.package} {job.target} {job.tool}: {verdict} ({found['seconds']:.0f} s) {escape(found['summary'])}")
+                for line in found["errors"][:4]:
+                    console.print(f"    {line}", markup=False)
             record["runs"] = [done[k] for k in sorted(done)]
             write_json(at, record)
-            verdict = "[green]clean[/]" if found["clean"] else "[bold red]errors[/]"
-            console.print(f"[{number}/{len(jobs)}] {job.spec.package} {job.target} {job.tool}: {verdict} ({found['seconds']:.0f} s) {escape(found['summary'])}")
-            for line in found["errors"][:4]:
-                console.print(f"    {line}", markup=False)
-    if skipped:
-        console.print(f"stopped for lack of time with {skipped} left; run again to go on")
+    if number < len(jobs):
+        console.print(f"stopped for lack of time with {len(jobs) - number} left; run again to go on")
     console.print(f"{sum(r['clean'] for r in record['runs'])} of {len(record['runs'])} recorded examinations are clean; {time.perf_counter() - start:.0f} s")
     sys.exit(not all(r["clean"] for r in record["runs"]))
+
+
+def _groups(jobs: list[Job], together: int) -> Iterator[list[Job]]:
+    """Jobs of one tool and target, at most `together` at a time, in order."""
+    for _, same in groupby(sorted(jobs, key=lambda job: (TOOLS.index(job.tool), job.target)), key=lambda job: (job.tool, job.target)):
+        listed = list(same)
+        yield from (listed[i : i + together] for i in range(0, len(listed), together))
 
 
 def _runs_on(target: str, capability: tuple[int, int]) -> bool:

@@ -68,3 +68,32 @@ def test_every_checked_in_package_is_examined_by_the_kernels_it_runs(tmp_path, m
                 continue
             _, kernels = sanitize.small_package(spec, plan.target.name)
             assert set(kernels) == {kernel.file(plan.target).removesuffix(".cu") for kernel in plan.kernels}, (path, precision, plan.target.name)
+
+
+def jobs_of(*names, tool="memcheck", target="sm_80"):
+    return [sanitize.Job(SimpleNamespace(name=name), target, tool, "key", Path(name), ("gemm_sm80",)) for name in names]
+
+
+def test_a_child_examines_several_packages_of_one_tool_and_target():
+    jobs = [*jobs_of(*"abc"), *jobs_of("d", target="sm_90a"), *jobs_of("e", tool="racecheck")]
+    groups = [[job.spec.name for job in group] for group in sanitize._groups(jobs, 2)]
+    assert sorted(groups) == [["a", "b"], ["c"], ["d"], ["e"]]
+
+
+def test_what_is_not_clean_together_is_examined_alone(monkeypatch):
+    asked = []
+
+    def examine(sanitizer, jobs, timeout_s, threads):
+        asked.append(([job.spec.name for job in jobs], timeout_s))
+        return {"clean": "b" not in asked[-1][0], "seconds": 1.0}
+
+    monkeypatch.setattr(sanitize, "examine", examine)
+    found = sanitize.examine_each("tool", jobs_of("a", "b", "c"), lambda: 100.0, 60.0, 1)
+    assert [(job.spec.name, one["clean"]) for job, one in found] == [("a", True), ("b", False), ("c", True)]
+    assert asked == [(["a", "b", "c"], 100.0), (["a"], 60.0), (["b"], 60.0), (["c"], 60.0)]
+    assert sanitize.examine_each("tool", jobs_of("a", "c"), lambda: 100.0, 60.0, 1)[1][1]["clean"] and len(asked) == 5
+
+
+def test_a_report_over_several_packages_needs_all_their_results():
+    assert sanitize.parse("finite results: 5 of 5\nfinite results: 2 of 2\n", 0, 2)["clean"]
+    assert not sanitize.parse("finite results: 5 of 5\n", 0, 2)["clean"]
