@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 HEADERS = Path(__file__).parent / "emulation"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-EXACT = ("-O2", "-ffp-contract=off", "-w")  # every operation rounds as it is written
+EXACT = ("-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-w")  # every operation rounds as it is written
 # As nvcc contracts; a warning is a failure.
 STRICT = (
     "-O1", "-ffp-contract=fast", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-sign-compare", "-Wno-maybe-uninitialized",
 )  # fmt: skip
+MARGIN = bytes(range(1, 65))  # behind each tensor, for nobody to write to
+# Calls the launchers named in calls.json with the tensors in *.bin, in which it leaves what they write.
+RUNNER = """
+import ctypes, json, mmap, sys
+seed, calls, tensors = *json.load(open("calls.json")), {}
+def pointer(name):
+    if name not in tensors:
+        with open(name + ".bin", "r+b") as file:
+            tensors[name] = mmap.mmap(file.fileno(), 0)
+    return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(tensors[name])))
+for file, function, names in calls:
+    library = ctypes.CDLL("./" + file)
+    if hasattr(library, "emulate_in_order"):
+        library.emulate_in_order(seed)
+    code = getattr(library, function)(*map(pointer, names), 0, None)
+    if code:
+        sys.exit(f"{function} returned {code}")
+"""
 
 
 def command(source: str, library: str, flags: tuple[str, ...]) -> list[str]:
@@ -21,9 +43,31 @@ def command(source: str, library: str, flags: tuple[str, ...]) -> list[str]:
     return ["g++", "-std=c++17", "-mf16c", "-mfma", *flags, f"-I{HEADERS}", "-fno-gnu-unique", "-shared", "-fPIC", "-o", library, source]
 
 
-def compile_text(folder: Path, text: str, flags: tuple[str, ...]) -> Path:
+def compile_text(folder: Path, text: str, flags: tuple[str, ...], stem: str = "emulated") -> Path:
     """The library made of `text`."""
-    (folder / "emulated.cpp").write_text(text)
-    done = subprocess.run(command("emulated.cpp", "emulated.so", flags), cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    (folder / f"{stem}.cpp").write_text(text)
+    done = subprocess.run(command(f"{stem}.cpp", f"{stem}.so", flags), cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    return folder / "emulated.so"
+    return folder / f"{stem}.so"
+
+
+def without_wrappers(text: str, names: Iterable[str]) -> str:
+    """The source without those of its functions, of a line or more each, which stand for single instructions."""
+    for name in names:
+        body = r"\([^{]*\) \{(?:[^\n]*\}\n|.*?\n\}\n)"
+        text = re.sub(rf"(template <int \w+>\n)?__device__ __forceinline__ \w+ {name}{body}", "", text, flags=re.DOTALL)
+    return re.sub(r"#include <cuda\w*\.h>\n", "", text)
+
+
+def run_apart(folder: Path, calls: Sequence[tuple[str, str, Sequence[str]]], tensors: dict[str, torch.Tensor], seed: int = 0) -> None:
+    """Call launchers, (library in `folder`, function, names of its tensors) each, in a process of its own, which a wait without an end stops.
+    `tensors` get what they hold afterwards. Raises AssertionError where a kernel stops or its launcher reports an error."""
+    for name, tensor in tensors.items():
+        (folder / f"{name}.bin").write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes() + MARGIN)
+    (folder / "calls.json").write_text(json.dumps([seed, calls]))
+    done = subprocess.run([sys.executable, "-S", "-c", RUNNER], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr or f"the process ended with {done.returncode}"
+    for name, tensor in tensors.items():
+        data = bytearray((folder / f"{name}.bin").read_bytes())
+        assert data[-len(MARGIN) :] == MARGIN, f"something is written behind {name}"
+        tensor.copy_(torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape))

@@ -1,4 +1,4 @@
-// The threads of an emulated kernel: each is a fiber, which runs until it waits. One runs at a time, in turns.
+// The threads of an emulated kernel: each is a fiber, which runs until it waits. One runs at a time, in turns, whose order `seed` changes.
 #pragma once
 
 #include <cstddef>
@@ -25,6 +25,8 @@ struct Thread {
   std::unique_ptr<char[]> stack;
   void* top = nullptr;  // where it waits
   bool done = false;
+  const long* asleep = nullptr;  // it waits until this is no longer `seen`
+  long seen = 0;
 };
 
 // Leaves the registers that a call must keep on this stack, whose top goes to the first argument, and goes on where the stack of the second was
@@ -36,12 +38,23 @@ struct Thread {
 
 constexpr std::size_t kStack = 65536;
 constexpr long kPatience = 3000000;  // turns of all threads: a wait that is longer has no end
+inline unsigned seed = 0;
 inline void* scheduler;
 inline std::vector<Thread> threads;
 inline int current = 0;
 inline std::function<void()> body, ended;  // what a thread does, and what happens when it has returned
+inline std::function<bool()> between;      // what happens between turns: whether there is anything under way that threads may wait for
 
 inline void yield() { switch_stack(&threads[current].top, scheduler); }
+
+// Until somebody has changed `word`. The thread takes no turns meanwhile.
+inline void sleep_on(const long& word) {
+  threads[current].asleep = &word;
+  threads[current].seen = word;
+  yield();
+}
+
+inline unsigned next_random() { return (seed = seed * 1664525u + 1013904223u) >> 8; }
 
 inline void start() {
   body();
@@ -52,11 +65,12 @@ inline void start() {
 
 // Runs `body` in `count` threads to the end of all.
 inline void run_threads(int count) {
-  threads.resize(count);
+  if (static_cast<int>(threads.size()) < count) threads.resize(count);
   for (int i = 0; i < count; ++i) {
     Thread& thread = threads[i];
     if (!thread.stack) thread.stack.reset(new char[kStack]);
     thread.done = false;
+    thread.asleep = nullptr;
     // As if `start` had been called: registers of no meaning below its address, and above it one to return to, which it never does. The stacks
     // begin at different places of a page, or all of them would meet in the same lines of the cache.
     const auto end = reinterpret_cast<std::uintptr_t>(thread.stack.get()) + kStack - i % 32 * 128;
@@ -65,15 +79,22 @@ inline void run_threads(int count) {
     top[-2] = reinterpret_cast<void*>(&start);
     thread.top = top - 8;
   }
-  long turns = 0;
-  for (int left = count; left > 0;) {
-    left = 0;
-    for (current = 0; current < count; ++current) {
-      if (threads[current].done) continue;
-      switch_stack(&scheduler, threads[current].top);
-      left += !threads[current].done;
+  int left = count;
+  for (long turns = 0; left > 0; ++turns) {
+    const int first = seed ? static_cast<int>(next_random() % count) : 0;
+    const bool backward = seed && next_random() % 2;
+    bool ran = false;
+    for (int i = 0; i < count; ++i) {
+      current = (first + (backward ? count - i : i)) % count;
+      Thread& thread = threads[current];
+      if (thread.done || (thread.asleep && *thread.asleep == thread.seen)) continue;
+      thread.asleep = nullptr;
+      ran = true;
+      switch_stack(&scheduler, thread.top);
+      left -= thread.done;
     }
-    if (++turns == kPatience) fail("a wait does not end");
+    const bool coming = between && between();
+    if ((left > 0 && !ran && !coming) || turns == kPatience) fail("a wait does not end");
   }
 }
 

@@ -1,13 +1,15 @@
 // Enough of Hopper to run an emitted kernel on a CPU, one cluster after the other: each thread of a cluster is a fiber, which runs until it waits.
-// The wrappers of single instructions are replaced by the functions below. Products are exact and sums are rounded toward zero once an
-// instruction, nearly as the tensor cores do. Shared memory starts as NaN, a wait that cannot end stops the process, and copies and stores
-// arrive at once, so no order of arrival but one is tried.
+// The wrappers of single instructions are replaced by functions of the same meaning; here is what the kernels share. Shared memory starts as NaN,
+// what the copy engine and other CTAs write arrives some turns later, and a rule of the PTX ISA that is broken or a wait that cannot end stops the
+// process. With another `emulation::seed` the threads take other turns and what is under way arrives in another order.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <numeric>
+#include <unordered_map>
 #include <vector>
 
 #include "fibers.h"
@@ -22,86 +24,158 @@ using std::isinf;
 #define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(n) alignas(n)
+#define __shared__ static
 
 namespace emulation {
 
 struct Barrier {
-  int arrived = 0;
+  int arrived = 0, members = 0;
   long generation = 0;
 };
 
 inline int block_size = 0, cluster_size = 1, cluster = 0;
+inline unsigned grid_size = 0;
 inline std::vector<Barrier> warps, blocks, named;
 inline Barrier whole_cluster;
 inline std::vector<std::vector<unsigned char>> shared;
-inline std::vector<std::uint32_t> words;  // what a thread shows its warp
+inline std::vector<std::uint32_t> words[2];  // what a thread shows its warp, in turns
+inline std::vector<unsigned char> turn;
+inline std::vector<int> alive;  // threads of each CTA that have not ended
 
 inline int rank() { return current / block_size; }
 inline unsigned char* shared_memory() { return shared[rank()].data(); }
 
 inline void meet(Barrier& barrier, int members, bool waits = true) {
-  const long generation = barrier.generation;
+  if (barrier.arrived != 0 && barrier.members != members) fail("a barrier's threads do not agree on how many they are");
+  barrier.members = members;
   if (++barrier.arrived == members) {
     barrier.arrived = 0;
     ++barrier.generation;
     return;
   }
-  while (waits && barrier.generation == generation) yield();
+  if (waits) sleep_on(barrier.generation);
 }
 inline void meet_warp() { meet(warps[current / 32], 32); }
 
-// The word of every lane of the warp.
+// The word of every lane of the warp. Nobody writes a word again before all have read it: in between they meet for the other one.
 template <typename Reader>
 auto exchange(std::uint32_t word, Reader read) {
-  words[current] = word;
+  auto& shown = words[turn[current] ^= 1];
+  shown[current] = word;
   meet_warp();
-  const auto result = read(&words[current / 32 * 32]);
-  meet_warp();
-  return result;
+  return read(&shown[current / 32 * 32]);
 }
+
+// What is under way: it happens some turns after it was asked for.
+struct Event {
+  int turns;
+  std::function<void()> happen;
+};
+inline std::vector<Event> events;
+
+inline void later(std::function<void()> happen) { events.push_back({seed ? static_cast<int>(next_random() % 8) : 2, std::move(happen)}); }
+inline bool pass_turn_of_events() {
+  const bool any = !events.empty();
+  std::vector<Event> due;
+  for (std::size_t i = 0; i < events.size();) {
+    if (events[i].turns-- > 0) {
+      ++i;
+      continue;
+    }
+    due.push_back(std::move(events[i]));
+    events.erase(events.begin() + static_cast<std::ptrdiff_t>(i));
+  }
+  for (Event& event : due) event.happen();
+  return any;
+}
+
+// The place of a cluster's shared address: the CTA's number above bit 24.
+inline unsigned char* place(std::uint32_t address, std::size_t bytes = 1) {
+  const std::size_t cta = address >> 24, offset = address & 0xFFFFFF;
+  if (cta >= shared.size() || offset + bytes > shared[cta].size()) fail("an address outside shared memory");
+  if (alive[cta] == 0) fail("shared memory of a CTA that has ended");
+  return shared[cta].data() + offset;
+}
+
+inline bool every_phase_is_observed = true;
+
+// An mbarrier: a phase ends when nothing is pending, neither arrivals nor bytes, and somebody has to wait for it before the next arrival. Its memory
+// only holds a mark, which shows who writes over it.
+struct Mbarrier {
+  int arrivals = 0, pending = 0;
+  long bytes = 0, phase = 0;
+  bool observed = true;  // somebody has waited for the last phase
+  bool remote = false;   // other CTAs have stored what it counts
+  std::vector<long> seen;  // by thread: how many phases it knows to have ended
+
+  void arrive(long expected = 0) {
+    if (!observed && every_phase_is_observed) fail("an arrival at a barrier whose last phase nobody has waited for");
+    bytes += expected;
+    if (--pending < 0) fail("more arrivals than a barrier has");
+    settle();
+  }
+  void complete(int count) {
+    bytes -= count;
+    settle();
+  }
+  void settle() {
+    if (std::labs(bytes) >= 1 << 20) fail("more bytes than a barrier counts");
+    if (pending > 0 || bytes > 0) return;
+    if (bytes < 0) fail("more bytes than a barrier was told to expect");
+    ++phase;
+    pending = arrivals;
+    observed = false;
+  }
+  void wait(int parity) {
+    while ((phase & 1) == parity) sleep_on(phase);
+    observed = true;
+    seen[current] = phase;
+  }
+};
+constexpr std::uint64_t kMark = 0x62617272696572ull;
+inline std::unordered_map<std::uint32_t, Mbarrier> mbarriers;  // by address
+
+inline void make_mbarrier(std::uint32_t address, int arrivals) {
+  if (address % 8 != 0) fail("a barrier at an address that is no multiple of 8");
+  std::memcpy(place(address, sizeof kMark), &kMark, sizeof kMark);
+  Mbarrier& barrier = mbarriers[address] = {};
+  barrier.arrivals = barrier.pending = arrivals;
+  barrier.seen.assign(block_size * cluster_size, 0);
+}
+inline Mbarrier& mbarrier(std::uint32_t address) {
+  if (std::memcmp(place(address, sizeof kMark), &kMark, sizeof kMark) != 0) fail("a barrier that nobody has made, or somebody has written over");
+  return mbarriers.at(address);
+}
+
+inline void (*reset)() = nullptr;  // what else begins anew with a cluster
 
 inline void run_cluster(std::size_t shared_bytes) {
   const int count = block_size * cluster_size;
-  words.assign(count, 0);
+  for (auto& shown : words) shown.assign(count, 0);
+  turn.assign(count, 0);
   warps.assign(count / 32, {});
   blocks.assign(cluster_size, {});
   named.assign(cluster_size * 16, {});
   whole_cluster = {};
   shared.assign(cluster_size, std::vector<unsigned char>(shared_bytes, 0xFF));
+  mbarriers.clear();
+  alive.assign(cluster_size, block_size);
+  ended = [] { --alive[rank()]; };
+  if (reset) reset();
+  between = pass_turn_of_events;
   run_threads(count);
+  if (!events.empty()) fail("a cluster has ended while something was still on its way");
+  for (const auto& [address, barrier] : mbarriers) {
+    if (barrier.bytes != 0) fail("a cluster has ended while a barrier still expects bytes");
+  }
 }
-
-// An mbarrier: a phase ends when nothing is pending, neither arrivals nor bytes.
-struct Mbarrier {
-  std::uint16_t arrivals;
-  std::int16_t pending;
-  std::int32_t bytes_and_phase;  // 2 x bytes to come + the phase's parity
-
-  static Mbarrier& of(void* at) { return *static_cast<Mbarrier*>(at); }
-  void arrive() {
-    if (--pending < 0) fail("more arrivals than a barrier has");
-    settle();
-  }
-  void complete(int bytes) {
-    bytes_and_phase -= 2 * bytes;
-    settle();
-  }
-  void settle() {
-    if (pending > 0 || bytes_and_phase >> 1 != 0) return;
-    bytes_and_phase ^= 1;
-    pending = static_cast<std::int16_t>(arrivals);
-  }
-};
-static_assert(sizeof(Mbarrier) == 8);
-
-// The place of a cluster's shared address: the CTA's number above bit 24.
-inline unsigned char* place(std::uint32_t address) { return shared[address >> 24].data() + (address & 0xFFFFFF); }
 
 }  // namespace emulation
 
-#define threadIdx (dim3(emulation::current % emulation::block_size))
-#define blockIdx (dim3(emulation::cluster * emulation::cluster_size + emulation::rank()))
-#define memory (emulation::shared_memory())
+extern "C" inline void emulate_in_order(unsigned seed) { emulation::seed = seed; }
+
+#define threadIdx (dim3(emulation::current % emulation::block_size, 0, 0))
+#define blockIdx (dim3(emulation::cluster * emulation::cluster_size + emulation::rank(), 0, 0))
 
 // --- the language ---
 
@@ -110,8 +184,9 @@ inline std::size_t __cvta_generic_to_shared(const void* p) {
 }
 inline void __syncthreads() { emulation::meet(emulation::blocks[emulation::rank()], emulation::block_size); }
 inline void __syncwarp() { emulation::meet_warp(); }
-inline float __shfl_xor_sync(unsigned, float v, int mask) {
-  return emulation::exchange(__float_as_uint(v), [=](const std::uint32_t* words) { return __uint_as_float(words[emulation::current % 32 ^ mask]); });
+template <typename T>
+T __shfl_xor_sync(unsigned, T v, int mask) {
+  return emulation::exchange(bits_as<std::uint32_t>(v), [=](const std::uint32_t* words) { return bits_as<T>(words[emulation::current % 32 ^ mask]); });
 }
 inline int __shfl_sync(unsigned, int v, int lane) {
   return emulation::exchange(static_cast<std::uint32_t>(v), [=](const std::uint32_t* words) { return static_cast<int>(words[lane]); });
@@ -119,86 +194,54 @@ inline int __shfl_sync(unsigned, int v, int lane) {
 inline std::uint32_t __reduce_max_sync(unsigned, std::uint32_t v) {
   return emulation::exchange(v, [](const std::uint32_t* words) { return *std::max_element(words, words + 32); });
 }
+inline std::uint32_t __reduce_add_sync(unsigned, std::uint32_t v) {
+  return emulation::exchange(v, [](const std::uint32_t* words) { return std::accumulate(words, words + 32, 0u); });
+}
+inline bool __any_sync(unsigned, bool v) { return __reduce_max_sync(~0u, v) != 0; }
 template <typename Number>
 Number __ldg(const Number* p) {
   return *p;
 }
+template <typename Number>
+Number __ldcs(const Number* p) {
+  return *p;
+}
+template <typename Number>
+Number __ldcg(const Number* p) {
+  return *p;
+}
+template <typename Number>
+void __stcs(Number* p, Number v) {
+  *p = v;
+}
 inline void atomicMax(std::uint32_t* to, std::uint32_t v) { *to = max(*to, v); }
 [[noreturn]] inline void __trap() { emulation::fail("trap"); }
 
-// --- the wrappers of single instructions ---
+// --- the wrappers of single instructions that the kernels share ---
 
-inline void barrier_init(std::uint64_t* barrier, int arrivals) {
-  emulation::Mbarrier::of(barrier) = {static_cast<std::uint16_t>(arrivals), static_cast<std::int16_t>(arrivals), 0};
-}
-inline void arrive(std::uint64_t* barrier) { emulation::Mbarrier::of(barrier).arrive(); }
-inline void wait(std::uint64_t* barrier, int parity) {
-  while ((emulation::Mbarrier::of(barrier).bytes_and_phase & 1) == parity) emulation::yield();
-}
-inline void expect_bytes(std::uint64_t* barrier, int bytes) {
-  emulation::Mbarrier::of(barrier).bytes_and_phase += 2 * bytes;
-  emulation::Mbarrier::of(barrier).arrive();
-}
-inline void copy_run(void* to, const void* from, int bytes, std::uint64_t* barrier) {
-  if (reinterpret_cast<std::uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) emulation::fail("a copy that is not aligned");
-  std::memcpy(to, from, bytes);
-  emulation::Mbarrier::of(barrier).complete(bytes);
-}
 inline int cluster_rank() { return emulation::rank(); }
 inline void cluster_sync() { emulation::meet(emulation::whole_cluster, emulation::block_size * emulation::cluster_size); }
-inline std::uint32_t remote_address(const void* p, int rank) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p) & 0xFFFFFF) | static_cast<std::uint32_t>(rank) << 24;
-}
-inline void store_remote(std::uint32_t to, float a, float b, float c, float d, std::uint32_t barrier) {
-  const float values[4] = {a, b, c, d};
-  std::memcpy(emulation::place(to), values, sizeof values);
-  emulation::Mbarrier::of(emulation::place(barrier)).complete(sizeof values);
-}
-inline void max_remote(std::uint32_t to, std::uint32_t v) { atomicMax(reinterpret_cast<std::uint32_t*>(emulation::place(to)), v); }
 inline void named_barrier(int id, int members) { emulation::meet(emulation::named[emulation::rank() * 16 + id], members); }
-inline void named_arrive(int id, int members) { emulation::meet(emulation::named[emulation::rank() * 16 + id], members, false); }
 template <int kRegisters>
 void give_registers() {}
 template <int kRegisters>
 void take_registers() {}
-inline void fence_operands() {}
-inline void prefetch(const void*) {}
-inline void wgmma_fence() {}
-inline void wgmma_commit() {}
-template <int kAccumulators>
-void wgmma_wait(float (&)[kAccumulators]) {}
 
-inline float operand(std::uint16_t bits) { return kBf16Operands ? __bfloat162float({bits}) : __half2float({bits}); }
+namespace emulation {
 
-// A from registers: a lane's words hold k 2 (lane % 4) and the next of rows lane / 4 and 8 more. B without swizzle: 8 values of K a pixel.
-template <int kAccumulators>
-void wgmma(float (&d)[kAccumulators], const std::uint32_t (&first)[2], const std::uint32_t (&second)[2], std::uint64_t b, bool accumulate) {
-  const int lane = emulation::current % 32;
-  float a[2][16];
-  for (int half = 0; half < 2; ++half) {
-    for (int h = 0; h < 2; ++h) {
-      emulation::exchange((half == 0 ? first : second)[h], [&](const std::uint32_t* words) {
-        for (int k = 0; k < 8; ++k) a[h][half * 8 + k] = operand(static_cast<std::uint16_t>(words[lane / 4 * 4 + k / 2] >> k % 2 * 16));
-        return 0;
-      });
-    }
-  }
-  const std::uint64_t start = b & 0xFFFF, distance = b >> 16 & 0x3FFF;
-  if (distance == 0) emulation::fail("a leading byte offset of nothing");
-  const auto* pixels = reinterpret_cast<const std::uint16_t*>(emulation::shared_memory());
-  for (int i = 0; i < kAccumulators; ++i) {
-    const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    double sum = accumulate ? d[i] : 0.0;
-    for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[i % 4 / 2][k]) * operand(pixels[(start + (k < 8 ? 0 : distance) + column) * 8 + k % 8]);
-    const float nearest = static_cast<float>(sum);
-    d[i] = std::isfinite(nearest) && std::fabs(nearest) > std::fabs(sum) ? std::nextafter(nearest, 0.0f) : nearest;
-  }
+// As the tensor core does nearly: products and their sum are exact, and rounded toward zero once an instruction.
+inline float toward_zero(double sum) {
+  const float nearest = static_cast<float>(sum);
+  if (!(std::fabs(nearest) > std::fabs(sum)) || !std::isfinite(nearest)) return nearest;
+  return __uint_as_float(__float_as_uint(nearest) - 1);
 }
+
+}  // namespace emulation
 
 // --- the host side ---
 
-enum cudaError_t { cudaSuccess = 0 };
-enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeClusterDimension };
+enum cudaError_t { cudaSuccess = 0, cudaErrorNotSupported = 801 };
+enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeClusterDimension, cudaLaunchAttributeProgrammaticStreamSerialization };
 using cudaStream_t = void*;
 struct cudaLaunchAttribute {
   int id;
@@ -206,6 +249,7 @@ struct cudaLaunchAttribute {
     struct {
       unsigned x, y, z;
     } clusterDim;
+    int programmaticStreamSerializationAllowed;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -229,10 +273,36 @@ template <typename Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* count, Kernel, int, int) {
   return *count = 1, cudaSuccess;
 }
+
+namespace emulation {
+
+inline bool early = false;                      // the kernel starts before the one in front of it has ended
+inline std::vector<const void*> made, earlier;  // what this kernel and that one write
+template <typename T>
+void note_written(T* tensor) {
+  made.push_back(tensor);
+}
+template <typename T>
+void note_written(const T&) {}
+template <typename T>
+void note_written(const T*) {}
+
+}  // namespace emulation
+
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
   emulation::block_size = static_cast<int>(config->blockDim.x);
-  emulation::cluster_size = config->numAttrs ? static_cast<int>(config->attrs[0].val.clusterDim.x) : 1;
+  emulation::grid_size = config->gridDim.x;
+  emulation::cluster_size = 1;
+  emulation::early = false;
+  for (int i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) emulation::cluster_size = static_cast<int>(attribute.val.clusterDim.x);
+    if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) emulation::early = attribute.val.programmaticStreamSerializationAllowed;
+  }
+  emulation::earlier = std::move(emulation::made);
+  emulation::made.clear();
+  (emulation::note_written(static_cast<Parameters>(arguments)), ...);
   emulation::body = [=] { kernel(arguments...); };
   const int clusters = static_cast<int>(config->gridDim.x) / emulation::cluster_size;
   for (emulation::cluster = 0; emulation::cluster < clusters; ++emulation::cluster) emulation::run_cluster(config->dynamicSmemBytes);
