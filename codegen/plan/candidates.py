@@ -17,7 +17,7 @@ class Candidate:
     """A target and what the planner takes there instead of its own choice; None leaves it the choice.
 
     `gemm` is "library" or "generated"; `math` an arithmetic; `tile` the rows and columns of a block of the sm_80 GEMM; `finished` says that the
-    chain ends in that GEMM.
+    chain ends in that GEMM; `slices` blocks share a tile.
     """
 
     target: str
@@ -25,13 +25,15 @@ class Candidate:
     math: str | None = None
     tile: tuple[int, int] | None = None
     finished: bool | None = None
+    slices: int | None = None
 
     @property
     def label(self) -> str:
         """`sm_80_generated_fp16x3_128x64_one_kernel`: unique among a spec's candidates, fit for a folder."""
         tile = f"{self.tile[0]}x{self.tile[1]}" if self.tile else None
         end = None if self.finished is None else "one_kernel" if self.finished else "norm_kernel"
-        return "_".join(part for part in (self.target, self.gemm, self.math, tile, end) if part)
+        slices = f"{self.slices}_slices" if self.slices else None
+        return "_".join(part for part in (self.target, self.gemm, self.math, tile, slices, end) if part)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -69,7 +71,7 @@ def _generated(spec: Spec, device: DeviceClass, target: str) -> list[Candidate]:
     from codegen.plan.gemm_tiles import tile_choices
 
     return [
-        Candidate(target, "generated", name, (choice.tile.m, choice.tile.n), choice.finished)
+        Candidate(target, "generated", name, (choice.tile.m, choice.tile.n), choice.finished, choice.slices if choice.slices > 1 else None)
         for name in ([spec.math] if spec.math else arithmetics(spec))
         for choice in tile_choices(spec, device, ARITHMETICS[name])[:TILES]
     ]

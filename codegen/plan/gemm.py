@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from codegen.numerics import ARITHMETICS, Arithmetic
-from codegen.plan.gemm_kernels import SCALES, STATISTICS, gemm_kernel, row_scale_kernel
+from codegen.plan.gemm_kernels import SCALES, SLICES, STATISTICS, add_slices_kernel, gemm_kernel, row_scale_kernel
 from codegen.plan.gemm_tiles import Choice, choose_tile
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm import TileStatistics
@@ -26,7 +26,8 @@ class GemmPlan:
     """The launches up to the norm and what they leave behind.
 
     `finished`: "y" holds the chain's result; otherwise it holds the values before the norm, in the spec's storage type, and where
-    `statistics` is set each row's and tile's moments lie in its buffer. `why` holds the reasons, one sentence each.
+    `statistics` is set each row's and tile's moments lie in its buffer. `sliced`: "t0" holds the bare product instead, without bias, in fp32. `why` holds
+    the reasons, one sentence each.
     """
 
     steps: tuple[Launch, ...]
@@ -34,6 +35,7 @@ class GemmPlan:
     finished: bool
     statistics: TileStatistics | None
     why: tuple[str, ...]
+    sliced: bool = False
 
 
 def choose_arithmetic(spec: Spec, device: DeviceClass) -> Arithmetic:
@@ -59,9 +61,13 @@ def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arith
     choice = recorded or choose_tile(spec, device, arithmetic)
     tile = choice.tile
     statistics = None
-    if not choice.finished and spec.group_channels > HELD_BY_NORM and spec.group_channels % tile.n == 0:
+    if not choice.finished and choice.slices == 1 and spec.group_channels > HELD_BY_NORM and spec.group_channels % tile.n == 0:
         statistics = TileStatistics(tile.n, spec.channels // tile.n, STATISTICS)
     why = _why(spec, device, arithmetic, choice, recorded is not None)
+    if choice.slices > 1:
+        kernel = gemm_kernel(spec, arithmetic, choice, False, notes=why)
+        buffers = (Buffer(SLICES, (choice.slices, spec.batch, spec.channels), "float32"), Buffer("t0", spec.producer.output_shape, "float32"))
+        return GemmPlan((Launch(kernel, result=SLICES), Launch(add_slices_kernel(spec, choice.slices))), buffers, False, None, why, sliced=True)
     kernel = gemm_kernel(spec, arithmetic, choice, statistics is not None, notes=why)
     steps, buffers = [Launch(kernel)], []
     if kernel.scaled:
@@ -90,12 +96,14 @@ def _total_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
 def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Choice, recorded: bool) -> tuple[str, ...]:
     tile = choice.tile
     forced = "asked for" if spec.math else "as measured" if recorded else f"the fastest here for {device.name} at {spec.precision.name}"
-    blocks = math.ceil(spec.batch / tile.m) * math.ceil(spec.channels / choice.columns)
+    blocks = math.ceil(spec.batch / tile.m) * math.ceil(spec.channels / choice.columns) * choice.slices
     reasons = [
         f"{arithmetic.name}, {arithmetic.summary}: {forced}",
         f"tiles of {tile.m}x{tile.n}: {blocks} blocks on {device.sms} SMs, {choice.ms:.3f} ms estimated",
     ]
-    if choice.finished:
+    if choice.slices > 1:
+        reasons.append(f"a tile's K is cut into {choice.slices} parts, a block each, for SMs that whole tiles would leave idle; their sums are added in front of the norm kernel")
+    elif choice.finished:
         waste = "" if choice.columns == tile.n else f" ({choice.columns} of {tile.n} columns kept, so that no group is cut)"
         reasons.append(f"groups of {spec.group_channels} channels lie within a tile, so the whole chain ends in this kernel{waste}")
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, parameter_keys, unique_constants
 from codegen.numerics import FP32, Arithmetic, Precision, float_literal
-from codegen.plan.gemm_tiles import WARP, Choice, Tile
+from codegen.plan.gemm_tiles import WARP, Choice, Tile, slice_stages
 from codegen.plan.model import Kernel
 from codegen.plan.norm_chain import Operand, kept_in_front, named_operand, norm_operands, operand_of
 from codegen.spec import Spec
@@ -17,6 +17,8 @@ FFMA_PARTIAL_K = 128  # K of one partial sum: its error stays below that of one 
 PROMOTE_STEPS = 4  # multiplies in a chain before a rounded addition: every one of them cuts off, TF32's after 8 of K, the others' after 16
 SCALES = "row_scales"
 STATISTICS = "tile_statistics"
+SLICES = "sliced_sums"
+ADD_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,12 @@ class GemmKernel(Kernel):
     after: tuple[Apply, ...] = ()
     epilogue: Epilogue | None = None
     kept_lines: tuple[tuple[str, ...], ...] = ((), (), ())
+    slices: int = 1
+
+    @property
+    def sliced(self) -> bool:
+        """Whether several blocks share a tile, each with its own part of K, and leave the sums of that part."""
+        return self.slices > 1
 
     @property
     def ragged(self) -> bool:
@@ -166,6 +174,14 @@ class GemmKernel(Kernel):
 
 
 @dataclass(frozen=True)
+class AddSlicesKernel(Kernel):
+    """Sums of parts of K, `width` values a thread; `ragged`: the last block has threads without any."""
+
+    width: int = 4
+    ragged: bool = False
+
+
+@dataclass(frozen=True)
 class RowScaleKernel(Kernel):
     """Power-of-two scales of the rows of x and W. `held`: each thread keeps its part of the row in registers between the two readings."""
 
@@ -192,9 +208,10 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     """The GEMM of `spec` with the chosen tile; `statistics`: leave the moments of every row and tile behind."""
     tile, precision = choice.tile, spec.precision
     k = spec.input_shape[1]
-    before = applies(spec, spec.before_norm)
+    sliced = choice.slices > 1
+    before = () if sliced else applies(spec, spec.before_norm)
     after = applies(spec, spec.after_norm) if choice.finished else ()
-    keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters}
+    keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters if not sliced or p.suffix == "weight"}
     affine = norm_operands(spec) if choice.finished else ()
     named = [keys["weight"], keys.get("bias"), *parameter_keys(before), *(operand.key for operand in affine), *parameter_keys(after)]
     parameters = tuple(dict.fromkeys(key for key in named if key))
@@ -203,21 +220,22 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     types = {SCALES: "float", STATISTICS: "float4", "y": spec.result.c_type}
     known = {operand.key: operand.pointer for operand in (*map(named_operand, parameters), *affine)}
     pointers = tuple(Pointer(types.get(a, precision.c_type), known.get(a, a), a in ("y", STATISTICS)) for a in arguments)
-    stages_per_chunk, stage_count = _stage_counts(arithmetic, tile, k, precision.itemsize)
-    padded_k = stage_count * tile.stage_k(precision.itemsize)
+    slice_k = slice_stages(tile, k, precision.itemsize, choice.slices) * tile.stage_k(precision.itemsize) if sliced else k
+    stages_per_chunk, stage_count = _stage_counts(arithmetic, tile, slice_k, precision.itemsize)
+    padded_k = choice.slices * stage_count * tile.stage_k(precision.itemsize)
     tiles_m, tiles_n = math.ceil(spec.batch / tile.m), math.ceil(spec.channels / choice.columns)
     raster = min(RASTER_ROWS, tiles_m)
     epilogue = _epilogue(spec, tile, choice, pad=4 if arithmetic.name == "ffma" else 8)
     kernel = GemmKernel(
         name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic),
         smem_bytes=max(tile.smem_bytes, epilogue.round_rows * epilogue.pitch * 4 * tile.warps_k), max_registers=tile.max_registers,
-        threads=tile.threads, blocks=tiles_m * tiles_n, pointers=pointers, tile=tile, arithmetic=arithmetic, storage=precision.c_type, result=spec.result,
+        threads=tile.threads, blocks=tiles_m * tiles_n * choice.slices, pointers=pointers, tile=tile, arithmetic=arithmetic, storage=precision.c_type, result=spec.result,
         copy_bytes=math.gcd(16, k * precision.itemsize), ragged_m=spec.batch % tile.m != 0,
         ragged_n=(tiles_n - 1) * choice.columns + tile.n > spec.channels, ragged_k=padded_k != k,
         ragged_outputs=tiles_n * choice.columns != spec.channels, raster_remainder=tiles_m % raster != 0,
         finished=choice.finished, statistics=statistics, bias=named_operand(keys["bias"]) if "bias" in keys else None,
         weight=named_operand(keys["weight"]).pointer, affine=affine, before=before, after=after, epilogue=epilogue, notes=notes,
-        kept_lines=_kept_lines(spec, choice.finished),
+        kept_lines=((), (), ()) if sliced else _kept_lines(spec, choice.finished), slices=choice.slices,
     )  # fmt: skip
     constants = _shape_constants(spec, choice) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)
     constants += _epilogue_constants(spec, kernel) + unique_constants(before + after)
@@ -256,6 +274,24 @@ def row_scale_kernel(spec: Spec) -> RowScaleKernel:
     )  # fmt: skip
 
 
+def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
+    """The kernel that adds what the blocks of a tile left, in their order."""
+    values = spec.batch * spec.channels
+    width = math.gcd(4, values)
+    blocks = math.ceil(values // width / ADD_THREADS)
+    constants = (
+        Constant("kSlices", str(slices), "parts of K whose sums lie behind each other"),
+        Constant("kWidth", str(width), "values of a thread"),
+        Constant("kVectors", str(values // width), "batch * out_features / kWidth"),
+        Constant("kThreads", str(ADD_THREADS), "threads of a block"),
+        Constant("kBlocks", str(blocks), "kVectors / kThreads, rounded up"),
+    )
+    return AddSlicesKernel(
+        name="add_slices", template="gemm/add_slices.cu.j2", arguments=(SLICES, "t0"), constants=constants, summary=f"adds the sums of {slices} parts of K",
+        threads=ADD_THREADS, blocks=blocks, max_registers=64, width=width, ragged=values // width % ADD_THREADS != 0,
+    )  # fmt: skip
+
+
 def _statements(items: tuple[Apply, ...]) -> tuple[str, ...]:
     """The operators as C statements on `v`, element `e` of a vector."""
     lines = []
@@ -282,6 +318,8 @@ def _template(arithmetic: Arithmetic, tile: Tile) -> str:
 
 
 def _summary(choice: Choice, arithmetic: Arithmetic) -> str:
+    if choice.slices > 1:
+        return f"x W^T by {arithmetic.summary}, {choice.slices} parts of K apart"
     rest = "the whole chain in its epilogue" if choice.finished else "bias and the operators before the norm in its epilogue"
     return f"x W^T by {arithmetic.summary}, {rest}"
 
@@ -353,11 +391,15 @@ def _tile_constants(
         Constant("kPanelK", str(tile.panel_k(itemsize)), f"row_bytes / {2 if tile.presplit else itemsize}: values of K in a panel"),
         Constant("kStageK", str(tile.stage_k(itemsize)), f"panel_k{deep}: values of K in a stage, " + ("one panel for each layer of warps" if deep else "one panel")),
         *(() if tile.presplit else (Constant("kStages", str(tile.stages), "stages in flight"),)),
-        Constant("kStageCount", str(stage_count), "in_features / stage_k, rounded up" + (" to whole partial sums" if kernel.arithmetic.parts == 2 else "")),
+        Constant("kStageCount", str(stage_count), f"in_features / {'slices / ' if kernel.sliced else ''}stage_k, rounded up" + (" to whole partial sums" if kernel.arithmetic.parts == 2 else "")),
         Constant("kCopyRows", str(tile.copy_rows), "rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes"),
         Constant("kStageBytes", str(tile.stage_bytes), f"(tile_m + tile_n) * row_bytes{deep}" + (" * 2 parts" if tile.presplit else "")),
         Constant("kSharedBytes", str(kernel.smem_bytes), f"{tile.stages} stages, reused by the epilogue" if kernel.smem_bytes == tile.smem_bytes else "what the epilogue stages at once, more than the stages need"),
-        Constant("kBlocks", "kTilesM * kTilesN", str(kernel.blocks)),
+        *([
+            Constant("kSlices", str(kernel.slices), "blocks that share a tile, each with its own part of K"),
+            Constant("kSliceK", "kStageCount * kStageK", f"values of K in a slice: {stage_count * tile.stage_k(itemsize)}"),
+        ] if kernel.sliced else []),
+        Constant("kBlocks", "kTilesM * kTilesN" + (" * kSlices" if kernel.sliced else ""), str(kernel.blocks)),
     ]  # fmt: skip
     if ffma or kernel.arithmetic.parts == 2:
         constants.append(Constant("kStagesPerSum", str(stages_per_chunk), f"K = {stages_per_chunk * tile.panel_k(itemsize)} in one partial sum of a warp"))

@@ -13,6 +13,9 @@ WARP = 32
 STEP_CYCLES = 600  # one turn of the pipeline with an idle multiplier: a barrier, shared memory, dependent multiplies
 FILL_CYCLES = 2500  # launch to first multiply, and the epilogue behind the last
 CLOCK_GHZ = 1.4  # under load
+SLICES = (2, 4, 8, 16, 32)  # parts of K that blocks of one tile share
+SLICE_STAGES = 4  # of the pipeline, at least, in a slice
+SLICE_MARGIN = 0.85  # K is sliced where the estimate is below this share of the other
 L2_BYTES_PER_CLOCK = 40  # L2 to one SM; arXiv 2501.12084 measures 30 to 47 with every SM reading
 
 
@@ -150,12 +153,14 @@ def tiles_for(arithmetic: Arithmetic) -> tuple[Tile, ...]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A tile for a spec: whole groups of the norm fit into `columns` of its n columns, or `columns` is n and a norm kernel follows."""
+    """A tile for a spec: whole groups of the norm fit into `columns` of its n columns, or `columns` is n and a norm kernel follows. `slices` blocks
+    share a tile, each with its own part of K; a kernel then adds what they leave."""
 
     tile: Tile
     columns: int
     finished: bool
     ms: float
+    slices: int = 1
 
 
 def multiplier_rate(arithmetic: Arithmetic, device: DeviceClass) -> float:
@@ -165,18 +170,23 @@ def multiplier_rate(arithmetic: Arithmetic, device: DeviceClass) -> float:
     return (device.tf32 if arithmetic.operand == "tf32" else device.fp16) * device.mma_share
 
 
-def tile_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, columns: int) -> float:
+def slice_stages(tile: Tile, k: int, itemsize: int, slices: int) -> int:
+    """Stages of the pipeline in a slice."""
+    return math.ceil(math.ceil(k / tile.stage_k(itemsize)) / slices)
+
+
+def tile_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, columns: int, slices: int = 1) -> float:
     """Estimated milliseconds of the GEMM alone: the slowest of multiplier, L2, memory and the pipeline's own latency."""
     m, n, k = spec.batch, spec.channels, spec.input_shape[1]
     itemsize = spec.precision.itemsize
-    blocks = math.ceil(m / tile.m) * math.ceil(n / columns)
+    blocks = math.ceil(m / tile.m) * math.ceil(n / columns) * slices
     per_sm = math.ceil(blocks / device.sms)
     resident = max(1, min(tile.blocks_per_sm, device.smem_per_sm // (tile.smem_bytes + 1024)))
     rounds = math.ceil(blocks / (device.sms * resident))
-    stages = math.ceil(k / tile.stage_k(itemsize))
+    stages = slice_stages(tile, k, itemsize, slices)
     flop = 2.0 * tile.m * tile.n * stages * tile.stage_k(itemsize) * len(arithmetic.products)
     multiply = per_sm * flop / (multiplier_rate(arithmetic, device) / device.sms * tile.share * 1e9)
-    level2 = per_sm * (tile.m + tile.n) * k * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
+    level2 = per_sm * (tile.m + tile.n) * min(k, stages * tile.stage_k(itemsize)) * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
     memory = ((m * k + n * k) * itemsize + m * n * spec.result.itemsize) / (device.hbm * 1e6)
     latency = rounds * (stages * STEP_CYCLES + FILL_CYCLES) / (CLOCK_GHZ * 1e6)
     return max(multiply, level2, memory, latency)
@@ -199,4 +209,23 @@ def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> lis
         choices.append(Choice(tile, columns, fits, tile_ms(spec, device, arithmetic, tile, columns) + (0.0 if fits else tail)))
         if fits and columns < tile.n:  # the unused columns may cost more than a second kernel
             choices.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n) + tail))
+    least = min(choice.ms for choice in choices)
+    choices += [choice for choice in _sliced(spec, device, arithmetic, tail) if choice.ms < SLICE_MARGIN * least]
     return sorted(choices, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))  # the smaller of equals
+
+
+def _sliced(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tail: float) -> list[Choice]:
+    """Tiles that several blocks share, each with its own part of K: for fp32 operands, whose GEMM the vendor's library cannot serve. Their sums meet in
+    a kernel of their own, in front of the norm's. Arithmetic that takes W apart beforehand would read it twice."""
+    if arithmetic.operand != "tf32" or spec.precision.dtype != "float32":
+        return []
+    found = []
+    for tile in tiles_for(arithmetic):
+        for slices in SLICES:
+            stages = slice_stages(tile, spec.input_shape[1], 4, slices)
+            if stages < SLICE_STAGES:
+                break
+            slices = math.ceil(math.ceil(spec.input_shape[1] / tile.stage_k(4)) / stages)  # none is empty
+            add = (slices + 1) * spec.batch * spec.channels * 4 / (device.hbm * 1e6) + device.launch_us / 1e3
+            found.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, slices) + add + tail, slices))
+    return found

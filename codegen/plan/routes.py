@@ -168,7 +168,11 @@ def _generated_linear(spec: Spec, target: Target, device: DeviceClass, candidate
     steps, buffers, why = gemm.steps, gemm.buffers, gemm.why
     estimate = gemm_ms(spec, device, arithmetic)
     if not gemm.finished:
-        tail = _norm(spec, target, device, source="y", apply_before=False, producer_bias=None, statistics=gemm.statistics)
+        if gemm.sliced:
+            bias = next((spec.producer.key(p) for p in spec.producer.parameters if p.suffix == "bias"), None)
+            tail = _norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias, statistics=None)
+        else:
+            tail = _norm(spec, target, device, source="y", apply_before=False, producer_bias=None, statistics=gemm.statistics)
         steps, buffers, why = steps + tail.steps, buffers + tail.buffers, why + tail.why
         estimate += 2 * math.prod(spec.output_shape) * spec.result.itemsize / (device.hbm * 1e6) + device.launch_us / 1e3
     rate = {"fp32": device.fp32, "tf32": device.tf32, "fp16": device.fp16, "bf16": device.fp16}[arithmetic.operand]
@@ -181,7 +185,7 @@ def _recorded_tile(spec: Spec, device: DeviceClass, candidate: Candidate) -> "Ch
     from codegen.plan.gemm_tiles import tile_choices
 
     for choice in tile_choices(spec, device, ARITHMETICS[candidate.math]):
-        if ((choice.tile.m, choice.tile.n), choice.finished) == (candidate.tile, candidate.finished):
+        if ((choice.tile.m, choice.tile.n), choice.finished, choice.slices) == (candidate.tile, candidate.finished, candidate.slices or 1):
             return choice
     raise PlanError(
         f"the planner has no {candidate.label} any more; measure again (make tune SPEC={spec.named or spec.path}) or take the record out of tuned/{device.name}.yaml"
