@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, parameter_keys, unique_constants
 from codegen.numerics import FP32, Arithmetic, Precision, float_literal
-from codegen.plan.gemm_tiles import WARP, Choice, Tile, slice_stages
+from codegen.plan.gemm_tiles import WARP, Choice, Tile, partial_sum_stages, slice_stages
 from codegen.plan.model import Kernel
 from codegen.plan.norm_chain import Operand, kept_in_front, named_operand, norm_operands, operand_of
 from codegen.spec import Spec
 
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
 FFMA_PARTIAL_K = 128  # K of one partial sum: its error stays below that of one chain of K additions
-PROMOTE_STEPS = 4  # multiplies in a chain before a rounded addition: every one of them cuts off, TF32's after 8 of K, the others' after 16
 SCALES = "row_scales"
 STATISTICS = "tile_statistics"
 SLICES = "sliced_sums"
@@ -220,7 +219,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     types = {SCALES: "float", STATISTICS: "float4", "y": spec.result.c_type}
     known = {operand.key: operand.pointer for operand in (*map(named_operand, parameters), *affine)}
     pointers = tuple(Pointer(types.get(a, precision.c_type), known.get(a, a), a in ("y", STATISTICS)) for a in arguments)
-    slice_k = slice_stages(tile, k, precision.itemsize, choice.slices) * tile.stage_k(precision.itemsize) if sliced else k
+    slice_k = slice_stages(arithmetic, tile, k, precision.itemsize, choice.slices) * tile.stage_k(precision.itemsize) if sliced else k
     stages_per_chunk, stage_count = _stage_counts(arithmetic, tile, slice_k, precision.itemsize)
     padded_k = choice.slices * stage_count * tile.stage_k(precision.itemsize)
     tiles_m, tiles_n = math.ceil(spec.batch / tile.m), math.ceil(spec.channels / choice.columns)
@@ -329,10 +328,9 @@ def _stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> 
     stages = math.ceil(k / tile.stage_k(itemsize))
     if arithmetic.name == "ffma":
         return max(1, FFMA_PARTIAL_K // tile.panel_k(itemsize)), stages
-    if not arithmetic.promote:
+    if not arithmetic.promote:  # one product
         return stages, stages
-    promote = min(arithmetic.promote, PROMOTE_STEPS * (8 if arithmetic.operand == "tf32" else 16))
-    chunk = min(stages, max(1, promote // tile.panel_k(itemsize)))
+    chunk = min(stages, partial_sum_stages(arithmetic, tile, itemsize))
     return chunk, math.ceil(stages / chunk) * chunk
 
 

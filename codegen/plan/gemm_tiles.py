@@ -13,6 +13,7 @@ WARP = 32
 STEP_CYCLES = 600  # one turn of the pipeline with an idle multiplier: a barrier, shared memory, dependent multiplies
 FILL_CYCLES = 2500  # launch to first multiply, and the epilogue behind the last
 CLOCK_GHZ = 1.4  # under load
+PROMOTE_STEPS = 4  # multiplies in a chain before a rounded addition: every one of them cuts off, TF32's after 8 of K, the others' after 16
 SLICES = (2, 4, 8, 16, 32)  # parts of K that blocks of one tile share
 SLICE_STAGES = 4  # of the pipeline, at least, in a slice
 SLICE_MARGIN = 0.85  # K is sliced where the estimate is below this share of the other
@@ -170,9 +171,19 @@ def multiplier_rate(arithmetic: Arithmetic, device: DeviceClass) -> float:
     return (device.tf32 if arithmetic.operand == "tf32" else device.fp16) * device.mma_share
 
 
-def slice_stages(tile: Tile, k: int, itemsize: int, slices: int) -> int:
-    """Stages of the pipeline in a slice."""
-    return math.ceil(math.ceil(k / tile.stage_k(itemsize)) / slices)
+def partial_sum_stages(arithmetic: Arithmetic, tile: Tile, itemsize: int) -> int:
+    """Stages of the pipeline after which the tensor cores' sum is added to the others, rounded; 1 where they keep it."""
+    if not arithmetic.promote:
+        return 1
+    promote = min(arithmetic.promote, PROMOTE_STEPS * (8 if arithmetic.operand == "tf32" else 16))
+    return max(1, promote // tile.panel_k(itemsize))
+
+
+def slice_stages(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int, slices: int) -> int:
+    """Stages of the pipeline in a slice: whole partial sums."""
+    stages = math.ceil(math.ceil(k / tile.stage_k(itemsize)) / slices)
+    partial = min(stages, partial_sum_stages(arithmetic, tile, itemsize))
+    return math.ceil(stages / partial) * partial if slices > 1 else stages
 
 
 def tile_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, columns: int, slices: int = 1) -> float:
@@ -183,7 +194,7 @@ def tile_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile,
     per_sm = math.ceil(blocks / device.sms)
     resident = max(1, min(tile.blocks_per_sm, device.smem_per_sm // (tile.smem_bytes + 1024)))
     rounds = math.ceil(blocks / (device.sms * resident))
-    stages = slice_stages(tile, k, itemsize, slices)
+    stages = slice_stages(arithmetic, tile, k, itemsize, slices)
     flop = 2.0 * tile.m * tile.n * stages * tile.stage_k(itemsize) * len(arithmetic.products)
     multiply = per_sm * flop / (multiplier_rate(arithmetic, device) / device.sms * tile.share * 1e9)
     level2 = per_sm * (tile.m + tile.n) * min(k, stages * tile.stage_k(itemsize)) * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
@@ -222,10 +233,11 @@ def _sliced(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tail: float
     found = []
     for tile in tiles_for(arithmetic):
         for slices in SLICES:
-            stages = slice_stages(tile, spec.input_shape[1], 4, slices)
+            stages = slice_stages(arithmetic, tile, spec.input_shape[1], 4, slices)
             if stages < SLICE_STAGES:
                 break
             slices = math.ceil(math.ceil(spec.input_shape[1] / tile.stage_k(4)) / stages)  # none is empty
             add = (slices + 1) * spec.batch * spec.channels * 4 / (device.hbm * 1e6) + device.launch_us / 1e3
-            found.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, slices) + add + tail, slices))
+            if slices > 1:
+                found.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, slices) + add + tail, slices))
     return found

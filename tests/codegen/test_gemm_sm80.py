@@ -53,10 +53,14 @@ def test_tiles_fit_the_target(tile):
 def test_every_output_is_written_once_and_no_group_is_cut(tmp_path_factory, batch, k, width, groups, chosen, device):
     case = Case("any_shape", batch, k, width * groups, groups)
     spec, gemm = planned(case, tmp_path_factory.mktemp("specs"), *chosen, device)
-    kernel = gemm.steps[-1].kernel
-    columns = choose_tile(spec, DEVICES[device], NAMED[chosen[1]]).columns
+    kernel = next(step.kernel for step in gemm.steps if step.kernel.name == "gemm")
+    choice = choose_tile(spec, DEVICES[device], NAMED[chosen[1]])
+    columns = choice.columns
     tiles_m, tiles_n = math.ceil(batch / kernel.tile.m), math.ceil(spec.channels / columns)
-    assert kernel.blocks == tiles_m * tiles_n
+    assert kernel.blocks == tiles_m * tiles_n * choice.slices and kernel.slices == choice.slices
+    stages = int(next(c.text for c in kernel.constants if c.name == "kStageCount"))
+    slice_k = stages * kernel.tile.stage_k(spec.precision.itemsize)
+    assert (choice.slices - 1) * slice_k < k <= choice.slices * slice_k  # all of K, and no slice without a part of it
     assert columns <= kernel.tile.n and (not gemm.finished or columns % width == 0)
     e = kernel.epilogue
     assert e.span % e.vector == 0 and spec.channels % e.vector == 0 and e.vector * spec.precision.itemsize <= 16
@@ -67,6 +71,27 @@ def test_every_output_is_written_once_and_no_group_is_cut(tmp_path_factory, batc
     assert (k * spec.precision.itemsize) % kernel.copy_bytes == 0
     assert kernel.ragged_m == (batch % kernel.tile.m != 0)
     assert kernel.arguments[0] == "x" and kernel.arguments[-1] == "y"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize("shape", [(24, 46080, 348), (12, 19652, 144), (7, 3863, 510), (64, 8192, 1024)])
+def test_few_tiles_of_a_long_k_are_shared_by_blocks(shape, precision, tmp_path):
+    """Without slices the last of these would take twice as long, the first six times; the norm kernel reads the sum, in fp32 and without the bias."""
+    batch, k, n = shape
+    spec = Case("long_rows", batch, k, n, 2, before=("relu",), after=("hardtanh",)).spec(tmp_path, precision, None)
+    made = plan(spec, "sm_80", "h100")
+    gemm, add, *norm = made.kernels
+    assert gemm.slices > 1 and gemm.bias is None and not gemm.before and made.steps[0].result == add.arguments[0] and add.arguments[1] == "t0"
+    assert norm[0].arguments[:2] == ("t0", "gemm.bias") and made.buffers[0].shape == (gemm.slices, batch, n)
+    assert "parts, a block each" in explain(made)
+    for kernel in made.kernels:
+        assert not (found := faults(made, kernel, tmp_path)), found
+
+
+def test_k_is_not_sliced_where_tiles_are_enough(tmp_path):
+    for precision, batch, k, n in (("fp32", 1, 8192, 8192), ("fp32", 128, 1024, 512), ("tf32", 1024, 8192, 8192), ("fp16", 24, 46080, 348)):
+        made = plan(Case("whole", batch, k, n, 2).spec(tmp_path, precision, None), "sm_80", "h100")
+        assert all(getattr(kernel, "slices", 1) == 1 for kernel in made.kernels)
 
 
 @pytest.mark.parametrize("chosen", ARITHMETICS, ids=lambda chosen: chosen[1])
