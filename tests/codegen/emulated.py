@@ -16,7 +16,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 EXACT = ("-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-w")  # every operation rounds as it is written
 # As nvcc contracts; a warning is a failure.
 STRICT = (
-    "-O1", "-ffp-contract=fast", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-sign-compare", "-Wno-maybe-uninitialized",
+    "-O1", "-ffp-contract=fast", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-sign-compare", "-Wno-maybe-uninitialized",
 )  # fmt: skip
 MARGIN = bytes(range(1, 65))  # behind each tensor, for nobody to write to
 # Calls the launchers named in calls.json with the tensors in *.bin, in which it leaves what they write.

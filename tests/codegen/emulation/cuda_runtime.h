@@ -1,5 +1,6 @@
 // Enough of CUDA to run an emitted kernel on a CPU, one block after the other: each thread of a block is a fiber, which runs until it waits for
-// its warp or its block. Shared memory is static memory. Nothing here is fast, and data races between threads show only as wrong order.
+// its warp or its block. Shared memory is static memory, but for that whose size the launch names. Nothing here is fast, and data races between threads
+// show only as wrong order.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +8,7 @@
 
 #include "fibers.h"
 #include "numbers.h"
+#include "shared_memory.h"
 
 #define __device__
 #define __global__
@@ -14,7 +16,7 @@
 #define __launch_bounds__(...)
 #define __shared__ static
 
-enum cudaError_t { cudaSuccess = 0 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719 };
 using cudaStream_t = void*;
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -46,12 +48,11 @@ inline void release(Barrier& barrier) {
 }
 
 inline void wait(Barrier& barrier) {
-  const long generation = barrier.generation;
   if (++barrier.arrived == barrier.members) {
     release(barrier);
     return;
   }
-  while (barrier.generation == generation) yield();
+  sleep_on(barrier.generation);
 }
 
 // A thread that has returned is waited for no longer.
@@ -66,10 +67,13 @@ inline void run_block() {
   block = Barrier{};
   block.members = count;
   ended = [] {
+    copies_end();
     leave(warps[current / 32]);
     leave(block);
   };
+  shared_begins();
   run_threads(count);
+  shared_ends();
 }
 
 }  // namespace emulation
@@ -90,12 +94,15 @@ inline float __shfl_xor_sync(unsigned, float v, int offset) {
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
   emulation::block_size = config->blockDim;
+  emulation::shared_bytes = config->dynamicSmemBytes;
   emulation::body = [=] { kernel(arguments...); };
-  for (unsigned y = 0; y < config->gridDim.y; ++y) {
-    for (unsigned x = 0; x < config->gridDim.x; ++x) {
-      emulation::block_index = dim3(x, y);
+  const dim3 blocks = config->gridDim;
+  const bool done = emulation::completes([&] {
+    for (unsigned i = 0; i < blocks.x * blocks.y; ++i) {
+      const unsigned block = emulation::seed ? blocks.x * blocks.y - 1 - i : i;
+      emulation::block_index = dim3(block % blocks.x, block / blocks.x);
       emulation::run_block();
     }
-  }
-  return cudaSuccess;
+  });
+  return done ? cudaSuccess : cudaErrorLaunchFailure;
 }

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -16,10 +15,11 @@ struct dim3 {
 
 namespace emulation {
 
-[[noreturn]] inline void fail(const char* why) {
-  std::fprintf(stderr, "%s\n", why);
-  std::_Exit(3);
-}
+// What a kernel must not do: it ends the launch, whose threads are left where they are.
+struct Fault {
+  const char* why;
+};
+[[noreturn]] inline void fail(const char* why) { throw Fault{why}; }
 
 struct Thread {
   std::unique_ptr<char[]> stack;
@@ -43,6 +43,7 @@ inline void* scheduler;
 inline std::vector<Thread> threads;
 inline int current = 0;
 inline std::function<void()> body, ended;  // what a thread does, and what happens when it has returned
+inline const char* fault = nullptr;        // of a thread
 inline std::function<bool()> between;      // what happens between turns: whether there is anything under way that threads may wait for
 
 inline void yield() { switch_stack(&threads[current].top, scheduler); }
@@ -57,14 +58,19 @@ inline void sleep_on(const long& word) {
 inline unsigned next_random() { return (seed = seed * 1664525u + 1013904223u) >> 8; }
 
 inline void start() {
-  body();
+  try {
+    body();
+    if (ended) ended();
+  } catch (const Fault& found) {
+    fault = found.why;
+  }
   threads[current].done = true;
-  if (ended) ended();
   yield();
 }
 
-// Runs `body` in `count` threads to the end of all.
+// Runs `body` in `count` threads to the end of all. Throws the fault of a thread.
 inline void run_threads(int count) {
+  fault = nullptr;
   if (static_cast<int>(threads.size()) < count) threads.resize(count);
   for (int i = 0; i < count; ++i) {
     Thread& thread = threads[i];
@@ -91,11 +97,24 @@ inline void run_threads(int count) {
       thread.asleep = nullptr;
       ran = true;
       switch_stack(&scheduler, thread.top);
+      if (fault) throw Fault{fault};
       left -= thread.done;
     }
     const bool coming = between && between();
     if ((left > 0 && !ran && !coming) || turns == kPatience) fail("a wait does not end");
   }
+}
+
+// Whether `launch` went through; where it did not, what was wrong is told.
+template <typename Launch>
+bool completes(Launch launch) {
+  try {
+    launch();
+  } catch (const Fault& found) {
+    std::fprintf(stderr, "%s\n", found.why);
+    return false;
+  }
+  return true;
 }
 
 }  // namespace emulation

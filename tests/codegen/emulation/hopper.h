@@ -1,7 +1,7 @@
 // Enough of Hopper to run an emitted kernel on a CPU, one cluster after the other: each thread of a cluster is a fiber, which runs until it waits.
 // The wrappers of single instructions are replaced by functions of the same meaning; here is what the kernels share. Shared memory starts as NaN,
 // what the copy engine and other CTAs write arrives some turns later, and a rule of the PTX ISA that is broken or a wait that cannot end stops the
-// process. With another `emulation::seed` the threads take other turns and what is under way arrives in another order.
+// launch. With another `emulation::seed` the threads take other turns and what is under way arrives in another order.
 #pragma once
 
 #include <cmath>
@@ -240,7 +240,7 @@ inline float toward_zero(double sum) {
 
 // --- the host side ---
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorNotSupported = 801 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719, cudaErrorNotSupported = 801 };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaLaunchAttributeClusterDimension, cudaLaunchAttributeProgrammaticStreamSerialization };
 using cudaStream_t = void*;
 struct cudaLaunchAttribute {
@@ -305,6 +305,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   (emulation::note_written(static_cast<Parameters>(arguments)), ...);
   emulation::body = [=] { kernel(arguments...); };
   const int clusters = static_cast<int>(config->gridDim.x) / emulation::cluster_size;
-  for (emulation::cluster = 0; emulation::cluster < clusters; ++emulation::cluster) emulation::run_cluster(config->dynamicSmemBytes);
-  return cudaSuccess;
+  const bool done = emulation::completes([&] {
+    for (emulation::cluster = 0; emulation::cluster < clusters; ++emulation::cluster) emulation::run_cluster(config->dynamicSmemBytes);
+  });
+  return done ? cudaSuccess : cudaErrorLaunchFailure;
 }
