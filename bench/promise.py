@@ -97,10 +97,11 @@ def _excused(found: Errors, by: Sequence[Yardsticks]) -> int:
 def allowed_group(by: Yardsticks, allowed: float, which: str) -> float:
     """How far a group's mean or standard deviation may be off.
 
-    Twice eager's, or ten times the allowed error of an element: a group's mean averages many elements' errors, so only an error shared by
+    Twice eager's or the TF32 model's, or ten times the allowed error of an element: a group's mean averages many elements' errors, so only an error shared by
     the whole group (wrong statistics, padding counted in) comes near it.
     """
-    return max(2 * (getattr(by.eager, which) or 0.0), 10 * allowed * by.rms)
+    theirs = [getattr(errors, which) or 0.0 for errors in (by.eager, by.tf32) if errors]
+    return max(2 * max(theirs), 10 * allowed * by.rms)
 
 
 def broken(spec: Spec, ours: Errors, by: Yardsticks, benchmark: bool) -> list[str]:

@@ -219,7 +219,7 @@ def shape_constants(spec: Spec, operands: Sequence[Operand] | None = None) -> li
     if operands is None or operands:
         listed.append(Constant("kNumGroups", str(spec.num_groups), "groups of a sample"))
         listed.append(Constant("kGroupChannels", str(spec.group_channels), f"{spec.channels} channels / kNumGroups"))
-    if spec.spatial == 1:
+    if spec.spatial == 1 and operands is not None:  # each value is a channel of its own
         return [*listed, Constant("kGroupSize", str(spec.group_size), "values of a group: one contiguous span")]
     positions = " x ".join(str(size) for size in spec.norm.input_shape[2:])
     if by_channel:

@@ -38,6 +38,10 @@ ONCE_AT_FAULT = {
     "no parameter before the norm": ("sm_80", "bf16", 7, {"height": 128, "width": 192}, [
         {"conv2d": {"name": "conv", "in_channels": 96, "out_channels": 36, "kernel_size": 2, "bias": False}}, "hardswish", {"group_norm": {"name": "norm", "num_groups": 4}},
     ]),
+    "a plane of one value": ("sm_80", "fp16", 1, {"height": 4, "width": 4}, [
+        {"conv2d": {"name": "conv", "in_channels": 2, "out_channels": 24, "kernel_size": 7, "stride": 3, "padding": 2}}, "relu",
+        {"group_norm": {"name": "norm", "num_groups": 3}}, {"max_pool2d": {"kernel_size": 1}},
+    ]),
     "seven warps": ("sm_80", "fp32", 48, {}, [
         {"linear": {"name": "gemm", "in_features": 192, "out_features": 3584}}, {"div": {"value": 0.0858}}, {"layer_norm": {"name": "norm", "normalized_shape": 3584}},
     ]),
