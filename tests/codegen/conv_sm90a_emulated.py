@@ -26,7 +26,7 @@ def emulated_text(plan: Plan) -> str:
     text = re.sub(r"extern __shared__[^;]*;\n", "", text)
     assert "asm" not in text
     bf16 = str(plan.kernels[0].operand_type == "__nv_bfloat16").lower()
-    return f'constexpr bool kBf16Operands = {bf16};\n#include "hopper_conv.h"\n{text}'
+    return f"const bool emulation::bf16_operands = {bf16};\n{text}"
 
 
 class Emulated:
@@ -34,7 +34,7 @@ class Emulated:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
-        compile_text(folder, emulated_text(plan), EXACT)
+        compile_text(folder, emulated_text(plan), EXACT, header="hopper_conv.h")
 
     def __call__(self, x: torch.Tensor, values: dict[str, torch.Tensor]) -> torch.Tensor:
         """y, from x and the parameters by key. Raises AssertionError where the kernel stops or its launcher reports an error."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import torch
 HEADERS = Path(__file__).parent / "emulation"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 EXACT = ("-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-w")  # every operation rounds as it is written
+SOON = ("-O1", *EXACT[1:])  # the same, for kernels that take longer to compile than to run
 # As nvcc contracts; a warning is a failure.
 STRICT = (
     "-O1", "-ffp-contract=fast", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-sign-compare", "-Wno-maybe-uninitialized",
@@ -30,8 +33,7 @@ def pointer(name):
     return ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(tensors[name])))
 for file, function, names in calls:
     library = ctypes.CDLL("./" + file)
-    if hasattr(library, "emulate_in_order"):
-        library.emulate_in_order(seed)
+    library.emulate_in_order(seed)
     code = getattr(library, function)(*map(pointer, names), 0, None)
     if code:
         sys.exit(f"{function} returned {code}")
@@ -43,12 +45,25 @@ def command(source: str, library: str, flags: tuple[str, ...]) -> list[str]:
     return ["g++", "-std=c++17", "-mf16c", "-mfma", *flags, f"-I{HEADERS}", "-fno-gnu-unique", "-shared", "-fPIC", "-o", library, source]
 
 
-def compile_text(folder: Path, text: str, flags: tuple[str, ...], stem: str = "emulated") -> Path:
-    """The library made of `text`."""
+def compile_text(folder: Path, text: str, flags: tuple[str, ...], stem: str = "emulated", header: str | None = None) -> Path:
+    """The library made of `text`, which begins by including `header`: that is compiled once for all texts of a process."""
+    if header is not None:
+        flags, text = (*flags, f"-I{precompiled(header, flags).name}"), f'#include "{header}"\n{text}'
     (folder / f"{stem}.cpp").write_text(text)
-    done = subprocess.run(command(f"{stem}.cpp", f"{stem}.so", flags), cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    run(command(f"{stem}.cpp", f"{stem}.so", flags), folder)
     return folder / f"{stem}.so"
+
+
+@functools.cache
+def precompiled(header: str, flags: tuple[str, ...]) -> tempfile.TemporaryDirectory:
+    folder = tempfile.TemporaryDirectory()
+    run(command(str(HEADERS / header), f"{header}.gch", (*flags, "-x", "c++-header")), Path(folder.name))
+    return folder
+
+
+def run(words: list[str], folder: Path) -> None:
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr or f"{words[0]} ended with {done.returncode}"
 
 
 def without_wrappers(text: str, names: Iterable[str]) -> str:
@@ -65,8 +80,7 @@ def run_apart(folder: Path, calls: Sequence[tuple[str, str, Sequence[str]]], ten
     for name, tensor in tensors.items():
         (folder / f"{name}.bin").write_bytes(tensor.contiguous().view(torch.uint8).numpy().tobytes() + MARGIN)
     (folder / "calls.json").write_text(json.dumps([seed, calls]))
-    done = subprocess.run([sys.executable, "-S", "-c", RUNNER], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr or f"the process ended with {done.returncode}"
+    run([sys.executable, "-S", "-c", RUNNER], folder)
     for name, tensor in tensors.items():
         data = bytearray((folder / f"{name}.bin").read_bytes())
         assert data[-len(MARGIN) :] == MARGIN, f"something is written behind {name}"

@@ -11,7 +11,7 @@ import torch
 from codegen.plan.gemm_sm90a_kernels import GemmSm90aKernel
 from codegen.plan.model import Kernel, Plan
 from codegen.render import render_kernel
-from tests.codegen.emulated import DTYPES, EXACT, compile_text, run_apart, without_wrappers
+from tests.codegen.emulated import DTYPES, SOON, compile_text, run_apart, without_wrappers
 
 WRAPPERS = (
     "barrier_init", "barrier_init_done", "expect_bytes", "arrive", "cluster_rank", "cluster_sync", "try_wait", "try_wait_cluster", "wait", "wait_cluster",
@@ -57,9 +57,9 @@ class Emulated:
             self.calls.append((f"{stem}.so", kernel.function(plan.target), kernel.arguments))
         gemm = next(kernel for kernel in plan.kernels if isinstance(kernel, GemmSm90aKernel))
         bf16 = str(gemm.operand_type == "__nv_bfloat16").lower()
-        compile_text(folder, f'constexpr bool kBf16Operands = {bf16};\n#include "hopper_gemm.h"\n{edit(sources["emulated"])}', EXACT)
+        compile_text(folder, f"const bool emulation::bf16_operands = {bf16};\n{edit(sources['emulated'])}", SOON, header="hopper_gemm.h")
         if sources["norm"]:
-            compile_text(folder, f'#include "chains.h"\n{sources["norm"]}', EXACT, "norm")
+            compile_text(folder, sources["norm"], SOON, "norm", "chains.h")
 
     def __call__(self, x: torch.Tensor, values: dict[str, torch.Tensor], seed: int = 0) -> torch.Tensor:
         """y, from x and the parameters by key; `seed` chooses the order of the threads. Raises AssertionError where a kernel stops or its launcher

@@ -172,8 +172,6 @@ inline void run_cluster(std::size_t shared_bytes) {
 
 }  // namespace emulation
 
-extern "C" inline void emulate_in_order(unsigned seed) { emulation::seed = seed; }
-
 #define threadIdx (dim3(emulation::current % emulation::block_size, 0, 0))
 #define blockIdx (dim3(emulation::cluster * emulation::cluster_size + emulation::rank(), 0, 0))
 
@@ -229,11 +227,14 @@ void take_registers() {}
 
 namespace emulation {
 
+extern const bool bf16_operands;  // the kernel's: bfloat16 instead of fp16
+inline float operand(std::uint16_t bits) { return bf16_operands ? __bfloat162float({bits}) : __half2float({bits}); }
+
 // As the tensor core does nearly: products and their sum are exact, and rounded toward zero once an instruction.
 inline float toward_zero(double sum) {
   const float nearest = static_cast<float>(sum);
-  if (!(std::fabs(nearest) > std::fabs(sum)) || !std::isfinite(nearest)) return nearest;
-  return __uint_as_float(__float_as_uint(nearest) - 1);
+  const int away = (std::fabs(nearest) > std::fabs(sum)) & (std::fabs(nearest) < INFINITY);  // no branch: half of all sums are
+  return __uint_as_float(__float_as_uint(nearest) - away);
 }
 
 }  // namespace emulation

@@ -42,8 +42,6 @@ inline void wgmma_commit() {}
 template <int kAccumulators>
 void wgmma_wait(float (&)[kAccumulators]) {}
 
-inline float operand(std::uint16_t bits) { return kBf16Operands ? __bfloat162float({bits}) : __half2float({bits}); }
-
 // A from registers: a lane's words hold k 2 (lane % 4) and the next of rows lane / 4 and 8 more. B without swizzle: 8 values of K a pixel.
 template <int kAccumulators>
 void wgmma(float (&d)[kAccumulators], const std::uint32_t (&first)[2], const std::uint32_t (&second)[2], std::uint64_t b, bool accumulate) {
@@ -52,7 +50,7 @@ void wgmma(float (&d)[kAccumulators], const std::uint32_t (&first)[2], const std
   for (int half = 0; half < 2; ++half) {
     for (int h = 0; h < 2; ++h) {
       emulation::exchange((half == 0 ? first : second)[h], [&](const std::uint32_t* words) {
-        for (int k = 0; k < 8; ++k) a[h][half * 8 + k] = operand(static_cast<std::uint16_t>(words[lane / 4 * 4 + k / 2] >> k % 2 * 16));
+        for (int k = 0; k < 8; ++k) a[h][half * 8 + k] = emulation::operand(static_cast<std::uint16_t>(words[lane / 4 * 4 + k / 2] >> k % 2 * 16));
         return 0;
       });
     }
@@ -63,7 +61,9 @@ void wgmma(float (&d)[kAccumulators], const std::uint32_t (&first)[2], const std
   for (int i = 0; i < kAccumulators; ++i) {
     const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
     double sum = accumulate ? d[i] : 0.0;
-    for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[i % 4 / 2][k]) * operand(pixels[(start + (k < 8 ? 0 : distance) + column) * 8 + k % 8]);
+    for (int k = 0; k < 16; ++k) {
+      sum += static_cast<double>(a[i % 4 / 2][k]) * emulation::operand(pixels[(start + (k < 8 ? 0 : distance) + column) * 8 + k % 8]);
+    }
     d[i] = emulation::toward_zero(sum);
   }
 }

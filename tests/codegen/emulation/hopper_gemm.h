@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <set>
 #include <unordered_map>
 
 #include "hopper.h"
@@ -15,17 +16,12 @@ namespace emulation {
 
 constexpr std::uint32_t kUnit = 1024;  // bytes after which the swizzle repeats; boxes and operands start at multiples
 
-// What a unit of shared memory was last filled for, and how many multiplications that are under way read it.
-struct Fill {
+// What a unit of shared memory was last filled for, how many multiplications under way read it, and how many threads have written there by ordinary
+// stores which nothing orders before the copy engine yet.
+struct Unit {
   std::uint32_t barrier = 0;
   long phase = -1;
-  int readers = 0;
-};
-// A range of shared memory.
-struct Range {
-  std::uint32_t from = ~0u, to = 0;
-  void add(std::uint32_t address, std::uint32_t bytes) { from = min(from, address), to = max(to, address + bytes); }
-  bool meets(std::uint32_t address, std::uint32_t bytes) const { return from < address + bytes && address < to; }
+  int readers = 0, unfenced = 0;
 };
 // A multiplication as one thread has issued it.
 struct Multiplication {
@@ -44,39 +40,47 @@ struct Lane {
   std::vector<std::size_t> groups;  // how many of `issued` each committed group and those in front of it have
   std::unordered_map<float*, Sums> sums;
   bool fenced = false, waited_for_previous = false;
-  Range unfenced;        // written by ordinary stores, not yet ordered before the copy engine
+  std::set<Unit*> unfenced;
   long stores = 0;       // of boxes, which have not read shared memory yet
   const void* shown = nullptr;
 };
 inline std::vector<Lane> lanes;
-inline std::vector<std::vector<Fill>> fills;  // by CTA
+inline std::vector<std::vector<Unit>> units;  // by CTA
 
 inline void reset_lanes() {
   lanes.clear();
   lanes.resize(block_size * cluster_size);
-  fills.assign(cluster_size, std::vector<Fill>(shared[0].size() / kUnit + 1));
+  units.assign(cluster_size, std::vector<Unit>(shared[0].size() / kUnit + 1));
 }
 const bool resets = (reset = reset_lanes, true);
 
 inline Lane& lane() { return lanes[current]; }
 
-inline void check_fenced(std::uint32_t address, std::uint32_t bytes) {
-  for (const Lane& other : lanes) {
-    if (other.unfenced.meets(address, bytes)) fail("the copy engine may overtake an ordinary store");
-  }
-}
-
 // Each unit of [address, address + bytes).
 template <typename Act>
 void for_units(std::uint32_t address, std::uint32_t bytes, Act act) {
-  for (std::uint32_t unit = (address & 0xFFFFFF) / kUnit; unit <= ((address & 0xFFFFFF) + bytes - 1) / kUnit; ++unit) act(fills[address >> 24].at(unit));
+  const std::uint32_t offset = address & 0xFFFFFF;
+  for (std::uint32_t i = offset / kUnit; i <= (offset + bytes - 1) / kUnit; ++i) act(units[address >> 24].at(i));
+}
+
+inline void check_fenced(const Unit& unit) {
+  if (unit.unfenced > 0) fail("the copy engine may overtake an ordinary store");
 }
 
 inline void check_filled(std::uint32_t address, std::uint32_t bytes) {
-  for_units(address, bytes, [](const Fill& fill) {
-    if (fill.phase < 0) fail("an operand that nobody has fetched");
-    if (mbarriers.at(fill.barrier).seen[current] <= fill.phase) fail("an operand is read before its barrier was waited for");
+  for_units(address, bytes, [](const Unit& unit) {
+    if (unit.phase < 0) fail("an operand that nobody has fetched");
+    if (mbarriers.at(unit.barrier).seen[current] <= unit.phase) fail("an operand is read before its barrier was waited for");
   });
+}
+
+// An ordinary store, which the copy engine must not overtake.
+inline void store(std::uint32_t to, const void* from, std::uint32_t bytes) {
+  for_units(to, bytes, [](Unit& unit) {
+    if (unit.readers > 0) fail("a stage is written to while it is multiplied");
+    unit.unfenced += lane().unfenced.insert(&unit).second;
+  });
+  std::memcpy(place(to, bytes), from, bytes);
 }
 
 inline std::uint32_t in_cta(std::uint32_t address, int cta) { return (address & 0xFFFFFF) | static_cast<std::uint32_t>(cta) << 24; }
@@ -87,11 +91,11 @@ inline void copy_box_into(std::uint32_t to, const TensorMap& map, const int (&at
   }
   const std::uint32_t bytes = map.box_bytes();
   if (to % kUnit != 0 || bytes % kUnit != 0) fail("a box of operands that is no multiple of 1024 bytes, or does not start at one");
-  for_units(to, bytes, [&](Fill& fill) {
-    if (fill.readers > 0) fail("a stage is filled while it is multiplied");
-    fill.barrier = barrier, fill.phase = mbarrier(barrier).phase;
+  for_units(to, bytes, [&](Unit& unit) {
+    if (unit.readers > 0) fail("a stage is filled while it is multiplied");
+    check_fenced(unit);
+    unit.barrier = barrier, unit.phase = mbarrier(barrier).phase;
   });
-  check_fenced(to, bytes);
   std::memset(place(to, bytes), 0xFF, bytes);
   const std::vector<int> start(at, at + 3);
   later([=] {
@@ -100,12 +104,10 @@ inline void copy_box_into(std::uint32_t to, const TensorMap& map, const int (&at
   });
 }
 
-inline float operand(std::uint16_t bits) { return kBf16Operands ? __bfloat162float({bits}) : __half2float({bits}); }
-
 // Eight values of 16 bits.
 inline void widen(const unsigned char* from, float (&to)[8]) {
   const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  if (!kBf16Operands) {
+  if (!bf16_operands) {
     _mm256_storeu_ps(to, _mm256_cvtph_ps(values));
     return;
   }
@@ -131,12 +133,14 @@ inline void matrix_row(std::uint32_t start, int row, float (&to)[16]) {
   }
 }
 
+using Doubles = double __attribute__((vector_size(32)));
+
 // A warp's 16 rows of one instruction, for all its lanes.
 template <int kAccumulators>
 void multiply(Lane* warp, std::size_t index) {
   constexpr int kColumns = 2 * kAccumulators;
-  static float a[16][16], b[16][kColumns];
-  static double sums[16][kColumns];
+  static float a[16][16];
+  alignas(32) static double b[16][kColumns], sums[16][kColumns];
   const Multiplication& first = warp[0].issued[index];
   for (int i = 0; i < 16; ++i) {
     if (!first.from_registers) {
@@ -160,9 +164,14 @@ void multiply(Lane* warp, std::size_t index) {
     for (int i = 0; i < kAccumulators; ++i) sums[lane / 4 + i % 4 / 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2] = first.accumulate ? values[i] : 0.0;
   }
   for (int i = 0; i < 16; ++i) {
-    for (int k = 0; k < 16; ++k) {
-      const double factor = a[i][k];
-      for (int column = 0; column < kColumns; ++column) sums[i][column] += factor * b[k][column];
+    for (int column = 0; column < kColumns; column += 16) {
+      auto* to = reinterpret_cast<Doubles*>(&sums[i][column]);
+      Doubles all[4] = {to[0], to[1], to[2], to[3]};
+      for (int k = 0; k < 16; ++k) {
+        const auto* from = reinterpret_cast<const Doubles*>(&b[k][column]);
+        for (int j = 0; j < 4; ++j) all[j] += static_cast<double>(a[i][k]) * from[j];
+      }
+      std::copy(all, all + 4, to);
     }
   }
   for (int lane = 0; lane < 32; ++lane) {
@@ -179,7 +188,7 @@ inline void mark_readers(const Multiplication& issued, int by) {
   const auto mark = [&](std::uint64_t matrix, int rows, int first) {
     const std::uint32_t address = cta | (matrix_start(matrix) / kUnit * kUnit + first * 128);
     if (by > 0) check_filled(address, rows * 128);
-    for_units(address, rows * 128, [&](Fill& fill) { fill.readers += by; });
+    for_units(address, rows * 128, [&](Unit& unit) { unit.readers += by; });
   };
   mark(issued.b_matrix, 2 * accumulators, 0);
   if (!issued.from_registers) mark(issued.a_matrix, 16, current / 32 % 4 * 16);
@@ -268,7 +277,7 @@ inline void copy_box_to_all(std::uint32_t to, const CUtensorMap* map, int c0, in
 inline void store_box(const CUtensorMap* map, std::uint32_t from, int c0, int c1) {
   const std::uint32_t bytes = map->box_bytes();
   if (from % emulation::kUnit != 0) emulation::fail("a box of results that does not start at a multiple of 1024 bytes");
-  emulation::check_fenced(from, bytes);
+  emulation::for_units(from, bytes, emulation::check_fenced);
   ++emulation::lane().stores;
   const int by = emulation::current;
   const CUtensorMap copied = *map;
@@ -281,7 +290,10 @@ inline void store_box(const CUtensorMap* map, std::uint32_t from, int c0, int c1
 inline void wait_stores_read() {
   while (emulation::lane().stores > 0) emulation::sleep_on(emulation::lane().stores);
 }
-inline void fence_copy_engine() { emulation::lane().unfenced = {}; }
+inline void fence_copy_engine() {
+  for (emulation::Unit* unit : emulation::lane().unfenced) --unit->unfenced;
+  emulation::lane().unfenced.clear();
+}
 
 // --- ordinary loads and stores ---
 
@@ -290,10 +302,7 @@ inline float4 load_shared(std::uint32_t from) {
   return bits_as<float4>(*reinterpret_cast<const float4*>(emulation::place(from, 16)));
 }
 inline uint4 load_words(std::uint32_t from) { return *reinterpret_cast<const uint4*>(emulation::place(from, 16)); }
-inline void store_words(std::uint32_t to, const uint4& v) {
-  *reinterpret_cast<uint4*>(emulation::place(to, 16)) = v;
-  emulation::lane().unfenced.add(to, 16);
-}
+inline void store_words(std::uint32_t to, const uint4& v) { emulation::store(to, &v, sizeof v); }
 // A lane's words hold rows 2 (lane % 4) and the next of column lane / 4 of each matrix, as it is stored.
 inline void store_transposed(std::uint32_t to, const std::uint32_t (&v)[4]) {
   if (to % 16 != 0) emulation::fail("a row of a matrix that does not start at a multiple of 16 bytes");
@@ -306,8 +315,7 @@ inline void store_transposed(std::uint32_t to, const std::uint32_t (&v)[4]) {
     const auto* words = static_cast<const std::uint32_t*>(warp[4 * column + row / 2].shown);
     values[column] = static_cast<std::uint16_t>(words[lane / 8] >> row % 2 * 16);
   }
-  std::memcpy(emulation::place(to, sizeof values), values, sizeof values);
-  emulation::lane().unfenced.add(to, sizeof values);
+  emulation::store(to, values, sizeof values);
   emulation::meet_warp();
 }
 

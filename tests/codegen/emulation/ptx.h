@@ -21,12 +21,11 @@ inline std::uint32_t __cvta_generic_to_shared(const void* p) {
   return static_cast<std::uint32_t>(static_cast<const unsigned char*>(p) - emulation::shared_memory());
 }
 
-// For the tests: what copies may read from now on (nothing forgets all that was said), the order of threads and blocks, and the count above.
+// For the tests: what copies may read from now on (nothing forgets all that was said), and the count above.
 extern "C" [[gnu::used]] inline void emulated_readable(const void* begin, std::size_t bytes) {
   if (begin) emulation::readable.emplace_back(reinterpret_cast<std::uintptr_t>(begin), bytes);
   else emulation::readable.clear();
 }
-extern "C" [[gnu::used]] inline void emulate_in_order(unsigned seed) { emulation::seed = seed; }
 extern "C" [[gnu::used]] inline int emulated_blocks_in_fp32() { return std::exchange(blocks_in_fp32, 0); }
 
 namespace ptx {
