@@ -110,7 +110,6 @@ inline void run_threads(int count) {
     }
     const bool coming = (between && between()) || held_to > 0;
     if (!ran) held_from = held_to = 0;
-if(getenv("TURNS")&&left==0)fprintf(stderr,"turns %ld\n",turns);
     if ((left > 0 && !ran && !coming) || turns == kPatience) fail("a wait does not end");
   }
 }
