@@ -92,7 +92,8 @@ inline void run_threads(int count) {
     const int first = seed ? static_cast<int>(next_random() % count) : 0;
     const bool backward = seed && next_random() % 2;
     if (seed && next_random() % (held_to > 0 ? 1024 : 16) == 0) {
-      const int together = next_random() % 2 ? 32 : 128;
+      constexpr int kTogether[] = {1, 32, 128};
+      const int together = kTogether[next_random() % 3];
       held_from = static_cast<int>(next_random() % (count / together + 1)) * together;
       held_to = held_to > 0 ? 0 : held_from + together;
     }
