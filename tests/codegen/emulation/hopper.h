@@ -28,9 +28,12 @@ using std::isinf;
 
 namespace emulation {
 
+// What the lanes of a warp do together.
+enum class Together { kSync, kExchange, kMultiply, kStore };
 struct Barrier {
   int arrived = 0, members = 0;
   long generation = 0;
+  Together what = Together::kSync;
 };
 
 inline int block_size = 0, cluster_size = 1, cluster = 0;
@@ -55,14 +58,19 @@ inline void meet(Barrier& barrier, int members, bool waits = true) {
   }
   if (waits) sleep_on(barrier.generation);
 }
-inline void meet_warp() { meet(warps[current / 32], 32); }
+inline void meet_warp(Together what = Together::kSync) {
+  Barrier& warp = warps[current / 32];
+  if (warp.arrived == 0) warp.what = what;
+  if (warp.what != what) fail("lanes of a warp wait for each other at different instructions");
+  meet(warp, 32);
+}
 
 // The word of every lane of the warp. Nobody writes a word again before all have read it: in between they meet for the other one.
 template <typename Reader>
 auto exchange(std::uint32_t word, Reader read) {
   auto& shown = words[turn[current] ^= 1];
   shown[current] = word;
-  meet_warp();
+  meet_warp(Together::kExchange);
   return read(&shown[current / 32 * 32]);
 }
 

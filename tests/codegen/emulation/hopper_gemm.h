@@ -212,20 +212,21 @@ void issue(float (&d)[kAccumulators], Multiplication issued) {
 
 // Does the first multiplications of the warp, as many as its lanes may count on.
 inline void finish(std::size_t count) {
-  meet_warp();
+  meet_warp(Together::kMultiply);
   if (current % 32 == 0) {
     Lane* warp = &lanes[current];
     for (std::size_t i = 0; i < count; ++i) {
       const Multiplication& first = warp[0].issued[i];
       for (int other = 1; other < 32; ++other) {
-        const Multiplication& its = warp[other].issued.at(i);
+        if (warp[other].issued.size() < count) fail("lanes that multiply differently");
+        const Multiplication& its = warp[other].issued[i];
         if (its.a_matrix != first.a_matrix || its.b_matrix != first.b_matrix || its.accumulate != first.accumulate) fail("lanes that multiply differently");
       }
       multiply_any(warp, i);
       mark_readers(first, -1);
     }
   }
-  meet_warp();
+  meet_warp(Together::kMultiply);
   Lane& own = lane();
   for (std::size_t i = 0; i < count; ++i) {
     float* d = own.issued[i].d;
@@ -307,7 +308,7 @@ inline void store_words(std::uint32_t to, const uint4& v) { emulation::store(to,
 inline void store_transposed(std::uint32_t to, const std::uint32_t (&v)[4]) {
   if (to % 16 != 0) emulation::fail("a row of a matrix that does not start at a multiple of 16 bytes");
   emulation::lane().shown = v;
-  emulation::meet_warp();
+  emulation::meet_warp(emulation::Together::kStore);
   const int lane = emulation::current % 32, row = lane % 8;
   const emulation::Lane* warp = &emulation::lanes[emulation::current - lane];
   std::uint16_t values[8];
@@ -316,7 +317,7 @@ inline void store_transposed(std::uint32_t to, const std::uint32_t (&v)[4]) {
     values[column] = static_cast<std::uint16_t>(words[lane / 8] >> row % 2 * 16);
   }
   emulation::store(to, values, sizeof values);
-  emulation::meet_warp();
+  emulation::meet_warp(emulation::Together::kStore);
 }
 
 // --- the tensor core ---
