@@ -214,7 +214,7 @@ def blocks_beyond_parts(layer: Layer, x: torch.Tensor) -> int:
 def test_error_is_within_the_promise(layers, kind):
     """And blocks and threads in another order give the same bits, so none of them reads what another one has yet to write."""
     precision, arithmetic, found = layers
-    for case, layer in found:
+    for seed, (case, layer) in enumerate(found, 1):
         if kind == "offset" and (arithmetic == "bf16x3" or case.name == "one_row"):
             continue  # 16 bits of a weight are not promised to resolve it, and the error of eight values is a matter of luck
         x = draw(layer)
@@ -226,7 +226,7 @@ def test_error_is_within_the_promise(layers, kind):
             assert relative(y, reference) <= allowed, f"{layer.name}: {relative(y, reference):.2e}, allowed {allowed:.2e}"
             assert in_fp32 == blocks_beyond_parts(layer, x), layer.name
             if kind == "uniform":
-                assert torch.equal(y.view(torch.uint8), layer(x, seed=1).view(torch.uint8)), layer.name
+                assert torch.equal(y.view(torch.uint8), layer(x, seed=seed).view(torch.uint8)), layer.name
 
 
 @torch.no_grad()
@@ -246,13 +246,15 @@ def test_infinity_and_nan_come_out_where_they_do_in_pytorch(layers):
 
 @torch.no_grad()
 def test_a_constant_group_gives_beta_exactly(layers):
-    for case, layer in layers[2]:
+    precision, _, found = layers
+    for case, layer in found:
         if "taps" in case.name or case.name == "reduced":
             continue  # the group's own values are added to it, or its channels to one another
         width = case.out_features // case.groups
         kept = {key: value.clone() for key, value in layer.module.state_dict().items()}
         x = draw(layer)
-        layer.weight[:width] = 50 * layer.weight[0].clone()
+        # Far above the other group's: what rounding left of such a mean shows in a difference from it.
+        layer.weight[:width] = (50 if precision == "fp16" else 1e7) * layer.weight[0].clone()
         for parameter in (layer.module.gemm.bias, getattr(layer.module, "bias", None)):
             if parameter is not None:
                 parameter[:width] = parameter[0].clone()
@@ -262,6 +264,26 @@ def test_a_constant_group_gives_beta_exactly(layers):
         expected = layer(x)
         layer.module.load_state_dict(kept)
         assert torch.equal(y[:, :width], expected[:, :width]), layer.name
+
+
+@torch.no_grad()
+def test_a_mean_far_above_the_spread_costs_the_values_no_bits(layers):
+    """Every row of x picks a column of W, so that the product is exact, and of numbers that the storage type holds: the error is the norm's alone."""
+    precision, arithmetic, found = layers
+    base, step = {"fp32": (4096.0, 1 / 64), "tf32": (1024.0, 1.0), "fp16": (1024.0, 1.0), "bf16": (128.0, 1.0)}[precision]
+    for case, layer in found:
+        if case.before not in ((), ("relu",)) or arithmetic == "bf16x3":
+            continue  # other operators round, and so does a split that holds 16 bits
+        steps = torch.randint(0, 100, layer.weight.shape, generator=torch.Generator().manual_seed(4))
+        x = torch.eye(case.in_features, dtype=layer.dtype)[torch.arange(case.batch) % case.in_features]
+        kept = {key: value.clone() for key, value in layer.module.state_dict().items()}
+        layer.weight.copy_(base + step * steps)
+        if layer.module.gemm.bias is not None:
+            layer.module.gemm.bias.zero_()
+        y, reference = layer(x), layer.pytorch(x, torch.float64)
+        layer.module.load_state_dict(kept)
+        allowed = max(3e-7, 1.05 * relative(reference.to(y.dtype), reference))
+        assert relative(y, reference) <= allowed, f"{layer.name}: {relative(y, reference):.2e}, allowed {allowed:.2e}"
 
 
 @only("fp16x3", "bf16x3", "tf32x3", "ffma")
@@ -277,14 +299,15 @@ def test_small_values_count_where_a_weight_cancels_the_large_one(layers):
             assert layer.in_fp32 == blocks_beyond_parts(layer, x) and (layer.in_fp32 > 0) == (arithmetic == "fp16x3"), layer.name
 
 
+@pytest.mark.parametrize(("large", "small", "of_weights"), [(2.0**40, 2.0**-40, 1.0), (2.0**110, 2.0**95, 2.0**-100)])
 @only("fp16x3", "tf32x3")
 @torch.no_grad()
-def test_rows_of_any_size_are_multiplied_by_tensor_cores(layers):
-    """Powers of two take rows of x far out of fp16's range, and the groups of W apart."""
+def test_rows_of_any_size_are_multiplied_by_tensor_cores(layers, large, small, of_weights):
+    """Powers of two take rows of x, and W's groups, far apart and out of fp16's range; what large and small factors make together is in fp32's range."""
     for case, layer in layers[2]:
-        x, weight = draw(layer), layer.weight.clone()
-        x[1::3] *= 2.0**40
-        x[2::3] *= 2.0**-40
+        x, weight = draw(layer), layer.weight * of_weights
+        x[1::3] *= large
+        x[2::3] *= small
         weight.view(case.groups, -1)[::2] *= 2.0**10
         with weights(layer, weight):
             y, reference, eager = layer(x), layer.pytorch(x, torch.float64), layer.pytorch(x)
@@ -293,6 +316,18 @@ def test_rows_of_any_size_are_multiplied_by_tensor_cores(layers):
                 if len(y[rows]):
                     allowed = max(1.1 * relative(eager[rows], reference[rows]), 2e-6 if case.in_features < 256 else 3e-7)
                     assert relative(y[rows], reference[rows]) <= allowed, layer.name
+
+
+@only("fp16x3", "tf32x3")
+@torch.no_grad()
+def test_large_factors_that_meet_only_zeros_leave_zeros(layers):
+    """The product of such rows' inverse scales is beyond fp32's range, which times zero would be NaN."""
+    for _, layer in layers[2]:
+        x, weight = draw(layer) * 2.0**100, layer.weight * 2.0**100
+        x[:, ::2], weight[:, 1::2] = 0.0, 0.0
+        with weights(layer, weight):
+            y, lost = layer(x), blocks_beyond_parts(layer, x)
+            assert relative(y, layer.pytorch(x, torch.float64)) <= 1e-6 and layer.in_fp32 == lost, layer.name
 
 
 def rows_at_the_limits(k: int) -> torch.Tensor:
