@@ -43,8 +43,7 @@ def _build(folder: Path, specs: list[Spec], source: str, command: list[str], dev
         steps = [replace(step, kernel=replace(step.kernel, name=f"backward{i}_{step.kernel.name}")) for step in plan.steps if isinstance(step, Launch)]
         plan = replace(plan, steps=tuple(steps))
         made.append(Backward(Chain(spec, seed=i), plan, device))
-        rendered = [render_kernel(plan, kernel) for kernel in plan.kernels]
-        texts += [text.replace("extern __shared__ float extremes[];", "static float extremes[kPooledSize];") if device == "cpu" else text for text in rendered]
+        texts += [emulated.emulated_text(plan)] if device == "cpu" else [render_kernel(plan, kernel) for kernel in plan.kernels]
     (folder / source).write_text("\n".join(texts))
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

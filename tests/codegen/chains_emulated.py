@@ -7,10 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from codegen.plan import Launch, plan
-from codegen.render import render_kernel
 from codegen.spec import Spec
 from tests.codegen.cpu_chains import Chain
-from tests.codegen.emulated import STRICT, compile_text
+from tests.codegen.emulated import STRICT, compile_text, emulated_text
 
 
 def build_emulated(folder: Path, specs: list[Spec]) -> list[Chain]:
@@ -20,8 +19,7 @@ def build_emulated(folder: Path, specs: list[Spec]) -> list[Chain]:
         planned = plan(replace(chain.spec, gemm="library"), "sm_80")
         steps = [replace(step, kernel=replace(step.kernel, name=f"chain{i}_{step.kernel.name}")) for step in planned.steps if isinstance(step, Launch)]
         chain.plan = replace(planned, steps=tuple(steps))
-        rendered = [render_kernel(chain.plan, kernel) for kernel in chain.plan.kernels]
-        texts += [text.replace("extern __shared__ float extremes[];", "static float extremes[kPooledSize];") for text in rendered]
+        texts.append(emulated_text(chain.plan))
     library = ctypes.CDLL(str(compile_text(folder, "\n".join(texts), STRICT)))
     for chain in chains:
         chain.library = library

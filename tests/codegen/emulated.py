@@ -13,6 +13,9 @@ from pathlib import Path
 
 import torch
 
+from codegen.plan.model import Plan
+from codegen.render import render_kernel
+
 HEADERS = Path(__file__).parent / "emulation"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 EXACT = ("-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-w")  # every operation rounds as it is written
@@ -21,6 +24,11 @@ SOON = ("-O1", *EXACT[1:])  # the same, for kernels that take longer to compile 
 STRICT = (
     "-O1", "-ffp-contract=fast", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-sign-compare", "-Wno-maybe-uninitialized",
 )  # fmt: skip
+_SHARED_OF_ALL = re.compile(r"^extern __shared__ __align__\(\d+\) unsigned char (\w+)\[\];", re.MULTILINE)  # of all functions
+_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(.*?) (\w+)\[\];")
+_GRID = re.compile(r"(?<!config\.)\bgridDim\b")
+_ASM = re.compile(r"\basm(?: volatile)?\(")
+_OPERAND = re.compile(r'"[^"]*"\s*\(')
 MARGIN = bytes(range(1, 65))  # behind each tensor, for nobody to write to
 # Calls the launchers named in calls.json with the tensors in *.bin, in which it leaves what they write.
 RUNNER = """
@@ -64,6 +72,49 @@ def precompiled(header: str, flags: tuple[str, ...]) -> tempfile.TemporaryDirect
 def run(words: list[str], folder: Path) -> None:
     done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr or f"{words[0]} ended with {done.returncode}"
+
+
+def emulated_text(plan: Plan) -> str:
+    """The kernels of a plan for sm_80 as C++ behind ptx.h."""
+    return "\n".join(_emulated_kernel(render_kernel(plan, kernel)) for kernel in plan.kernels)
+
+
+def _emulated_kernel(text: str) -> str:
+    text = _SHARED_OF_ALL.sub(r"unsigned char* const& \1 = emulation::shared_start;", calls_for_asm(text))
+    text = _SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulation::shared_memory());", text)
+    return _GRID.sub("emulation::grid_size", text)
+
+
+def calls_for_asm(text: str) -> str:
+    """`text` with a call of a function in place of every asm statement."""
+    parts, at = [], 0
+    for found in _ASM.finditer(text):
+        end = _closing(text, found.end())
+        parts += [text[at : found.start()], call_for(text[found.end() : end])]
+        at = end + 1
+    return "".join((*parts, text[at:]))
+
+
+def call_for(statement: str) -> str:
+    """`"cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a)` -> `ptx::cvt_rn_f16x2_f32(pair, b, a)`: the operands in the order of the instruction's
+    own text, numbers too."""
+    instruction, rest = re.fullmatch(r'\s*"([^"]*);"(.*)', statement, re.DOTALL).groups()
+    name, _, text = instruction.partition(" ")
+    given, at = [], 0
+    while found := _OPERAND.search(rest, at):
+        at = _closing(rest, found.end())
+        given.append(rest[found.end() : at])
+    operands = [given[int(operand[1:])] if operand[0] == "%" else operand for operand in re.findall(r"%\d+|\b\d+\b", text)]
+    return f"ptx::{re.sub(r'[.:]+', '_', name)}({', '.join(operands)})"
+
+
+def _closing(text: str, at: int) -> int:
+    """Where the parenthesis is closed that has been opened before `at`."""
+    depth = 1
+    while depth:
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        at += 1
+    return at - 1
 
 
 def without_wrappers(text: str, names: Iterable[str]) -> str:

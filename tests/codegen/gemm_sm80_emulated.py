@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,52 +14,10 @@ import torch.nn.functional as F
 
 from codegen.plan.gemm_kernels import GemmKernel
 from codegen.plan.model import Plan
-from codegen.render import render_kernel
 from codegen.torch_text import module_lines, reference_lines
-from tests.codegen.emulated import DTYPES, SOON, compile_text
+from tests.codegen.emulated import DTYPES, SOON, compile_text, emulated_text
 
-_SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(.*?) (\w+)\[\];")
-_ASM = re.compile(r"\basm(?: volatile)?\(")
-_OPERAND = re.compile(r'"[^"]*"\s*\(')
 GUARD = 4096  # bytes on both sides of every tensor, which nobody may write
-
-
-def emulated_text(plans: list[Plan]) -> str:
-    """The kernels of all plans as C++ behind ptx.h."""
-    memory = r"\1* const \2 = reinterpret_cast<\1*>(emulation::shared_memory());"
-    return "\n".join(_SHARED.sub(memory, calls_for_asm(render_kernel(plan, kernel))) for plan in plans for kernel in plan.kernels)
-
-
-def calls_for_asm(text: str) -> str:
-    """`text` with a call of a function in place of every asm statement."""
-    parts, at = [], 0
-    for found in _ASM.finditer(text):
-        end = _closing(text, found.end())
-        parts += [text[at : found.start()], call_for(text[found.end() : end])]
-        at = end + 1
-    return "".join((*parts, text[at:]))
-
-
-def call_for(statement: str) -> str:
-    """`"cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a)` -> `ptx::cvt_rn_f16x2_f32(pair, b, a)`: the operands in the order of the instruction's
-    own text, numbers too."""
-    instruction, rest = re.fullmatch(r'\s*"([^"]*);"(.*)', statement, re.DOTALL).groups()
-    name, _, text = instruction.partition(" ")
-    given, at = [], 0
-    while found := _OPERAND.search(rest, at):
-        at = _closing(rest, found.end())
-        given.append(rest[found.end() : at])
-    operands = [given[int(operand[1:])] if operand[0] == "%" else operand for operand in re.findall(r"%\d+|\b\d+\b", text)]
-    return f"ptx::{re.sub(r'[.:]+', '_', name)}({', '.join(operands)})"
-
-
-def _closing(text: str, at: int) -> int:
-    """Where the parenthesis is closed that has been opened before `at`."""
-    depth = 1
-    while depth:
-        depth += {"(": 1, ")": -1}.get(text[at], 0)
-        at += 1
-    return at - 1
 
 
 class Guarded:
@@ -149,5 +106,5 @@ def build(folder: Path, plans: list[Plan]) -> list[Layer]:
     for i, plan in enumerate(plans):
         steps = tuple(replace(step, kernel=replace(step.kernel, name=f"layer{i}_{step.kernel.name}")) for step in plan.steps)
         named.append(replace(plan, steps=steps))
-    library = ctypes.CDLL(str(compile_text(folder, emulated_text(named), SOON, header="ptx.h")))
+    library = ctypes.CDLL(str(compile_text(folder, "\n".join(map(emulated_text, named)), SOON, header="ptx.h")))
     return [Layer(plan, library) for plan in named]

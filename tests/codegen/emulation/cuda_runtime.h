@@ -35,7 +35,7 @@ struct Barrier {
 
 inline std::vector<Barrier> warps;
 inline Barrier block;
-inline dim3 block_index, block_size;
+inline dim3 block_index, block_size, grid_size;
 inline float lanes[1024];
 
 inline dim3 thread_index() {
@@ -94,6 +94,7 @@ inline float __shfl_xor_sync(unsigned, float v, int offset) {
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
   emulation::block_size = config->blockDim;
+  emulation::grid_size = config->gridDim;
   emulation::shared_bytes = config->dynamicSmemBytes;
   emulation::body = [=] { kernel(arguments...); };
   const dim3 blocks = config->gridDim;

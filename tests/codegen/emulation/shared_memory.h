@@ -19,6 +19,7 @@ inline std::vector<Line> shared_lines;                                // the las
 inline std::vector<std::pair<std::uintptr_t, std::size_t>> readable;  // where copies may read, where anything is said about it
 
 inline unsigned char* shared_memory() { return shared_lines.data()->bytes; }
+inline unsigned char* shared_start = nullptr;  // the same, for what is declared outside of functions
 
 // `bytes` bytes at an address of shared memory, which `bytes` divides.
 inline unsigned char* shared_place(std::uint32_t address, std::uint32_t bytes) {
@@ -69,7 +70,8 @@ inline void await_copies(int pending) {
 // Shared memory starts as NaN: whoever reads what nobody wrote shows it.
 inline void shared_begins() {
   shared_lines.resize((shared_bytes + sizeof(Line) - 1) / sizeof(Line) + 1);
-  std::memset(shared_memory(), 0xFF, shared_lines.size() * sizeof(Line));
+  shared_start = shared_memory();
+  std::memset(shared_start, 0xFF, shared_lines.size() * sizeof(Line));
   for (Copies& own : copies) own.left.clear(), own.open = 0;
 }
 

@@ -7,7 +7,6 @@
 #include "cuda_runtime.h"
 
 namespace emulation {
-inline dim3 grid_size;
 inline std::uint64_t words[1024];
 
 template <typename T>
@@ -97,10 +96,6 @@ void multiply(const Multiply& own) {
       for (int i = 0; i < 4; ++i) *at(i) = toward_zero(low[i]), *at(i + 4) = toward_zero(high[i]);
     }
   });
-}
-inline void multiply(float (&sums)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2], bool bf16) {
-  const Multiply own = {{&sums[0], &sums[1], &sums[2], &sums[3]}, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
-  bf16 ? multiply<Operand::kBf16>(own) : multiply<Operand::kFp16>(own);
 }
 }  // namespace emulation
 
