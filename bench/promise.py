@@ -73,8 +73,13 @@ def allowed_outside(spec: Spec, by: Yardsticks, benchmark: bool) -> int | None:
         return None
     if _none_outside(spec, benchmark):
         return 0
-    count = max(by.eager_fp32.outside, by.tf32.outside) if by.tf32 else by.eager.outside
-    return math.floor(count + 3 * math.sqrt(count))
+    count = _counted(by).outside
+    return math.floor(count + SIGMAS * math.sqrt(count))
+
+
+def _counted(by: Yardsticks) -> Errors:
+    """The yardstick whose elements outside are counted."""
+    return max((by.eager_fp32, by.tf32), key=lambda errors: errors.outside) if by.tf32 else by.eager
 
 
 def _none_outside(spec: Spec, benchmark: bool) -> bool:
@@ -87,7 +92,7 @@ def _excused(found: Errors, by: Sequence[Yardsticks]) -> int:
 
     Two counts that are equal on average differ by three times the root of their sum at most: n - m <= 3 sqrt(n + m).
     """
-    yardsticks = [max((one.eager_fp32, one.tf32), key=lambda errors: errors.outside) if one.tf32 else one.eager for one in by]
+    yardsticks = [_counted(one) for one in by]
     if found.largest > max(errors.largest for errors in yardsticks):
         return 0
     count = sum(errors.outside for errors in yardsticks)

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from codegen.numerics import ARITHMETICS, Arithmetic
-from codegen.plan.gemm_kernels import SCALES, SLICES, STATISTICS, add_slices_kernel, gemm_kernel, row_scale_kernel
+from codegen.plan.gemm_companions import SCALES, SLICES, add_slices_kernel, row_scale_kernel
+from codegen.plan.gemm_kernels import STATISTICS, gemm_kernel
 from codegen.plan.gemm_tiles import Choice, choose_tile
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm import TileStatistics

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, parameter_keys, unique_constants
 from codegen.numerics import FP32, Arithmetic, Precision, float_literal
+from codegen.plan.gemm_companions import SCALES, Pointer
 from codegen.plan.gemm_tiles import WARP, Choice, Tile, partial_sum_stages, slice_stages
 from codegen.plan.model import Kernel
 from codegen.plan.norm_chain import Operand, kept_in_front, named_operand, norm_operands, operand_of
@@ -14,23 +15,7 @@ from codegen.spec import Spec
 
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
 FFMA_PARTIAL_K = 128  # K of one partial sum: its error stays below that of one chain of K additions
-SCALES = "row_scales"
 STATISTICS = "tile_statistics"
-SLICES = "sliced_sums"
-ADD_THREADS = 256
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """A launcher's argument: C type, C name, and whether the kernel writes it."""
-
-    c_type: str
-    name: str
-    written: bool = False
-
-    def declaration(self, restrict: bool = False) -> str:
-        const = "" if self.written else "const "
-        return f"{const}{self.c_type}* {'__restrict__ ' if restrict else ''}{self.name}"
 
 
 @dataclass(frozen=True)
@@ -172,37 +157,6 @@ class GemmKernel(Kernel):
         return self.tile.copy_rows > rows
 
 
-@dataclass(frozen=True)
-class AddSlicesKernel(Kernel):
-    """Sums of parts of K, `width` values a thread; `ragged`: the last block has threads without any."""
-
-    width: int = 4
-    ragged: bool = False
-
-
-@dataclass(frozen=True)
-class RowScaleKernel(Kernel):
-    """Power-of-two scales of the rows of x and W. `held`: each thread keeps its part of the row in registers between the two readings."""
-
-    pointers: tuple[Pointer, ...] = ()
-    vector: int = 4
-    held: bool = True
-    ragged: bool = False
-    weight: str = ""
-
-    def restricted(self, pointers: tuple[Pointer, ...]) -> list[str]:
-        """Parameter declarations of the CUDA kernel."""
-        return [p.declaration(restrict=True) for p in pointers]
-
-    @property
-    def declarations(self) -> list[str]:
-        return [p.declaration() for p in self.pointers]
-
-    @property
-    def names(self) -> list[str]:
-        return [p.name for p in self.pointers]
-
-
 def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
     """The GEMM of `spec` with the chosen tile; `statistics`: leave the moments of every row and tile behind."""
     tile, precision = choice.tile, spec.precision
@@ -239,56 +193,6 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     constants = _shape_constants(spec, choice) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)
     constants += _epilogue_constants(spec, kernel) + unique_constants(before + after)
     return replace(kernel, constants=constants)
-
-
-def row_scale_kernel(spec: Spec) -> RowScaleKernel:
-    """The kernel that finds the scales of every row of x, then of W."""
-    k = spec.input_shape[1]
-    rows = spec.batch + spec.channels
-    vector = math.gcd(4, k)
-    vectors = k // vector
-    threads = next((t for t in (64, 128, 256, 512) if math.ceil(vectors / t) * vector <= 32), 1024)
-    per_thread = math.ceil(vectors / threads)
-    weight = spec.producer.key(spec.producer.parameters[0])
-    pointer = named_operand(weight).pointer
-    pointers = (Pointer("float", "x"), Pointer("float", pointer), Pointer("float", SCALES, True))
-    constants = (
-        Constant("kBatch", str(spec.batch), "rows of x"),
-        Constant("kInFeatures", str(k), "values in a row of x or W"),
-        Constant("kBlocks", str(rows), "batch + out_features: one block for each row of x, then of W"),
-        Constant("kThreads", str(threads), "each block"),
-        Constant("kVector", str(vector), "values in one load: the most that in_features allows, 16 bytes at most"),
-        Constant("kVectors", str(vectors), "in_features / vector"),
-        Constant("kSmallLimit", str(max(4, k // 1024)), "in_features / 1024, at least 4: more values too small to split and the row is given up"),
-        Constant("kNearLimit", str(max(256, k // 16)), "in_features / 16, at least 256: values near the largest without which no value may be too small"),
-    )
-    held = per_thread * vector <= 32
-    if held:
-        constants += (Constant("kVectorsPerThread", "(kVectors + kThreads - 1) / kThreads", str(per_thread)),)
-    return RowScaleKernel(
-        name="row_scale", template="gemm/row_scale.cu.j2", arguments=("x", weight, SCALES), constants=constants,
-        summary="a power of two for each row of x and W that brings its largest value to [2^14, 2^15); NaN where fp16 parts cannot hold the row",
-        max_registers=min(255, 65536 // threads), threads=threads, blocks=rows, pointers=pointers, vector=vector, held=held,
-        ragged=vectors % threads != 0, weight=pointer,
-    )  # fmt: skip
-
-
-def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
-    """The kernel that adds what the blocks of a tile left, in their order."""
-    values = spec.batch * spec.channels
-    width = math.gcd(4, values)
-    blocks = math.ceil(values // width / ADD_THREADS)
-    constants = (
-        Constant("kSlices", str(slices), "parts of K whose sums lie behind each other"),
-        Constant("kWidth", str(width), "values of a thread"),
-        Constant("kVectors", str(values // width), "batch * out_features / kWidth"),
-        Constant("kThreads", str(ADD_THREADS), "threads of a block"),
-        Constant("kBlocks", str(blocks), "kVectors / kThreads, rounded up"),
-    )
-    return AddSlicesKernel(
-        name="add_slices", template="gemm/add_slices.cu.j2", arguments=(SLICES, "t0"), constants=constants, summary=f"adds the sums of {slices} parts of K",
-        threads=ADD_THREADS, blocks=blocks, max_registers=64, width=width, ragged=values // width % ADD_THREADS != 0,
-    )  # fmt: skip
 
 
 def _statements(items: tuple[Apply, ...]) -> tuple[str, ...]:

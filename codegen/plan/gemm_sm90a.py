@@ -11,8 +11,9 @@ import math
 from dataclasses import replace
 
 from codegen.plan.gemm_sm90a_epilogue import costly, epilogue, vector_count
-from codegen.plan.gemm_sm90a_kernels import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, gemm_kernel, padded_columns, split_kernel
+from codegen.plan.gemm_sm90a_kernels import gemm_kernel
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, by_rows, memory
+from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, padded_columns, split_kernel
 from codegen.plan.gemm_sm90a_window import WEIGHT_SHIFT
 from codegen.plan.model import Buffer, Launch, Plan
 from codegen.plan.routes import PlanError, floor, sm_80_linear_ms

@@ -11,13 +11,14 @@ import torch
 from codegen.numerics import ARITHMETICS as NAMED
 from codegen.plan import plan
 from codegen.plan.candidates import Candidate
-from codegen.plan.gemm_kernels import SCALES, GemmKernel
+from codegen.plan.gemm_companions import SCALES
+from codegen.plan.gemm_kernels import GemmKernel
 from codegen.plan.gemm_tiles import tile_choices, tiles_for
 from codegen.plan.routes import plan_for_class
 from codegen.targets import DEVICES
+from tests.codegen.emulated import call_for
 from tests.codegen.gemm_cases import ARITHMETICS, CASES, Case, bias
 from tests.codegen.gemm_promise import allowed_error, assert_specials_agree, relative, round_to_tf32, with_a_large_value, with_outliers, with_specials
-from tests.codegen.emulated import call_for
 from tests.codegen.gemm_sm80_emulated import Layer, build
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codegen.plan.gemm_sm90a import LEAST_STEPS, choose_layout, layouts, plan_sm_90a
-from codegen.plan.gemm_sm90a_kernels import WEIGHT_SPLIT, X_SPLIT, GemmSm90aKernel
+from codegen.plan.gemm_sm90a_kernels import GemmSm90aKernel
 from codegen.plan.gemm_sm90a_layout import TILE_K, balanced, memory
+from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, X_SPLIT
 from codegen.plan.model import Launch
 from codegen.plan.routes import PlanError
 from codegen.render import render_kernel
