@@ -253,6 +253,8 @@ struct Part {
   int first_row, rows, strips, pooled;
   __device__ __forceinline__ int input_rows() const { return rows + kKernelHeight - 1; }
   __device__ __forceinline__ int strip_rows(int strip) const { return max(0, min(kWindowHeight, rows - strip * kWindowHeight)); }
+  // A strip's end frees the rows above the next strip; the last one's end frees all.
+  __device__ __forceinline__ int freed_rows(int strip) const { return strip + 1 < strips ? kWindowHeight : input_rows() - strip * kWindowHeight; }
 };
 
 __device__ __forceinline__ Part part_of() {
@@ -371,8 +373,7 @@ struct Room {
     while (rows > freed + kRing) {
       wait(&shared().strip_done[done % kStripBarriers], done / kStripBarriers & 1);
       const Part part = work.part(item);
-      // A strip's end frees the rows above the next strip; the last one's end frees all.
-      freed += strip + 1 < part.strips ? kWindowHeight : part.input_rows() - strip * kWindowHeight;
+      freed += part.freed_rows(strip);
       ++done;
       if (++strip == part.strips) {
         strip = 0;
@@ -697,8 +698,7 @@ __device__ __forceinline__ void publish_moments(const Channel* channels, const T
     const int set = channel / kMerged;
     if (threadIdx.x % (4 * kMerged) == 0 && channel < kChannels) s.moments[item % 2][set][0][group] = own;
   }
-  sync_group(group);
-  if (threadIdx.x % 128 == 0) arrive(&s.moments_ready[item % 2]);
+  arrive(&s.moments_ready[item % 2]);
 }
 
 // Each warpgroup merges for itself, when it first needs the result.
@@ -844,6 +844,11 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
         const int last = stream + part.input_rows() - 1;
         wait(&s.row_ready[last % kRing], last / kRing & 1);
       } else {
+        // A barrier's next phase may not begin before somebody has waited for this one, and tiles wait for their last rows alone.
+        for (int row = threadIdx.x % 32; row < part.freed_rows(strip); row += 32) {
+          const int freed = stream + top + row;
+          wait(&s.row_ready[freed % kRing], freed / kRing & 1);
+        }
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(&s.strip_done[(strips + strip) % kStripBarriers]);
       }
@@ -882,7 +887,7 @@ __global__ void __launch_bounds__(kThreads, 1) conv(const __grid_constant__ Argu
     for (int i = 0; i < kRing; ++i) barrier_init(&s.row_ready[i], 4);             // the converting warps
     for (int i = 0; i < kStripBarriers; ++i) barrier_init(&s.strip_done[i], 4);   // a multiplying warpgroup's
     for (int i = 0; i < kRawStages; ++i) barrier_init(&s.raw_ready[i], 1);
-    for (int i = 0; i < 2; ++i) barrier_init(&s.moments_ready[i], kMultiplyGroups);
+    for (int i = 0; i < 2; ++i) barrier_init(&s.moments_ready[i], kMultiplyGroups * 128);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   fence_operands();

@@ -289,6 +289,8 @@ struct Part {
   int first_row, rows, strips, pooled;
   __device__ __forceinline__ int input_rows() const { return rows + kKernelHeight - 1; }
   __device__ __forceinline__ int strip_rows(int strip) const { return max(0, min(kWindowHeight, rows - strip * kWindowHeight)); }
+  // A strip's end frees the rows above the next strip; the last one's end frees all.
+  __device__ __forceinline__ int freed_rows(int strip) const { return strip + 1 < strips ? kWindowHeight : input_rows() - strip * kWindowHeight; }
 };
 
 // The CTAs of a cluster take turns at the parts, which differ in length.
@@ -404,8 +406,7 @@ struct Room {
     while (rows > freed + kRing) {
       wait(&shared().strip_done[done % kStripBarriers], done / kStripBarriers & 1);
       const Part part = work.part(item);
-      // A strip's end frees the rows above the next strip; the last one's end frees all.
-      freed += strip + 1 < part.strips ? kWindowHeight : part.input_rows() - strip * kWindowHeight;
+      freed += part.freed_rows(strip);
       ++done;
       if (++strip == part.strips) {
         strip = 0;
@@ -864,6 +865,11 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
         const int last = stream + part.input_rows() - 1;
         wait(&s.row_ready[last % kRing], last / kRing & 1);
       } else {
+        // A barrier's next phase may not begin before somebody has waited for this one, and tiles wait for their last rows alone.
+        for (int row = threadIdx.x % 32; row < part.freed_rows(strip); row += 32) {
+          const int freed = stream + top + row;
+          wait(&s.row_ready[freed % kRing], freed / kRing & 1);
+        }
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(&s.strip_done[(strips + strip) % kStripBarriers]);
       }

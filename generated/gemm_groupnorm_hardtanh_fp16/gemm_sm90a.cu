@@ -602,6 +602,7 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
     Row row(feed);
     const Moments earlier = group_moments(row, 0);
     fence_copy_engine();
+    __syncwarp();  // one lane releases the stage for all
     feed.release();
 
     multiply_tile(v, feed);

@@ -439,7 +439,7 @@ __device__ __forceinline__ float2 pair_of(uint32_t halves) { return __half22floa
 // none, and only a walk along the row tells them from values that are faint or vanished.
 __device__ __forceinline__ bool outside_window(const Seen& seen, int h, const float* row, int lane) {
   const float2 largest = pair_of(seen.largest[h]), faint = pair_of(seen.faint[h]);
-  const bool holds = largest.x <= 65504.0f && largest.y <= 65504.0f;  // not too large, infinite or NaN
+  const bool holds = quad_max(largest.x <= 65504.0f && largest.y <= 65504.0f ? 0.0f : 1.0f) == 0.0f;  // not too large, infinite or NaN
   const float magnitude = quad_max(fmaxf(largest.x, largest.y));
   const bool doubtful = quad_sum(faint.x + faint.y) > kFaintSeen;
   float count = 0.0f;
@@ -452,7 +452,7 @@ __device__ __forceinline__ bool outside_window(const Seen& seen, int h, const fl
   }
   count = quad_sum(count);
   if (magnitude == 0.0f) return count > 0.0f;
-  return quad_max(holds ? 0.0f : 1.0f) > 0.0f || magnitude < kSmallestHalf || count > kFaintLimit;
+  return !holds || magnitude < kSmallestHalf || count > kFaintLimit;
 }
 
 __device__ __forceinline__ float dot(float4 a, float4 b) { return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w))); }

@@ -105,8 +105,6 @@ inline unsigned char* place(std::uint32_t address, std::size_t bytes = 1) {
   return shared[cta].data() + offset;
 }
 
-inline bool every_phase_is_observed = true;
-
 // An mbarrier: a phase ends when nothing is pending, neither arrivals nor bytes, and somebody has to wait for it before the next arrival. Its memory
 // only holds a mark, which shows who writes over it.
 struct Mbarrier {
@@ -117,7 +115,7 @@ struct Mbarrier {
   std::vector<long> seen;  // by thread: how many phases it knows to have ended
 
   void arrive(long expected = 0) {
-    if (!observed && every_phase_is_observed) fail("an arrival at a barrier whose last phase nobody has waited for");
+    if (!observed) fail("an arrival at a barrier whose last phase nobody has waited for");
     bytes += expected;
     if (--pending < 0) fail("more arrivals than a barrier has");
     settle();

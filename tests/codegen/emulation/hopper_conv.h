@@ -5,9 +5,6 @@
 
 #define memory (emulation::shared_memory())
 
-// Of the rows that a tile reads, only the last is waited for: the same threads arrive for all of them, in order.
-const bool nobody_waits_for_the_others = (emulation::every_phase_is_observed = false, true);
-
 inline void barrier_init(std::uint64_t* barrier, int arrivals) { emulation::make_mbarrier(__cvta_generic_to_shared(barrier), arrivals); }
 inline void arrive(std::uint64_t* barrier) { emulation::mbarrier(__cvta_generic_to_shared(barrier)).arrive(); }
 inline void wait(std::uint64_t* barrier, int parity) { emulation::mbarrier(__cvta_generic_to_shared(barrier)).wait(parity); }
