@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, unique_constants
-from codegen.numerics import FP32, Arithmetic
+from codegen.numerics import FP32, Arithmetic, float_literal
 from codegen.plan.conv import ONE_READ, Windows, arithmetic_of, constant, direction_of, reasons, shape_constants, windows_of
 from codegen.plan.conv_sm80_geometry import Geometry, candidates, choose
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
@@ -35,6 +35,8 @@ KEPT, STATISTICS = "kept", "part_statistics"  # buffers: a value of each window 
 BUSY = 0.55  # of the tensor cores' rate with mma.sync, what this kernel reaches beside its epilogue
 LIBRARY_BUSY = 0.75  # of the fp32 rate, what the library's convolution of few channels reaches, whatever the type of its operands
 FINISH_THREADS = 256
+FAINT = {2: -6, 1: -14}  # by parts of an operand: exponent below which a half loses more than the precision allows, 2^-19 or 2^-11 of it
+FAINT_SHARE = 8  # where an eighth of the values is faint, they may carry the result: the far ones may meet zeros alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,9 @@ def _constants(spec: Spec, kernel: ConvKernel, windows: Windows) -> tuple[Consta
             c("kSmallestFirst", "0.00390625f", "a part whose largest value is below it would lose digits to fp16's range", "float"),
             c("kTargetExponent", 14, "other scales bring the largest value to 2^14 or up to twice that"),
             c("kLargestExponent", 48, "beyond 2^48, or below 2^-48, scales would leave fp32's range: such parts are multiplied in fp32"),
+            c("kFaint", float_literal(2.0 ** FAINT[g.parts]), f"2^{FAINT[g.parts]}: scaled values below lose too many bits", "float"),
+            c("kFaintLimit", f"kInChannels * kPartPixels / {FAINT_SHARE}", "with more such values of x a part gets a scale of its own, or is multiplied in fp32"),
+            c("kFaintWeights", f"kInChannels * kTaps / {FAINT_SHARE}", "with more such values in a channel of the weight x is multiplied in fp32"),
         ] if kernel.scaled else []),
         *unique_constants(kernel.applied),
     ]  # fmt: skip

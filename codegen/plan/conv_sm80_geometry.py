@@ -60,6 +60,7 @@ class Geometry:
     strips: int
     part_strips: int
     weight_bytes: int
+    noted_bytes: int  # room for what a warp notes of x
     blocks_per_sm: int
     max_registers: int
 
@@ -131,7 +132,7 @@ class Geometry:
         """The struct Shared of the source, at most."""
         moments = self.units * self.channels * MOMENTS_BYTES
         extremes = self.warps * self.row_tiles * ROWS_A * self.piece_pitch * 4
-        return ceil_to(moments + extremes + self.channels * ceil_to(self.channel_floats * 4, 16) + self.warps * 4, 16) + 16
+        return ceil_to(moments + extremes + self.channels * ceil_to(self.channel_floats * 4, 16) + self.warps * self.noted_bytes, 16) + 16
 
     @property
     def smem_bytes(self) -> int:
@@ -197,7 +198,7 @@ def candidates(spec: Spec, windows: Windows, parts: int, channel_floats: int) ->
                     channel_warps=channel_warps, column_warps=column_warps, row_tiles=row_tiles,
                     channel_tiles=ceil_div(spec.channels, channels), channel_floats=channel_floats, octets=octets, taps=taps, parts=parts, pitch=pitch,
                     slack=slack, tile_rows=tile_rows, tile_columns=tile_columns, used_columns=used, column_tiles=column_tiles, fold=fold,
-                    window_rows=windows.size[0], halo=kernel[0] - 1, strips=strips, part_strips=part_strips, weight_bytes=weight_bytes,
+                    window_rows=windows.size[0], halo=kernel[0] - 1, strips=strips, part_strips=part_strips, weight_bytes=weight_bytes, noted_bytes=16 if spec.precision.itemsize == 4 else 4,
                     blocks_per_sm=REGISTERS_PER_SM // (ceil_to(registers, 8) * channel_warps * column_warps * WARP), max_registers=registers,
                 )  # fmt: skip
 

@@ -10,7 +10,7 @@
 // Plan for sm_80 on a100:
 //   three fp16 products of scaled operands split in two; a warp keeps the weights of 32 channels in registers and multiplies 32 pixels at a time
 //   a block takes parts of a sample in turn: 3 of 254 rows of y, 5 rows of x
-//   216 blocks of 128 threads, 71280 bytes of shared memory
+//   216 blocks of 128 threads, 71328 bytes of shared memory
 //
 // Generated from specs/conv2d_add_scale_sigmoid_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/conv2d_add_scale_sigmoid_groupnorm.yaml
 
@@ -67,12 +67,15 @@ constexpr int kPiecePitch = 33;  // values from one channel's to the next's: odd
 constexpr int kTileWindows = 32;  // pooling windows of a unit
 constexpr int kWindowPieces = 1;  // extremes of a window
 constexpr int kSharedAt = 41040;  // the planes and the zero pixel, 16 bytes a pixel
-constexpr int kSharedBytes = 71280;  // + struct Shared
+constexpr int kSharedBytes = 71328;  // + struct Shared
 constexpr float kFirstScale = 64.0f;  // x is scaled by it before it becomes fp16, where that suits the part
 constexpr float kLargestFirst = 1023.0f;  // kFirstScale x it is below fp16's 65504
 constexpr float kSmallestFirst = 0.00390625f;  // a part whose largest value is below it would lose digits to fp16's range
 constexpr int kTargetExponent = 14;  // other scales bring the largest value to 2^14 or up to twice that
 constexpr int kLargestExponent = 48;  // beyond 2^48, or below 2^-48, scales would leave fp32's range: such parts are multiplied in fp32
+constexpr float kFaint = 0.015625f;  // 2^-6: scaled values below lose too many bits
+constexpr int kFaintLimit = kInChannels * kPartPixels / 8;  // with more such values of x a part gets a scale of its own, or is multiplied in fp32
+constexpr int kFaintWeights = kInChannels * kTaps / 8;  // with more such values in a channel of the weight x is multiplied in fp32
 
 // a / b for b >= 1, error at most 3 units; 0 for b > 2^126 on a GPU, whose fast division this is.
 __device__ __forceinline__ float divide(float a, float b) {
@@ -130,6 +133,10 @@ __device__ __forceinline__ float inverse_power(float power) { return __uint_as_f
 // an operand it makes the same NaN.
 __device__ __forceinline__ bool fits_scales(float largest) { return largest == 0.0f || abs(exponent_of(largest)) <= kLargestExponent; }
 
+// Whether a scaled value loses more to fp16's range than the precision allows. Where many do, one far value has set the scale, and it may meet zeros
+// alone: what carries the result would be lost.
+__device__ __forceinline__ bool is_faint(float scaled) { return scaled != 0.0f && fabsf(scaled) < kFaint; }
+
 // Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
 // from it.
 struct Moments {
@@ -166,7 +173,8 @@ struct Shared {
   Moments moments[kUnits][kChannels];
   Channel channels[kChannels];
   float extremes[kThreads / 32][16 * kRowTiles * kPiecePitch];  // of a warp's unit
-  uint32_t largest[kThreads / 32];  // the bits of the largest |x| that a warp has brought
+  uint32_t largest[2][kThreads / 32];  // the bits of the largest |x| that a warp has brought, at its first and its second attempt
+  uint32_t faint[2][kThreads / 32];  // how many of its values were faint
 };
 static_assert(kSharedAt + sizeof(Shared) <= kSharedBytes, "the plan reserves too little shared memory");
 
@@ -186,10 +194,16 @@ __device__ __forceinline__ void load_pixel(float (&v)[8], const float* __restric
   for (int e = 0; e < 8; ++e) v[e] = there ? from[e * kInPlane] : float{0};
 }
 
-// Brings the part's rows, multiplied by `scale`; returns the largest |x| that this thread has met.
-__device__ __forceinline__ float bring_rows(const float* __restrict__ image, int first_row, float scale) {
+// What a thread has met of a part: the largest |x|, and how many values its operands cannot carry beside zero.
+struct Brought {
+  float largest;
+  uint32_t faint;
+};
+
+// Brings the part's rows, multiplied by `scale`.
+__device__ __forceinline__ Brought bring_rows(const float* __restrict__ image, int first_row, float scale) {
   uint4* planes = reinterpret_cast<uint4*>(memory);
-  float largest = 0.0f;
+  Brought own = {0.0f, 0u};
 #pragma unroll 1
   for (int first = threadIdx.x; first < kPartPixels; first += kLoads * kThreads) {
     float v[kLoads][8];
@@ -202,8 +216,9 @@ __device__ __forceinline__ float bring_rows(const float* __restrict__ image, int
       uint32_t high[4], low[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        largest = fmaxf(largest, fmaxf(fabsf(v[i][2 * e]), fabsf(v[i][2 * e + 1])));
+        own.largest = fmaxf(own.largest, fmaxf(fabsf(v[i][2 * e]), fabsf(v[i][2 * e + 1])));
         const float first_value = v[i][2 * e] * scale, second_value = v[i][2 * e + 1] * scale;
+        own.faint += is_faint(first_value) + is_faint(second_value);
         high[e] = pack(first_value, second_value);
         const float2 rounded = unpack(high[e]);
         low[e] = pack(first_value - rounded.x, second_value - rounded.y);
@@ -212,19 +227,27 @@ __device__ __forceinline__ float bring_rows(const float* __restrict__ image, int
       planes[kLowPlanes + to] = make_uint4(low[0], low[1], low[2], low[3]);
     }
   }
-  return largest;
+  return own;
 }
 
-// The largest |x| of the block's part. __syncthreads() stands between the two.
-__device__ __forceinline__ void note_largest(Shared& s, float own) {
-  const uint32_t largest = __reduce_max_sync(0xffffffffu, __float_as_uint(own));
-  if (threadIdx.x % 32 == 0) s.largest[threadIdx.x / 32] = largest;
+// What the block's threads have met. __syncthreads() stands between the two; `attempt` tells apart what different scales have left.
+__device__ __forceinline__ void note(Shared& s, Brought own, int attempt) {
+  const uint32_t largest = __reduce_max_sync(0xffffffffu, __float_as_uint(own.largest));
+  const uint32_t faint = __reduce_add_sync(0xffffffffu, own.faint);
+  if (threadIdx.x % 32 == 0) {
+    s.largest[attempt][threadIdx.x / 32] = largest;
+    s.faint[attempt][threadIdx.x / 32] = faint;
+  }
 }
-__device__ __forceinline__ float largest_of_part(const Shared& s) {
-  uint32_t largest = s.largest[0];
+__device__ __forceinline__ Brought noted(const Shared& s, int attempt) {
+  uint32_t largest = s.largest[attempt][0];
+  uint32_t faint = s.faint[attempt][0];
 #pragma unroll
-  for (int i = 1; i < kThreads / 32; ++i) largest = max(largest, s.largest[i]);
-  return __uint_as_float(largest);
+  for (int i = 1; i < kThreads / 32; ++i) {
+    largest = max(largest, s.largest[attempt][i]);
+    faint += s.faint[attempt][i];
+  }
+  return {__uint_as_float(largest), faint};
 }
 
 // --- weights: fragments in registers for the whole kernel ---
@@ -262,6 +285,12 @@ __device__ __forceinline__ bool load_weights(
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
       fits = fits && exponent_of(largest) <= kLargestExponent;
       const float scale = power_of_two(kTargetExponent - min(max(exponent_of(largest), -kLargestExponent), kLargestExponent));
+      int faint = 0;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) faint += is_faint(value(half, 0) * scale) + is_faint(value(half, 1) * scale);
+      faint += __shfl_xor_sync(0xffffffffu, faint, 1);
+      faint += __shfl_xor_sync(0xffffffffu, faint, 2);
+      fits = fits && faint <= kFaintWeights;
       if (threadIdx.x % 4 == 0 && threadIdx.x < 32 * kChannelWarps) shared().channels[row].scale = inverse_power(scale);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -564,14 +593,16 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) conv(
     const float* image = x + int64_t{sample} * kInChannels * kInPlane;
 
     float scale = kFirstScale;
-    note_largest(s, bring_rows(image, first_row, scale));
+    note(s, bring_rows(image, first_row, scale), 0);
     __syncthreads();
-    const float largest = largest_of_part(s);
-    const bool exact = !weights_fit || !fits_scales(largest);
-    if (!exact && largest != 0.0f && (largest > kLargestFirst || largest < kSmallestFirst)) {
+    const Brought part_of_x = noted(s, 0);
+    const float largest = part_of_x.largest;
+    bool exact = !weights_fit || !fits_scales(largest);
+    if (!exact && largest != 0.0f && (largest > kLargestFirst || largest < kSmallestFirst || part_of_x.faint > kFaintLimit)) {
       scale = power_of_two(kTargetExponent - exponent_of(largest));
-      bring_rows(image, first_row, scale);
+      note(s, bring_rows(image, first_row, scale), 1);
       __syncthreads();
+      exact = noted(s, 1).faint > kFaintLimit;
     }
     const float unscale = inverse_power(scale);
 

@@ -897,14 +897,14 @@ __global__ void __launch_bounds__(kThreads, 1) conv(const __grid_constant__ Argu
   if (group == kMultiplyGroups) {
     give_registers<kConvertRegisters>();
     convert_rows(a.x, work);
-    __syncthreads();
   } else {
     take_registers<kMultiplyRegisters>();
     multiply_strips(group, work, a);
-    __syncthreads();
-    for (int item = 0; item < work.items; ++item) {
-      if (out_of_range(__uint_as_float(s.largest[item]))) exact_sample(a, work, work.sample_of(item));
-    }
+  }
+  __syncthreads();
+  if (group == kMultiplyGroups) return;
+  for (int item = 0; item < work.items; ++item) {
+    if (out_of_range(__uint_as_float(s.largest[item]))) exact_sample(a, work, work.sample_of(item));
   }
 }
 

@@ -134,9 +134,27 @@ def draw(spec, kind, generator):
         x = x * 1e-6
     elif kind == "beyond scales":
         x = x * 1e16
+    elif kind == "lossy":  # huge values that meet zeros alone (see far_weights)
+        x[:, 0] = x[:, 0].sign() * 1e9
+        x[:, -1] = 0.0
+    elif kind == "faint weights":
+        x *= 2.0**20
+        x[:, -1] = 0.0
     elif kind == "special":
         x[0, 0, 3, 3], x[-1, -1, 4, 0] = float("nan"), float("inf")
     return x.to(DTYPES[spec.precision.dtype])
+
+
+def far_weights(values, kind):
+    """The parameters with a weight that goes with x of this kind: what carries the result is faint beside what meets zeros."""
+    weight = values["conv.weight"].clone()
+    if kind == "lossy":
+        weight[:, 0] = 0.0
+        weight[::2, -1] = 1e9
+    elif kind == "faint weights":
+        weight *= 2.0**-20
+        weight[:, -1] = 4.0
+    return values | {"conv.weight": weight}
 
 
 def expected(spec, x, values, dtype):
@@ -171,17 +189,17 @@ def test_emulated_kernels_keep_the_promise(tmp_path, name, precision):
     spec = read(EMULATED[name], tmp_path, precision)
     emulated = Emulated(planned(spec), tmp_path)
     generator = torch.Generator().manual_seed(1)
-    values = {
+    ordinary = {
         key: (torch.randn(shape, generator=generator) * (0.3 if key == "conv.weight" else 1)).to(DTYPES[spec.precision.dtype]) for key, shape in spec.parameters
     }
-    values["norm.weight"][0] = 0.0
+    ordinary["norm.weight"][0] = 0.0
     kinds = ("normal", "offset", "outlier", "special") + (
-        ("large", "small", "beyond scales") if precision in ("fp32", "tf32") and name in ("main", "padded") else ()
+        ("large", "small", "beyond scales", "lossy", "faint weights") if precision in ("fp32", "tf32") and name in ("main", "padded", "before", "no_pool") else ()
     )
     for kind in kinds:
         if (name, kind) == ("before", "offset"):
             continue  # hardtanh makes nearly all values alike: the norm then shows the rounding of the few others, and nothing else
-        x = draw(spec, kind, generator)
+        x, values = draw(spec, kind, generator), far_weights(ordinary, kind)
         y, exact = emulated(x, values), expected(spec, x, values, torch.float64)
         if kind == "special":
             eager = expected(spec, x, values, torch.float32)
