@@ -99,10 +99,11 @@ def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...]) -> list[Job
 @click.option("--limit-s", default=240.0, show_default=True, help="A package that takes longer is given up.")
 @click.option("--seconds", default=2.0, show_default=True, help="Time for the trials of one package.")
 @click.option("--force", is_flag=True, help="Measure again what is up to date.")
+@click.option("--times-again", is_flag=True, help="Time again what is up to date; its verdict stays.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), envvar="PEERS_CACHE", help="Keep Inductor's and Triton's caches here ($PEERS_CACHE).")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
 @sentences()
-def main(specs, precisions, autotuned, prepack, device, target, results, archive, budget_s, limit_s, seconds, force, cache, out) -> None:
+def main(specs, precisions, autotuned, prepack, device, target, results, archive, budget_s, limit_s, seconds, force, times_again, cache, out) -> None:
     """Measure SPECS (all packages of generated/index.yaml when none is named) and write the records."""
     deadline = time.time() + budget_s if budget_s else None
     console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
@@ -121,11 +122,11 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
             continue
         at = path_of(results, machine.slug, emitted.spec.name, precision, target, PREPARED if prepack else NOT_PREPARED, emitted.batch)
         old = read(at)
-        if not force and up_to_date(old, emitted.key(name), machine.torch, peers, autotuned):
+        if not (force or times_again) and up_to_date(old, emitted.key(name), machine.torch, peers, autotuned):
             console.print(f"{emitted.label} ({name}): up to date" + ("" if old["verified"] else ", [bold red]WRONG[/]"))
             wrong += not old["verified"]
             continue
-        known = old and old["key"] == emitted.key(name) and old.get("verification") and autotuned
+        known = old and old["key"] == emitted.key(name) and old.get("verification") and (autotuned or times_again)
         task = {"path": path, "precision": precision, "batch": emitted.spec.batch, "verdict": {k: old[k] for k in ("verified", "verification")} if known else None}
         pending[f"{len(pending):03}"] = Pending(emitted.label, task, at)
     setting = {"device": where.type, "target": emitted_for, "out": str(out), "peers": list(peers), "seconds": seconds, "autotuned": autotuned, "prepack": prepack}
@@ -140,9 +141,12 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         console.print(f"[bold red]{pending[job].package} could not be measured:[/] {why}", highlight=False)
 
     tasks: dict[str, Any] = {}
+    crowded: dict[str, Any] = {}  # found too little memory beside the others
 
     def examined(job: str, result: Result) -> None:
-        if "failure" in result:
+        if result.get("failure", "").startswith("OutOfMemoryError") and job not in crowded and workers > 1:
+            crowded[job] = pending[job].task
+        elif "failure" in result:
             fail(job, result["failure"])
         else:
             tasks[job] = pending[job].task | {"verdict": result}
@@ -161,6 +165,8 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         workers, begun = max(1, min(EXAMINERS, usable_cores() // 2)), time.time()
         until = begun + EXAMINED * (deadline - begun) if deadline else None
         complete = run("examine", {job: one.task for job, one in pending.items()}, workers, until, {}, examined)
+        if crowded:
+            complete &= run("examine", crowded, 1, until, {}, examined)
         console.print(f"{len(tasks)} of {len(pending)} packages verified and their peers compiled, {workers} at a time, in {time.time() - begun:.0f} s")
         tasks = {job: tasks[job] for job in pending if job in tasks}  # in the packages' order
         ceilings = measure_ceilings(where)

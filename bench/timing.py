@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 
 Call = Callable[[], object]
 FLUSH_BYTES = 256 << 20  # more than any card's L2
+LEAST_FLUSHES, MOST_FLUSHES = 2, 40  # before a trial
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,14 @@ def _summary(samples: list[float]) -> Time:
 def interleaved(calls: dict[str, Call], device: torch.device, budget_s: float = 3.0, trials: int = 60, least: int = 5) -> dict[str, Time]:
     """Time all calls in turn, in an order drawn anew each round, so that heat and clocks meet them alike.
 
-    On a GPU: CUDA events around each call, the L2 overwritten before it, twice: that takes longer than a call takes to issue, so the
-    host's time is not in the figure unless a call waits for the device. Stops after `trials` rounds, or when the budget is used up and
-    `least` rounds are done.
+    On a GPU: CUDA events around each call, the L2 overwritten before it as often as it takes the device longer than the host takes to
+    issue the call, so the host's time is not in the figure unless a call waits for the device. Stops after `trials` rounds, or when the
+    budget is used up and `least` rounds are done.
     """
-    once = _cuda_trial(device) if device.type == "cuda" else _cpu_trial
     for call in calls.values():
         for _ in range(3 if device.type == "cuda" else 1):
             call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    once = _cuda_trial(device, calls) if device.type == "cuda" else lambda name: _cpu_trial(calls[name])
     order, draw = list(calls), random.Random(0)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
@@ -55,24 +55,40 @@ def interleaved(calls: dict[str, Call], device: torch.device, budget_s: float = 
             break
         draw.shuffle(order)
         for name in order:
-            samples[name].append(once(calls[name]))
+            samples[name].append(once(name))
     return {name: _summary(values) for name, values in samples.items()}
 
 
-def _cuda_trial(device: torch.device):
+def _cuda_trial(device: torch.device, calls: dict[str, Call]):
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
-    def trial(call: Call) -> float:
+    def between(work: Callable[[], object], before: int = 0) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        flush.zero_()
-        flush.zero_()
+        for _ in range(before):
+            flush.zero_()
         start.record()
-        call()
+        work()
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
 
-    return trial
+    flush.zero_()
+    flush_ms = between(lambda: [flush.zero_() for _ in range(10)]) / 10
+    counts = {name: flushes_for(max(_issue_ms(call, device) for _ in range(5)), flush_ms) for name, call in calls.items()}
+    return lambda name: between(calls[name], counts[name])
+
+
+def flushes_for(issue_ms: float, flush_ms: float) -> int:
+    """How often the L2 is overwritten before a call that takes the host so long to issue: twice that long, and a little for what the host does around it."""
+    return min(max(math.ceil((2 * issue_ms + 0.1) / flush_ms), LEAST_FLUSHES), MOST_FLUSHES)
+
+
+def _issue_ms(call: Call, device: torch.device) -> float:
+    """The host's time to issue one call to an idle device."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e3
 
 
 def _cpu_trial(call: Call) -> float:

@@ -346,8 +346,9 @@ def _padded(x: torch.Tensor, batch: int) -> torch.Tensor:
 @functools.cache
 def _reference_of(model_class: type, package: Package) -> nn.Module:
     """The package's ``Model`` without memory of its own, for functional calls."""
-    for base in model_class.__mro__:
-        found = getattr(sys.modules.get(base.__module__), "Model", None)
+    for base in reversed(model_class.__mro__[: model_class.__mro__.index(GeneratedModule)]):  # ModelNew before classes derived from it
+        beside = getattr(vars(base).get("__init__"), "__globals__", {})  # those of its module, which sys.modules need not hold any more
+        found = beside.get("Model")
         if isinstance(found, type) and issubclass(found, nn.Module):
             with torch.device("meta"):
                 return found(*(value for _, value in package.manifest.init_args))

@@ -6,8 +6,14 @@ import sys
 import tarfile
 from pathlib import Path
 
+from click.testing import CliRunner
+
+from bench.evidence import main
+from bench.timing import Ceilings
+
 ROOT = Path(__file__).parents[2]
 SPEC = "specs/gemm_groupnorm_hardtanh_small.yaml"
+SMALL_94 = "specs/gemm_biasadd_hardtanh_mish_groupnorm_small.yaml"
 
 
 def evidence(folder, *arguments):
@@ -25,6 +31,38 @@ def test_a_package_is_verified_timed_recorded_and_not_done_twice(tmp_path):
         assert "cpu/gemm_groupnorm_hardtanh_small.fp32.json" in archive.getnames()
     again = evidence(tmp_path, SPEC)
     assert again.returncode == 0 and "up to date" in again.stdout
+
+
+def test_times_again_keep_the_verdict(tmp_path):
+    assert evidence(tmp_path, SPEC).returncode == 0
+    path = tmp_path / "results" / "cpu" / "gemm_groupnorm_hardtanh_small.fp32.json"
+    record = json.loads(path.read_text())
+    record["verification"][0]["told by"] = "the first run"
+    record["ours"]["ms"] = 1e6
+    path.write_text(json.dumps(record))
+    done = evidence(tmp_path, SPEC, "--times-again")
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = json.loads(path.read_text())
+    assert again["ours"]["ms"] < 1e6 and again["verification"] == record["verification"] and again["verified"]
+
+
+def test_a_package_short_of_memory_beside_others_is_examined_again_alone(tmp_path, monkeypatch):
+    """The first answer of each is torch's for a full card; one of them finds no room alone either, and that is said."""
+    asked = []
+
+    def run_jobs(command, setting, jobs, workers, limit_s, deadline, on_result):
+        asked.append((setting["work"], list(jobs), workers))
+        for name in jobs:
+            full = setting["work"] == "examine" and (workers > 1 or name == "001")
+            on_result(name, {"failure": "OutOfMemoryError: CUDA out of memory."} if full else {"failure": "not timed in this test"})
+        return True
+
+    monkeypatch.setattr("bench.evidence.run_jobs", run_jobs)
+    monkeypatch.setattr("bench.evidence.usable_cores", lambda: 8)
+    monkeypatch.setattr("bench.evidence.measure_ceilings", lambda device: Ceilings(1.0, 1.0, 1.0, 1.0, 1.0))
+    done = CliRunner().invoke(main, [SPEC, SMALL_94, "--device", "cpu", "--results", str(tmp_path / "results"), "--out", str(tmp_path / "packages")])
+    assert asked[:2] == [("examine", ["000", "001"], 4), ("examine", ["000", "001"], 1)]
+    assert done.exit_code == 1 and "OutOfMemoryError: CUDA out of memory" in done.output and done.output.count("OutOfMemoryError") == 1
 
 
 def test_a_package_that_takes_too_long_is_given_up_and_said(tmp_path):

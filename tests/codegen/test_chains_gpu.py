@@ -141,12 +141,19 @@ def test_gradients(name: str, precision: str, tmp_path) -> None:
     with torch.no_grad():
         plain = ours(x)
     grad_y = torch.randn(plain.shape, generator=generator, device="cuda").to(plain.dtype)
-    wanted = dict(eager.named_parameters())
-    want = dict(zip(wanted, torch.autograd.grad(eager(x), list(wanted.values()), grad_y), strict=True))
+
+    def gradients(model, x, grad_y):
+        named = dict(model.named_parameters())
+        y = model(x)
+        return y, dict(zip(named, torch.autograd.grad(y, list(named.values()), grad_y), strict=True))
+
+    theirs = gradients(eager, x, grad_y)[1]
+    exact = gradients(eager.double(), x.double(), grad_y.double())[1]
+    eager.to(x.dtype)
     for by_reference in (False, True):
-        y = ours.differentiate_by_reference(by_reference)(x)
+        y, mine = gradients(ours.differentiate_by_reference(by_reference), x, grad_y)
         assert torch.equal(y, plain)
-        named = dict(ours.named_parameters())
-        for key, grad in zip(named, torch.autograd.grad(y, list(named.values()), grad_y), strict=True):
-            close = 1e-3 if precision == "fp32" else 3e-2
-            torch.testing.assert_close(grad, want[key], rtol=close, atol=close * float(want[key].abs().max()))
+        for key, grad in mine.items():
+            # In 16 bits values tie where a least or largest one is chosen, and each side passes the gradient to another: both are that far off.
+            allowed = 1e-3 if precision == "fp32" else max(2 * relative_error(theirs[key], exact[key]), 2e-2)
+            assert relative_error(grad, exact[key]) <= allowed, (key, relative_error(theirs[key], exact[key]))

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import sys
 
 import pytest
 import torch
@@ -272,6 +273,29 @@ def test_gradients_by_the_reference_when_asked_for(module):
     model.differentiate_by_reference(False)
     with pytest.raises(GradientError):
         model(x).sum().backward()
+
+
+def test_the_reference_is_found_from_a_derived_class_and_without_sys_modules(module, monkeypatch):
+    """A test that cleans up, a harness that executes the source: the class knows its module all the same. Another Model beside a derived class is none."""
+    module = without_backward(module)
+
+    class Model(torch.nn.Module):
+        pass
+
+    class Derived(module.ModelNew):
+        def __init__(self, *args):
+            super().__init__(*args)
+
+    torch.manual_seed(0)
+    model = Derived(*module.get_init_inputs())
+    _, reference = pair(module)
+    reference.load_state_dict(model.state_dict())
+    (x,) = module.get_inputs()
+    for name in [name for name in sys.modules if name.split(".")[0] == module.__name__]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(globals(), "Model", Model)
+    grad_y = torch.randn_like(model(x).detach())
+    assert_same_gradients(gradients(model.differentiate_by_reference(), x, grad_y)[1], gradients(reference, x, grad_y)[1])
 
 
 # ---- compilers ------------------------------------------------------------------------------------------------------
