@@ -149,7 +149,7 @@ def plan_stages(spec: Spec, head: Plan, first: int) -> Plan:
         launches.append(Launch(kernel, result="y" if last else f"stage:{number + 1}"))
         if not last:
             buffers.append(Buffer(f"stage:{number + 1}", steps[-1].output_shape, "float32"))
-    steps = tuple(replace(step, result="stage:0") if isinstance(step, Launch) else step for step in head.steps)
+    steps = tuple(replace(step, result="stage:0") if isinstance(step, Launch) and step.result == "y" else step for step in head.steps)
     whole = floor(spec, device)
     bound = replace(head.floor, bytes=whole.bytes, memory_ms=whole.memory_ms)
     cut = ", ".join(dict.fromkeys(steps[0].operator.name for steps in stages))

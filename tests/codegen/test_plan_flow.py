@@ -1,0 +1,41 @@
+"""Values flow through a plan: what a step reads, an earlier one wrote, and nothing is written for nobody. Over random specs and all targets."""
+
+import pytest
+
+from bench.sweep.draw import LARGE, draw
+from codegen.plan import Library, PlanError, plan
+from codegen.plan.model import Plan
+
+
+def names(step) -> list[str]:
+    """What a step names, its result last."""
+    return [*(name for name in step.arguments if name is not None), *([step.out] if isinstance(step, Library) else [])]
+
+
+def assert_flows(planned: Plan) -> None:
+    buffers = [buffer.name for buffer in planned.buffers]
+    assert len(set(buffers)) == len(buffers)
+    places = {name: [at for at, step in enumerate(planned.steps) if name in names(step)] for name in (*buffers, "y")}
+    for name in buffers:
+        assert len(places[name]) >= 2, f"{name} is named by steps {places[name]} alone: written and not read, or read and not written"
+        writer = planned.steps[places[name][0]]
+        assert writer.out == name if isinstance(writer, Library) else name in writer.arguments
+    assert places["y"] and places["y"][-1] == len(planned.steps) - 1
+    known = {"x", "y", *buffers, *(key for key, _ in planned.spec.parameters)}
+    for step in planned.steps:
+        assert set(names(step)) <= known
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_80", "sm_90a"])
+@pytest.mark.parametrize("start", range(0, 400, 100))
+def test_what_a_step_reads_an_earlier_one_wrote(tmp_path, target, start):
+    planned = 0
+    for index in range(start, start + 100):
+        spec = draw(3, index, LARGE, tmp_path)
+        try:
+            found = plan(spec, target)
+        except PlanError:
+            continue
+        assert_flows(found)
+        planned += 1
+    assert planned >= 10
