@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, unique_constants
 from codegen.numerics import FP32, Arithmetic, float_literal
-from codegen.plan.conv import ONE_READ, Windows, arithmetic_of, constant, direction_of, reasons, shape_constants, windows_of
+from codegen.plan.conv import ONE_READ, Windows, arithmetic_of, ceil_div, ceil_to, constant, direction_of, reasons, shape_constants, windows_of
 from codegen.plan.conv_sm80_geometry import Geometry, candidates, choose
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
 from codegen.plan.norm_chain import (
@@ -35,6 +35,7 @@ KEPT, STATISTICS = "kept", "part_statistics"  # buffers: a value of each window 
 BUSY = 0.55  # of the tensor cores' rate with mma.sync, what this kernel reaches beside its epilogue
 LIBRARY_BUSY = 0.75  # of the fp32 rate, what the library's convolution of few channels reaches, whatever the type of its operands
 FINISH_THREADS = 256
+FINISH_BLOCKS = 4  # of an SM: where a block for each group makes fewer than half as many, several share one
 FAINT = {2: -6, 1: -14}  # by parts of an operand: exponent below which a half loses more than the precision allows, 2^-19 or 2^-11 of it
 FAINT_SHARE = 8  # where an eighth of the values is faint, they may carry the result: the far ones may meet zeros alone
 
@@ -86,7 +87,9 @@ class ConvKernel(Kernel):
 
 @dataclass(frozen=True, kw_only=True)
 class FinishKernel(NormKernel):
-    """What templates/conv_sm80/finish.cu.j2 reads: the norm of the values that were kept."""
+    """What templates/conv_sm80/finish.cu.j2 reads: the norm of the values that were kept. `slices` blocks share a group."""
+
+    slices: int = 1
 
     def device_parameters(self, c_type: str) -> list[str]:
         """Parameters of the CUDA kernel: the input is fp32 whatever the storage type."""
@@ -103,7 +106,7 @@ def plan_conv_sm_80(spec: Spec, target: Target, device: DeviceClass, geometry: G
     rising = Direction((), False) if windows.size == (1, 1) else direction_of(spec)
     g = geometry or _geometry(spec, target, device, windows, arithmetic)
     conv = _conv_kernel(spec, device, g, windows, arithmetic, rising)
-    finish = _finish_kernel(spec, g, windows)
+    finish = _finish_kernel(spec, device, g, windows)
     kept = Buffer(KEPT, (spec.batch, spec.channels, *windows.output), "float32")
     statistics = Buffer(STATISTICS, (spec.batch, spec.channels, g.sample_parts, 4), "float32")
     bound = floor(spec, device, len(arithmetic.products), device.fp16)
@@ -219,13 +222,18 @@ def _constants(spec: Spec, kernel: ConvKernel, windows: Windows) -> tuple[Consta
     return tuple(listed)
 
 
-def _finish_kernel(spec: Spec, g: Geometry, windows: Windows) -> FinishKernel:
+def _finish_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows) -> FinishKernel:
     finish = finish_function(spec, spec.after_norm, "finish_value", "The norm and what follows it, for a value that was kept.")
     plane = math.prod(windows.output)
     size = spec.group_channels * plane
     width = math.gcd(4, size)
     threads = next((count for count in (32, 64, 128) if count * width >= size), FINISH_THREADS)
     groups = spec.batch * spec.num_groups
+    # A block merges all moments of its group, so one more of them is worth a round of values at least for each that a thread merges.
+    sets, round_values = spec.group_channels * g.sample_parts, threads * width
+    most = size // (round_values * max(4, ceil_div(sets, threads)))
+    share = ceil_to(ceil_div(size, max(1, min(most, FINISH_BLOCKS * device.sms // groups))), round_values)
+    slices = ceil_div(size, share)
     items = applies(spec, spec.after_norm)
     constants = (
         Constant("kNumGroups", str(spec.num_groups), "groups of a sample"),
@@ -235,15 +243,19 @@ def _finish_kernel(spec: Spec, g: Geometry, windows: Windows) -> FinishKernel:
         Constant("kPooledPlane", str(plane), "values of a channel of y"),
         Constant("kPooledSize", "kGroupChannels * kPooledPlane", "values of a group in y"),
         Constant("kVector", str(width), "values of one access"),
-        Constant("kThreads", str(threads), "threads of a block, which takes a group"),
+        Constant("kThreads", str(threads), "threads of a block" + ("" if slices > 1 else ", which takes a group")),
         Constant("kWarps", str(threads // 32), "kThreads / 32"),
-        Constant("kBlocks", str(groups), f"{spec.batch} samples x kNumGroups"),
+        *([
+            Constant("kSlices", str(slices), "blocks that share a group"),
+            Constant("kSliceSize", str(share), "kPooledSize / kSlices, rounded up to whole rounds of a block: values of a block"),
+        ] if slices > 1 else []),
+        Constant("kBlocks", str(groups * slices), f"{spec.batch} samples x kNumGroups" + (" x kSlices" if slices > 1 else "")),
         *norm_constants(spec, items),
-    )
+    )  # fmt: skip
     return FinishKernel(
         name="conv_finish", template="conv_sm80/finish.cu.j2", entry="conv_finish", arguments=(KEPT, STATISTICS, *(o.key for o in finish.operands), "y"),
         constants=constants, summary=f"merges a group's statistics, then normalises the {size} values that were kept of it, and what follows",
-        max_registers=64, threads=threads, blocks=groups, input="kept", output="output", operands=unique_operands(finish), applied=items, prepare=None,
+        max_registers=64, threads=threads, blocks=groups * slices, slices=slices, input="kept", output="output", operands=unique_operands(finish), applied=items, prepare=None,
         finish=finish, width=width, io_widths=(width,), channel_mode=channel_mode(plane, width), groups=groups, min_blocks=1,
         storage=spec.precision, source=FP32, result=spec.result,
     )  # fmt: skip

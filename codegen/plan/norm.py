@@ -52,8 +52,8 @@ def plan_norm(
     if pools and source == "y":
         raise PlanError("a pooled result cannot be written over the producer's; give the producer a buffer of its own")
     if pools:
-        kernel, reason = norm_pool.plan_pool(spec, target, source, apply_before, producer_bias)
-        return NormPlan((Launch(kernel),), (), (reason,))
+        steps, buffers, reason = norm_pool.plan_pool(spec, target, device, source, apply_before, producer_bias)
+        return NormPlan(steps, buffers, (reason,))
     if statistics is not None:
         group_width = spec.group_size
         if group_width % statistics.tile_n or statistics.tiles * statistics.tile_n != spec.channels * spec.spatial:

@@ -3,16 +3,18 @@
     one read    every operator between the norm and the pool rises or falls with its input: a window's largest or smallest value before the norm
                 decides, so one read gives the statistics and one value of each window, which wait in shared memory
     two reads   otherwise: statistics, then windows of normalised values, from the caches
+    split       few, long groups: the same two, each in a kernel in which many blocks share a group
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen.chain import Constant, applies
 from codegen.ops import Kind
+from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm_chain import (
     NormKernel,
     Operand,
@@ -34,8 +36,9 @@ from codegen.plan.norm_chain import (
     unique_operands,
     vector_width,
 )
+from codegen.plan.norm_flat import SPLIT_BLOCKS, access_width, split_pieces, statistics_kernel
 from codegen.spec import Spec, Step
-from codegen.targets import Target
+from codegen.targets import DeviceClass, Target
 
 CHUNK_VALUES = 16  # values that a thread has in flight where it streams
 CHUNK_BYTES = 64  # bytes that a lane has in flight for the statistics
@@ -44,6 +47,8 @@ BAND_BYTES = 1000  # a warp should ask the memory for at least this much at once
 UNROLLED_WINDOW = 16  # values of a window that are read at once
 LANE_SHARE = 0.75  # of a warp's lanes should find a window in a band
 REDUCTION_BYTES = 32 * 16  # moments of a block's warps
+LONG_BYTES = 256 * 1024  # of a group that a block alone takes as long to read as two launches
+SPLIT_THREADS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,7 @@ class PoolKernel(NormKernel):
     prepare_rises: bool = False
     store_widths: tuple[int, ...] = (1,)
     follow: ValueFunction | None = None
+    slices: int = 1  # blocks that share a group whose statistics are there
 
     @property
     def uses_channels(self) -> bool:
@@ -193,12 +199,22 @@ def band_rows(window: Window, itemsize: int) -> int:
     return max(shares, key=lambda rows: (shares[rows], -rows))
 
 
-def plan_pool(spec: Spec, target: Target, source: str, apply_before: bool, producer_bias: str | None) -> tuple[PoolKernel, str]:
-    """The kernel for a chain with one max_pool2d behind the norm, and why it is that one."""
+def plan_pool(
+    spec: Spec, target: Target, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None,
+) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], str]:  # fmt: skip
+    """The kernels for a chain with one max_pool2d behind the norm, the buffers between them, and why it is those."""
     before_pool, pool, _ = _split_at_pool(spec)
     window = window_of(pool)
     rising = direction(spec, before_pool)
     extremes = 4 * spec.group_channels * math.prod(window.output)
+    groups = spec.batch * spec.num_groups
+    if groups < device.sms and spec.group_size * spec.precision.itemsize >= LONG_BYTES:
+        pieces, _ = split_pieces(spec, device, access_width(spec))
+        buffer = Buffer("norm_statistics", bytes=16 * groups * pieces)
+        first = statistics_kernel(spec, device, source, apply_before, producer_bias, buffer.name)
+        second = _windows(spec, device, window, source, apply_before, producer_bias, buffer.name, pieces)
+        why = f"{groups} group{'s' if groups > 1 else ''} of {spec.group_size} values leave SMs idle, so several blocks share a group: statistics first, then windows of normalised values"
+        return (Launch(first), Launch(second)), (buffer,), why
     if rising is None:
         why = "two reads: an operator between the norm and the pool neither rises nor falls everywhere, so each value is normalised before it is pooled"
     elif window.has_empty():
@@ -207,8 +223,9 @@ def plan_pool(spec: Spec, target: Target, source: str, apply_before: bool, produ
         why = f"two reads: the {extremes} bytes of a group's pooled values do not fit into shared memory"
     else:
         kernel = _one_read(spec, window, rising, extremes, source, apply_before, producer_bias)
-        return kernel, "one read: the sign of a channel's factors decides whether a window's largest or smallest value counts, before the statistics are known"
-    return _two_reads(spec, window, source, apply_before, producer_bias), why
+        why = "one read: the sign of a channel's factors decides whether a window's largest or smallest value counts, before the statistics are known"
+        return (Launch(kernel),), (), why
+    return (Launch(_two_reads(spec, window, source, apply_before, producer_bias)),), (), why
 
 
 def _one_read(spec: Spec, window: Window, rising: Direction, extremes: int, source: str, apply_before: bool, producer_bias: str | None) -> PoolKernel:
@@ -316,4 +333,33 @@ def _two_reads(spec: Spec, window: Window, source: str, apply_before: bool, prod
         groups=groups, min_blocks=min_blocks, **tensor_types(spec, source), vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, padding=window.padding,
         dilation=window.dilation, guard_rows=window.guard(0), guard_columns=window.guard(1), **_unrolled(window, 1),
         channel_values=operands,
+    )  # fmt: skip
+
+
+def _windows(
+    spec: Spec, device: DeviceClass, window: Window, source: str, apply_before: bool, producer_bias: str | None, buffer: str, pieces: int,
+) -> PoolKernel:  # fmt: skip
+    """The second of two reads: windows of normalised values, with the moments of `pieces` pieces of a group in `buffer`."""
+    alone = _two_reads(spec, window, source, apply_before, producer_bias)
+    results = spec.group_channels * math.prod(window.output)
+    wanted = min(-(-results // SPLIT_THREADS), -(-device.sms * SPLIT_BLOCKS // alone.groups))
+    share = -(-results // (wanted * SPLIT_THREADS)) * SPLIT_THREADS
+    slices = -(-results // share)
+    min_blocks = blocks_within(SPLIT_THREADS, MANY_REGISTERS)
+    constants = (
+        *shape_constants(spec),
+        *_window_constants(window, False),
+        Constant("kPieces", str(pieces), "pieces of a group whose statistics are there"),
+        Constant("kSlices", str(slices), "blocks that share a group"),
+        Constant("kSliceSize", str(share), "kPooledSize / kSlices, rounded up to whole rounds of a block: results of a block"),
+        Constant("kThreads", str(SPLIT_THREADS), "threads of a block"),
+        Constant("kWarps", str(SPLIT_THREADS // 32), "kThreads / 32"),
+        Constant("kBlocks", str(alone.groups * slices), f"{spec.batch} samples x kNumGroups x kSlices"),
+        Constant("kMinBlocks", str(min_blocks), "blocks that fit on an SM"),
+    )
+    return replace(
+        alone, arguments=(*alone.arguments, buffer), statistics="reads", constants=(*constants, *norm_constants(spec, alone.applied)), slices=slices,
+        summary=f"GroupNorm, max pool and what follows, with statistics of {pieces} pieces of a group merged; {slices} blocks share a group of {spec.group_size} values",
+        threads=SPLIT_THREADS, blocks=alone.groups * slices, min_blocks=min_blocks, max_registers=register_limit(SPLIT_THREADS, min_blocks), io_widths=(),
+        smem_bytes=SPLIT_THREADS // 32 * 16,
     )  # fmt: skip

@@ -28,6 +28,7 @@ EMULATED = {
     "no_pool": FAMILY["no_pool"] | {"batch": 2},
     "pointwise": FAMILY["pointwise"] | {"batch": 1},
     "one_group": FAMILY["one_group"] | {"batch": 2},
+    "shared_finish": chain(cin=3, cout=16, size=(24, 70), kernel=3, groups=1, pool=0, batch=1, after=("gelu",)),
     "tall_tiles": chain(cin=3, cout=80, size=(24, 19), kernel=4, groups=5, pool=2, batch=1),
 }
 
@@ -112,6 +113,15 @@ def test_the_cheaper_way_is_taken_and_either_can_be_asked_for(tmp_path):
     assert not isinstance(plan(read(chain(size=16, batch=1) | {"gemm": "generated"}, tmp_path), "sm_80", "rtx3090").steps[0], Library)
     with pytest.raises(PlanError, match="gemm: generated asks for a convolution in one pass, which cannot be: .*; gemm: library can"):
         plan(read(FAMILY["pointwise"] | {"gemm": "generated"}, tmp_path), "sm_80")
+
+
+def test_few_long_groups_are_finished_by_several_blocks_each(tmp_path):
+    spec = read(EMULATED["shared_finish"], tmp_path)
+    finish = planned(spec).kernels[1]
+    share = int(next(c.text for c in finish.constants if c.name == "kSliceSize"))
+    assert finish.slices > 1 and finish.blocks == finish.slices and share % (finish.threads * finish.width) == 0
+    assert finish.slices * share >= spec.group_size > (finish.slices - 1) * share
+    assert planned(read(EMULATED["shared_finish"] | {"batch": 500}, tmp_path)).kernels[1].slices == 1
 
 
 def test_a_pool_free_chain_may_end_in_operators_without_a_direction(tmp_path):

@@ -176,6 +176,21 @@ def test_emulated_average_pooling(tmp_path, name: str) -> None:
 
 
 @needs_gxx
+def test_emulated_pooled_groups_that_blocks_share(tmp_path) -> None:
+    """Few groups, too long for a block each: their statistics by many blocks, then windows of normalised values by many more, the last with a part of a share."""
+    pool = {"max_pool2d": {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True}}
+    tails = (["gelu", pool, {"mul": {"name": "scale", "shape": [6, 1, 1]}}], [{"add": {"name": "shift", "shape": [6, 1, 1]}}, pool, "tanh"], [pool, {"mean": {}}])
+    specs = [make_spec(tmp_path, without_bias(conv_chain(["mish"], tail, 6, 2)), 1, precision, size) for precision, tail, size in
+             zip(PRECISIONS, tails, ((150, 151), (211, 209), (212, 215)), strict=True)]  # fmt: skip
+    for chain in build_emulated(tmp_path, specs):
+        assert [kernel.name.partition("_")[2] for kernel in chain.plan.kernels[:2]] == ["group_norm_statistics", "group_norm_pool"]
+        check(chain, chain.source(offset=2.0), steeper=4.0)
+        source = chain.source()
+        source[0, 1, 7, 9] = torch.nan
+        assert torch.equal(chain.kernel(source).isnan(), chain.pytorch(source).isnan())
+
+
+@needs_gxx
 def test_emulated_stages_behind_each_other(tmp_path) -> None:
     pools = [{"max_pool2d": {"kernel_size": 3, "stride": 1}}, "silu", {"max_pool2d": {"kernel_size": 2, "padding": 1, "dilation": 2}}, {"avg_pool2d": {"kernel_size": 2}}]
     tail = [*pools, {"add": {"name": "shift", "shape": [1]}}, {"max": {"keepdim": True}}, {"add": {"name": "spread", "shape": [5, 1, 1]}}, "tanh"]
