@@ -105,7 +105,8 @@ def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Choice
     if choice.slices > 1:
         reasons.append(f"a tile's K is cut into {choice.slices} parts, a block each, for SMs that whole tiles would leave idle; their sums are added in front of the norm kernel")
     elif choice.finished:
-        waste = "" if choice.columns == tile.n else f" ({choice.columns} of {tile.n} columns kept, so that no group is cut)"
+        kept = "all that there are" if choice.columns == spec.channels else "so that no group is cut"
+        waste = "" if choice.columns == tile.n else f" ({choice.columns} of {tile.n} columns kept, {kept})"
         reasons.append(f"groups of {spec.group_channels} channels lie within a tile, so the whole chain ends in this kernel{waste}")
     else:
         reasons.append(f"groups of {spec.group_channels} channels span several tiles, so the norm kernel follows")

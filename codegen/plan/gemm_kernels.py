@@ -16,6 +16,10 @@ from codegen.spec import Spec
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
 FFMA_PARTIAL_K = 128  # K of one partial sum: its error stays below that of one chain of K additions
 STATISTICS = "tile_statistics"
+# The epilogue waits for itself: an item's loads, three sums over its lanes, the norm, stores; two items of a team hardly overlap. Estimated cycles.
+ITEM_CYCLES, LEVEL_CYCLES, VALUE_CYCLES = 150, 75, 20
+WIDE_ACCESS = 4  # values; narrower ones leave lanes of a team idle
+LANE_VALUES = 16  # of an item in a lane's registers, at most, where accesses are narrow
 
 
 @dataclass(frozen=True)
@@ -238,16 +242,29 @@ def _stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> 
     return chunk, math.ceil(stages / chunk) * chunk
 
 
+def _team(slices: int, vector: int, items: int, threads: int) -> int:
+    """Lanes that take an item of `slices` accesses of `vector` values: one each where accesses are wide; else those with the least estimated time."""
+    widest = min(WARP, 1 << (slices - 1).bit_length())
+    if vector >= WIDE_ACCESS:
+        return widest
+    cycles = {}
+    for log in range(widest.bit_length()):
+        values = math.ceil(slices / (1 << log)) * vector
+        if values <= LANE_VALUES or 1 << log == widest:
+            cycles[1 << log] = math.ceil(items / (threads >> log)) * (ITEM_CYCLES + LEVEL_CYCLES * log + VALUE_CYCLES * values)
+    return min(cycles, key=cycles.get)
+
+
 def _epilogue(spec: Spec, tile: Tile, choice: Choice, pad: int) -> Epilogue:
     span = spec.group_channels if choice.finished else tile.n
     vector = math.gcd(math.gcd(span, spec.channels), 16 // spec.result.itemsize)
     slices = span // vector
-    team = min(WARP, 1 << (slices - 1).bit_length())
     spans = choice.columns // span
     pitch = tile.n + pad
     rows = tile.warp_m
     while rows < tile.m and 2 * rows * pitch * 4 * tile.warps_k <= tile.smem_bytes:
         rows *= 2
+    team = _team(slices, vector, rows * spans, tile.threads)
     return Epilogue(span, spans, vector, team, math.ceil(slices / team), rows, rows * spans, tile.threads // team, pitch)
 
 

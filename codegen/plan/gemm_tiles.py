@@ -216,7 +216,7 @@ def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> lis
     choices = []
     for tile in tiles_for(arithmetic):
         fits = width <= tile.n
-        columns = tile.n // width * width if fits else tile.n
+        columns = min(tile.n // width * width, spec.channels) if fits else tile.n  # columns that do not exist cost the epilogue as much as others
         choices.append(Choice(tile, columns, fits, tile_ms(spec, device, arithmetic, tile, columns) + (0.0 if fits else tail)))
         if fits and columns < tile.n:  # the unused columns may cost more than a second kernel
             choices.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n) + tail))

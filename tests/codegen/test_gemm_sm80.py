@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from codegen.numerics import ARITHMETICS as NAMED
 from codegen.plan import plan
+from codegen.plan.candidates import Candidate
 from codegen.plan.gemm import HELD_BY_NORM, choose_arithmetic, gemm_ms, plan_gemm
 from codegen.plan.gemm_tiles import FFMA, SINGLE, SPLIT, SPLIT_16_BIT, choose_tile
 from codegen.render import render_kernel
@@ -86,6 +87,14 @@ def test_few_tiles_of_a_long_k_are_shared_by_blocks(shape, precision, tmp_path):
     assert "parts, a block each" in explain(made)
     for kernel in made.kernels:
         assert not (found := faults(made, kernel, tmp_path)), found
+
+
+@pytest.mark.parametrize(("batch", "k", "n", "groups", "team", "items"), [(32768, 72, 9, 1, 1, 1), (4096, 128, 510, 30, 2, 7), (300, 96, 33, 11, 1, 11), (4096, 64, 64, 1, 8, 8)])
+def test_narrow_groups_take_few_lanes_and_columns_that_do_not_exist_none(batch, k, n, groups, team, items, tmp_path):
+    """With a lane for each of 9 values and all 7 groups that a tile has room for, a thread waited through 112 rounds of shuffles instead of one of none."""
+    made = plan(Case("narrow", batch, k, n, groups).spec(tmp_path, "fp16", None), "sm_80", "h100", candidate=Candidate("sm_80", "generated", "fp16", (128, 64) if n < 100 else (128, 128), True))
+    e = made.kernels[0].epilogue
+    assert (e.team, e.items_per_team) == (team, items) and e.spans * e.span <= n and e.vectors_per_lane * e.team * e.vector >= e.span
 
 
 def test_k_is_not_sliced_where_tiles_are_enough(tmp_path):

@@ -83,7 +83,7 @@ LONGER = (Entry("wide_taps"), Entry("block_a_group"), Entry("reduced"))
 SLICED = (Entry("slices_odd", (64, 64), False, 16), Entry("slices_even", (16, 32), False, 8), Entry("slices_reduced", (16, 32), False, 8))
 ONCE = (
     Entry("whole", (64, 64)), Entry("taps", (64, 64)), Entry("one_row", (64, 64)), Entry("groups_cut", (64, 64), False),
-    Entry("tiles_merged", (64, 256), False),
+    Entry("tiles_merged", (64, 256), False), Entry("odd_pitch", (128, 128)),
 )  # fmt: skip
 FURTHER = {
     "fp16": (*LONGER, Entry("blocks_share_a_group")),

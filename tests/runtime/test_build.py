@@ -17,7 +17,8 @@ from runtime.cache import Cache
 from .tiny_package import child_environment, run_python, write_tiny_package
 
 CONSTRUCT = """
-import sys, pathlib, torch
+import signal, sys, pathlib, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
 from tests.runtime.tiny_package import TinyPackage
 model = TinyPackage(pathlib.Path(sys.argv[1])).model()
 x = torch.randn(4, 8)
