@@ -50,11 +50,12 @@ class Emulated:
     def __init__(self, plan: Plan, folder: Path, edit=lambda text: text) -> None:
         self.plan, self.folder, self.calls = plan, folder, []
         sources = {"emulated": "", "norm": ""}
-        for kernel in plan.kernels:
+        for step in plan.steps:
+            kernel = step.kernel
             ours = kernel.template.startswith("gemm_sm90a/")
             stem = "emulated" if ours else "norm"
             sources[stem] += emulated_text(plan, kernel) if ours else render_kernel(plan, kernel)
-            self.calls.append((f"{stem}.so", kernel.function(plan.target), kernel.arguments))
+            self.calls.append((f"{stem}.so", kernel.function(plan.target), step.arguments))
         gemm = next(kernel for kernel in plan.kernels if isinstance(kernel, GemmSm90aKernel))
         bf16 = str(gemm.operand_type == "__nv_bfloat16").lower()
         compile_text(folder, f"const bool emulation::bf16_operands = {bf16};\n{edit(sources['emulated'])}", SOON, header="hopper_gemm.h")
