@@ -42,6 +42,13 @@ ONCE_AT_FAULT = {
         {"conv2d": {"name": "conv", "in_channels": 2, "out_channels": 24, "kernel_size": 7, "stride": 3, "padding": 2}}, "relu",
         {"group_norm": {"name": "norm", "num_groups": 3}}, {"max_pool2d": {"kernel_size": 1}},
     ]),
+    "a logarithm before narrow groups": ("sm_90a", "fp16", 2048, {}, [
+        {"linear": {"name": "gemm", "in_features": 1024, "out_features": 4096}}, "logsigmoid", {"group_norm": {"name": "norm", "num_groups": 512}}, "sigmoid",
+    ]),
+    "a pooled group that blocks share": ("sm_80", "bf16", 2, {"height": 152, "width": 152}, [
+        {"conv2d": {"name": "conv", "in_channels": 16, "out_channels": 48, "kernel_size": 2, "dilation": 3}}, "mish", {"group_norm": {"name": "norm", "num_groups": 1}},
+        {"max_pool2d": {"kernel_size": 2}}, "gelu",
+    ]),
     "seven warps": ("sm_80", "fp32", 48, {}, [
         {"linear": {"name": "gemm", "in_features": 192, "out_features": 3584}}, {"div": {"value": 0.0858}}, {"layer_norm": {"name": "norm", "normalized_shape": 3584}},
     ]),
