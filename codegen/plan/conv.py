@@ -42,10 +42,11 @@ def split_at_pool(spec: Spec) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     return (spec.after_norm, ()) if at is None else (spec.after_norm[:at], spec.after_norm[at + 1 :])
 
 
-def windows_of(spec: Spec) -> Windows:
-    """The pooling windows of the chain. Raises PlanError where the convolution or its windows are not what a one-pass kernel takes."""
+def windows_of(spec: Spec, strided: bool = False) -> Windows:
+    """The pooling windows of the chain. Raises PlanError where the convolution or its windows are not what a one-pass kernel takes, `strided` whether
+    that is any stride and dilation."""
     values = spec.producer.values
-    for key, plain in (("stride", (1, 1)), ("dilation", (1, 1)), ("groups", 1)):
+    for key, plain in (("groups", 1),) if strided else (("stride", (1, 1)), ("dilation", (1, 1)), ("groups", 1)):
         if values[key] != plain:
             raise PlanError(f"conv2d's {key} is {values[key]}: the one-pass kernel takes {key} {plain} only")
     pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
@@ -110,6 +111,7 @@ def shape_constants(spec: Spec, windows: Windows, window_width: bool = True) -> 
         c("kKernelHeight", kernel[0], "conv2d's kernel_size"),
         c("kKernelWidth", kernel[1], "conv2d's kernel_size"),
         c("kTaps", "kKernelHeight * kKernelWidth", "filter taps"),
+        *(c(f"k{key.capitalize()}{axis}", size, f"conv2d's {key}") for key in ("stride", "dilation") for axis, size in zip(("Height", "Width"), values[key], strict=True) if size > 1),
         *([c("kPaddingHeight", padding[0], "conv2d's padding")] if padding[0] else []),
         *([c("kPaddingWidth", padding[1], "conv2d's padding")] if padding[1] else []),
         c("kOutChannels", spec.channels, "out_channels"),

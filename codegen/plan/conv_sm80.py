@@ -102,7 +102,7 @@ def plan_conv_sm_80(spec: Spec, target: Target, device: DeviceClass, geometry: G
 
     Raises PlanError, with the reason, where these kernels cannot serve the chain.
     """
-    windows, arithmetic = windows_of(spec), arithmetic_of(spec)
+    windows, arithmetic = windows_of(spec, strided=True), arithmetic_of(spec)
     rising = Direction((), False) if windows.size == (1, 1) else direction_of(spec)
     g = geometry or _geometry(spec, target, device, windows, arithmetic)
     conv = _conv_kernel(spec, device, g, windows, arithmetic, rising)
@@ -155,7 +155,7 @@ def _conv_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows,
     padding = producer.values["padding"]
     items = applies(spec, spec.before_norm)
     blocks = min(spec.batch * g.sample_parts * g.channel_tiles, device.sms * g.blocks_per_sm)
-    last_row = g.sample_parts * g.part_strips * g.window_rows + g.halo - padding[0]
+    last_row = (g.sample_parts * g.part_strips * g.window_rows - 1) * g.row_stride + g.reach - padding[0]
     kernel = ConvKernel(
         name="conv", template="conv_sm80/conv.cu.j2", arguments=("x", keys["weight"], *(o.key for o in operands), KEPT, STATISTICS), constants=(),
         summary="the convolution on tensor cores without im2col, in one read of x: statistics, and one value of each pooling window",
@@ -193,7 +193,7 @@ def _constants(spec: Spec, kernel: ConvKernel, windows: Windows) -> tuple[Consta
         c("kPartStrips", g.part_strips, "strips of a part, whose rows of x a block holds at once"),
         c("kParts", g.sample_parts, "parts of a sample"),
         c("kUnits", g.units, "units of a part: a tile's columns of a strip each"),
-        c("kPartRows", g.part_rows, "rows of x of a part: kPartStrips x kWindowHeight + kKernelHeight - 1"),
+        c("kPartRows", g.part_rows, "rows of x of a part: " + _part_rows(spec)),
         c("kPitch", g.pitch, "pixels of a row in shared memory: kWidth" + (" and the padding" if padding[1] else "")),
         c("kPartPixels", "kPartRows * kPitch", "pixels of a plane"),
         c("kPlanePixels", g.plane, f"kPartPixels + {g.slack} that the last tile reads and drops" if g.slack else "kPartPixels"),
@@ -220,6 +220,15 @@ def _constants(spec: Spec, kernel: ConvKernel, windows: Windows) -> tuple[Consta
         *unique_constants(kernel.applied),
     ]  # fmt: skip
     return tuple(listed)
+
+
+def _part_rows(spec: Spec) -> str:
+    """How kPartRows comes about, in the source's constants."""
+    stride, dilation = spec.producer.values["stride"][0], spec.producer.values["dilation"][0]
+    if stride == dilation == 1:
+        return "kPartStrips x kWindowHeight + kKernelHeight - 1"
+    rows = f"(kPartStrips x kWindowHeight - 1){' x kStrideHeight' if stride > 1 else ''}"
+    return f"{rows} + (kKernelHeight - 1){' x kDilationHeight' if dilation > 1 else ''} + 1"
 
 
 def _finish_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows) -> FinishKernel:

@@ -56,7 +56,8 @@ class Geometry:
     column_tiles: int
     fold: int
     window_rows: int
-    halo: int
+    row_stride: int
+    reach: int  # rows of x that one conv row reads, first to last
     strips: int
     part_strips: int
     weight_bytes: int
@@ -88,7 +89,7 @@ class Geometry:
     @property
     def part_rows(self) -> int:
         """Rows of x that a part needs."""
-        return self.part_strips * self.window_rows + self.halo
+        return (self.part_strips * self.window_rows - 1) * self.row_stride + self.reach
 
     @property
     def units(self) -> int:
@@ -172,7 +173,8 @@ def candidates(spec: Spec, windows: Windows, parts: int, channel_floats: int) ->
     """Every way to cut the chain whose registers suffice, whatever its shared memory."""
     values = spec.producer.values
     height, width = spec.norm.input_shape[2:]
-    kernel, padding = values["kernel_size"], values["padding"]
+    kernel, padding, stride = values["kernel_size"], values["padding"], values["stride"]
+    reach = [dilation * (taps - 1) + 1 for dilation, taps in zip(values["dilation"], kernel, strict=True)]
     pitch = spec.input_shape[3] + 2 * padding[1]
     octets, taps = ceil_div(spec.input_shape[1], 8), kernel[0] * kernel[1]
     strips = ceil_div(height, windows.size[0])
@@ -182,7 +184,7 @@ def candidates(spec: Spec, windows: Windows, parts: int, channel_floats: int) ->
         if not used or windows.size[0] % tile_rows or height % tile_rows:
             continue
         column_tiles = ceil_div(width, used)
-        slack = max(0, (column_tiles - 1) * used + tile_columns + kernel[1] - 1 - pitch)
+        slack = max(0, ((column_tiles - 1) * used + tile_columns - 1) * stride[1] + reach[1] - pitch)
         for row_tiles in (2, 1) if spec.channels > ROWS_A else (1,):
             needed = registers_needed(ceil_div(octets * taps, 2), parts, row_tiles, tile_rows, tile_columns, fold)
             needed += PADDED if padding != (0, 0) else 0
@@ -198,7 +200,7 @@ def candidates(spec: Spec, windows: Windows, parts: int, channel_floats: int) ->
                     channel_warps=channel_warps, column_warps=column_warps, row_tiles=row_tiles,
                     channel_tiles=ceil_div(spec.channels, channels), channel_floats=channel_floats, octets=octets, taps=taps, parts=parts, pitch=pitch,
                     slack=slack, tile_rows=tile_rows, tile_columns=tile_columns, used_columns=used, column_tiles=column_tiles, fold=fold,
-                    window_rows=windows.size[0], halo=kernel[0] - 1, strips=strips, part_strips=part_strips, weight_bytes=weight_bytes, noted_bytes=16 if spec.precision.itemsize == 4 else 4,
+                    window_rows=windows.size[0], row_stride=stride[0], reach=reach[0], strips=strips, part_strips=part_strips, weight_bytes=weight_bytes, noted_bytes=16 if spec.precision.itemsize == 4 else 4,
                     blocks_per_sm=REGISTERS_PER_SM // (ceil_to(registers, 8) * channel_warps * column_warps * WARP), max_registers=registers,
                 )  # fmt: skip
 

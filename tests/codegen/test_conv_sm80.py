@@ -12,7 +12,7 @@ from codegen.plan.model import Library
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
-from tests.codegen.conv_cases import FAMILY, chain
+from tests.codegen.conv_cases import FAMILY, STRIDED, chain
 from tests.codegen.conv_sm80_emulated import Emulated
 from tests.codegen.emulated import DTYPES
 from tests.codegen.norm_harness import reference, relative_error
@@ -29,6 +29,7 @@ EMULATED = {
     "pointwise": FAMILY["pointwise"] | {"batch": 1},
     "one_group": FAMILY["one_group"] | {"batch": 2},
     "shared_finish": chain(cin=3, cout=16, size=(24, 70), kernel=3, groups=1, pool=0, batch=1, after=("gelu",)),
+    **{name: data | {"batch": 2} for name, data in STRIDED.items()},
     "tall_tiles": chain(cin=3, cout=80, size=(24, 19), kernel=4, groups=5, pool=2, batch=1),
 }
 
@@ -57,13 +58,16 @@ def test_benchmark_shape_is_read_once_and_fits_every_card(precision):
 
 @given(
     st.integers(1, 16), st.sampled_from([16, 32, 48, 80, 128, 160]), st.integers(6, 150), st.integers(6, 260), st.integers(1, 5), st.integers(0, 2),
-    st.integers(0, 9), st.sampled_from(["fp32", "tf32", "fp16", "bf16"]), st.sampled_from(["a100", "rtx3090", "h100"]),
+    st.integers(0, 9), st.tuples(st.integers(1, 3), st.integers(1, 3)), st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    st.sampled_from(["fp32", "tf32", "fp16", "bf16"]), st.sampled_from(["a100", "rtx3090", "h100"]),
 )  # fmt: skip
 @settings(max_examples=150, deadline=None)
-def test_cut_covers_the_sample(tmp_path_factory, cin, cout, height, width, kernel, padding, pool, precision, device):
-    if min(height, width) + 2 * padding - kernel + 1 < max(pool, 1):
+def test_cut_covers_the_sample(tmp_path_factory, cin, cout, height, width, kernel, padding, pool, stride, dilation, precision, device):
+    reach = [step * (kernel - 1) + 1 for step in dilation]
+    if any((size + 2 * padding - reach[axis]) // stride[axis] + 1 < max(pool, 1) for axis, size in enumerate((height, width))):
         return
-    spec = read(chain(cin, cout, (height, width), kernel, cout // 8, 3, pool=pool, padding=padding), tmp_path_factory.mktemp("spec"), precision)
+    how = {"padding": padding, "stride": list(stride), "dilation": list(dilation)}
+    spec = read(chain(cin, cout, (height, width), kernel, cout // 8, 3, pool=pool, **how), tmp_path_factory.mktemp("spec"), precision)
     try:
         g = planned(spec, device).kernels[0].geometry
     except PlanError:
@@ -77,8 +81,8 @@ def test_cut_covers_the_sample(tmp_path_factory, cin, cout, height, width, kerne
     assert g.sample_parts * g.part_strips >= g.strips > (g.sample_parts - 1) * g.part_strips
     assert g.channels * g.channel_tiles >= spec.channels > g.channels * (g.channel_tiles - 1) and g.threads >= g.channels
     # What the last tile of a part reads lies in its plane.
-    last = (g.part_strips * window - g.tile_rows) * g.pitch + (g.column_tiles - 1) * g.used_columns
-    last += (g.tile_rows - 1 + kernel - 1) * g.pitch + g.tile_columns - 1 + kernel - 1
+    last = ((g.part_strips * window - g.tile_rows) * stride[0] * g.pitch) + (g.column_tiles - 1) * g.used_columns * stride[1]
+    last += ((g.tile_rows - 1) * stride[0] + reach[0] - 1) * g.pitch + (g.tile_columns - 1) * stride[1] + reach[1] - 1
     assert last < g.plane
     assert g.smem_bytes <= TARGETS["sm_80"].smem_bytes
     assert g.blocks_per_sm * g.threads * min(255, g.max_registers) <= 65536
@@ -87,7 +91,7 @@ def test_cut_covers_the_sample(tmp_path_factory, cin, cout, height, width, kerne
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"stride": 2}, "stride"),
+        ({"conv_groups": 4}, "groups is 4"),
         ({"pool": {"kernel_size": 3, "stride": 2}}, "overlap"),
         ({"pool": {"kernel_size": [1, 33]}}, "wider than a warp's tile"),
         ({"cin": 128}, "registers"),
@@ -170,7 +174,8 @@ def far_weights(values, kind):
 def expected(spec, x, values, dtype):
     keys = {parameter.suffix: spec.producer.key(parameter) for parameter in spec.producer.parameters}
     bias = values[keys["bias"]].to(dtype) if "bias" in keys else None
-    result = torch.nn.functional.conv2d(x.to(dtype), values[keys["weight"]].to(dtype), bias, padding=spec.producer.values["padding"])
+    how = {name: spec.producer.values[name] for name in ("stride", "padding", "dilation")}
+    result = torch.nn.functional.conv2d(x.to(dtype), values[keys["weight"]].to(dtype), bias, **how)
     return reference(spec, result, values, False, True, dtype)
 
 
@@ -204,7 +209,7 @@ def test_emulated_kernels_keep_the_promise(tmp_path, name, precision):
     }
     ordinary["norm.weight"][0] = 0.0
     kinds = ("normal", "offset", "outlier", "special") + (
-        ("large", "small", "beyond scales", "lossy", "faint weights") if precision in ("fp32", "tf32") and name in ("main", "padded", "before", "no_pool") else ()
+        ("large", "small", "beyond scales", "lossy", "faint weights") if precision in ("fp32", "tf32") and name in ("main", "padded", "before", "no_pool", "both", "dilated", "stride_across") else ()
     )
     for kind in kinds:
         if (name, kind) == ("before", "offset"):
@@ -219,9 +224,9 @@ def test_emulated_kernels_keep_the_promise(tmp_path, name, precision):
         assert torch.equal(y, emulated(x, values))
 
 
-@pytest.mark.parametrize(("name", "precision"), cases(FAMILY, ("fp32", "tf32", "fp16")))
+@pytest.mark.parametrize(("name", "precision"), cases(FAMILY | STRIDED, ("fp32", "tf32", "fp16")))
 def test_family_compiles_within_its_plan(tmp_path, name, precision):
-    chosen = planned(read(FAMILY[name], tmp_path, precision))
+    chosen = planned(read((FAMILY | STRIDED)[name], tmp_path, precision))
     assert not (found := [text for kernel in chosen.kernels for text in faults(chosen, kernel, tmp_path)]), "\n".join(found)
 
 
