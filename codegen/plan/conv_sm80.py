@@ -95,6 +95,11 @@ class FinishKernel(NormKernel):
 
     slices: int = 1
 
+    @property
+    def reads_single_values(self) -> bool:
+        """Is a parameter taken one value at a time?"""
+        return bool(self.operands) and (self.width == 1 or any(self.channel_mode != "vector" or not operand.per_channel for operand in self.operands))
+
     def device_parameters(self, c_type: str) -> list[str]:
         """Parameters of the CUDA kernel: the input is fp32 whatever the storage type."""
         listed = (f"const {c_type}* __restrict__ {operand.pointer}" for operand in self.operands)
