@@ -99,7 +99,7 @@ def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...]) -> list[Job
 @click.option("--limit-s", default=240.0, show_default=True, help="A package that takes longer is given up.")
 @click.option("--seconds", default=2.0, show_default=True, help="Time for the trials of one package.")
 @click.option("--force", is_flag=True, help="Measure again what is up to date.")
-@click.option("--times-again", is_flag=True, help="Time again what is up to date; its verdict stays.")
+@click.option("--times-again", is_flag=True, help="Time again what is up to date; its verdict stays. Records with autotuned peers need --autotuned too.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), envvar="PEERS_CACHE", help="Keep Inductor's and Triton's caches here ($PEERS_CACHE).")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
 @sentences()
@@ -125,6 +125,9 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         if not (force or times_again) and up_to_date(old, emitted.key(name), machine.torch, peers, autotuned):
             console.print(f"{emitted.label} ({name}): up to date" + ("" if old["verified"] else ", [bold red]WRONG[/]"))
             wrong += not old["verified"]
+            continue
+        if times_again and old and old.get("autotuned") and not autotuned:
+            console.print(f"{emitted.label} ({name}): has times of autotuned peers, which would be lost; add --autotuned to time it again")
             continue
         known = old and old["key"] == emitted.key(name) and old.get("verification") and (autotuned or times_again)
         task = {"path": path, "precision": precision, "batch": emitted.spec.batch, "verdict": {k: old[k] for k in ("verified", "verification")} if known else None}

@@ -79,6 +79,11 @@ MATH_CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+# By parts of an operand in halves: exponent below which a value loses more than the precision allows, 2^-19 or 2^-11 of it. Where a FAINT_SHARE-th of
+# the values is fainter, they may carry the result: the others' factors may be zeros.
+FAINT = {2: -6, 1: -14}
+FAINT_SHARE = 8
+
 _LARGEST = {"float16": 65504.0, "bfloat16": 255 * 2.0**120}
 
 

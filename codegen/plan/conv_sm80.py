@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, unique_constants
-from codegen.numerics import FP32, Arithmetic, float_literal
-from codegen.plan.conv import ONE_READ, Windows, arithmetic_of, ceil_div, ceil_to, constant, direction_of, reasons, shape_constants, windows_of
+from codegen.numerics import FAINT, FAINT_SHARE, FP32, Arithmetic, float_literal
+from codegen.plan.conv import ONE_READ, Windows, arithmetic_of, ceil_div, constant, direction_of, reasons, shape_constants, windows_of
 from codegen.plan.conv_sm80_geometry import Geometry, candidates, choose
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
 from codegen.plan.norm_chain import (
@@ -24,6 +24,8 @@ from codegen.plan.norm_chain import (
     finish_function,
     norm_constants,
     prepare_function,
+    share_constants,
+    shares,
     unique_operands,
 )
 from codegen.plan.norm_pool import Direction
@@ -40,8 +42,6 @@ FEW_CHANNELS = 16
 LIBRARY_LEAST_MS = 0.015
 FINISH_THREADS = 256
 FINISH_BLOCKS = 4  # of an SM: where a block for each group makes fewer than half as many, several share one
-FAINT = {2: -6, 1: -14}  # by parts of an operand: exponent below which a half loses more than the precision allows, 2^-19 or 2^-11 of it
-FAINT_SHARE = 8  # where an eighth of the values is faint, they may carry the result: the far ones may meet zeros alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +251,7 @@ def _finish_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Window
     # A block merges all moments of its group, so one more of them is worth a round of values at least for each that a thread merges.
     sets, round_values = spec.group_channels * g.sample_parts, threads * width
     most = size // (round_values * max(4, ceil_div(sets, threads)))
-    share = ceil_to(ceil_div(size, max(1, min(most, FINISH_BLOCKS * device.sms // groups))), round_values)
-    slices = ceil_div(size, share)
+    slices, share = shares(size, round_values, min(most, FINISH_BLOCKS * device.sms // groups))
     items = applies(spec, spec.after_norm)
     constants = (
         Constant("kNumGroups", str(spec.num_groups), "groups of a sample"),
@@ -264,10 +263,7 @@ def _finish_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Window
         Constant("kVector", str(width), "values of one access"),
         Constant("kThreads", str(threads), "threads of a block" + ("" if slices > 1 else ", which takes a group")),
         Constant("kWarps", str(threads // 32), "kThreads / 32"),
-        *([
-            Constant("kSlices", str(slices), "blocks that share a group"),
-            Constant("kSliceSize", str(share), "kPooledSize / kSlices, rounded up to whole rounds of a block: values of a block"),
-        ] if slices > 1 else []),
+        *(share_constants(slices, share) if slices > 1 else ()),
         Constant("kBlocks", str(groups * slices), f"{spec.batch} samples x kNumGroups" + (" x kSlices" if slices > 1 else "")),
         *norm_constants(spec, items),
     )  # fmt: skip

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from codegen.chain import Constant
-from codegen.numerics import float_literal
+from codegen.numerics import FAINT, FAINT_SHARE, float_literal
 from codegen.plan.gemm_sm90a_layout import TILE_K, Form
 
 WEIGHT_SHIFT = 12  # W is multiplied by 2^12 before its split in registers: rows whose largest value lies in [2^-12, 16) fit
 ROUNDED_SMALLEST = 2.0**-11  # largest value of a row of W below which rounding to half loses more than TF32 would
-FAINT = {2: -6, 1: -14}  # by parts: exponent below which a half of W loses more than the precision allows, 2^-19 or 2^-11 of it
-FAINT_SHARE = 8  # a row of W of which an eighth is faint is computed again: factors may be zero opposite all the others
 SMALL = {2: -2, 1: -14}  # the same for rows that are scaled: 22 bits or 11 need halves of at least this
 
 

@@ -245,6 +245,20 @@ def blocks_within(threads: int, registers: int) -> int:
     return max(1, REGISTERS_PER_SM // 4 // (32 * registers) * 4 // -(-threads // 32))
 
 
+def shares(results: int, round_results: int, wanted: int) -> tuple[int, int]:
+    """(blocks that share a group of `results`, results of each): about `wanted` blocks, whole rounds of `round_results` each but for the last."""
+    share = -(-results // (max(1, wanted) * round_results)) * round_results
+    return -(-results // share), share
+
+
+def share_constants(slices: int, share: int) -> tuple[Constant, Constant]:
+    """What norm/parts.cuh.j2's share_of_group reads."""
+    return (
+        Constant("kSlices", str(slices), "blocks that share a group"),
+        Constant("kSliceSize", str(share), "kPooledSize / kSlices, rounded up to whole rounds of a block: results of a block"),
+    )
+
+
 def tensor_names(source: str) -> tuple[str, str]:
     """C names of the input and the output tensor: one name in place."""
     return ("values", "values") if source == "y" else ("input", "output")

@@ -296,11 +296,14 @@ def apply_kernel(
     )  # fmt: skip
 
 
+def plan_statistics(spec: Spec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None) -> tuple[Launch, Buffer, int]:
+    """Statistics by many blocks a group, the buffer that they fill, and the pieces of a group in it."""
+    pieces, _ = split_pieces(spec, device, access_width(spec))
+    buffer = Buffer("norm_statistics", bytes=16 * spec.batch * spec.num_groups * pieces)
+    return Launch(statistics_kernel(spec, device, source, apply_before, producer_bias, buffer.name)), buffer, pieces
+
+
 def plan_split(spec: Spec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None) -> tuple[tuple[Launch, ...], Buffer]:
     """Statistics by many blocks a group, then a kernel that applies them; the buffer between the two."""
-    width = access_width(spec)
-    pieces, _ = split_pieces(spec, device, width)
-    buffer = Buffer("norm_statistics", bytes=16 * spec.batch * spec.num_groups * pieces)
-    first = statistics_kernel(spec, device, source, apply_before, producer_bias, buffer.name)
-    second = apply_kernel(spec, source, apply_before, producer_bias, buffer.name, pieces)
-    return (Launch(first), Launch(second)), buffer
+    first, buffer, pieces = plan_statistics(spec, device, source, apply_before, producer_bias)
+    return (first, Launch(apply_kernel(spec, source, apply_before, producer_bias, buffer.name, pieces))), buffer

@@ -31,12 +31,14 @@ from codegen.plan.norm_chain import (
     prepare_function,
     register_limit,
     shape_constants,
+    share_constants,
+    shares,
     tensor_names,
     tensor_types,
     unique_operands,
     vector_width,
 )
-from codegen.plan.norm_flat import SPLIT_BLOCKS, access_width, split_pieces, statistics_kernel
+from codegen.plan.norm_flat import SPLIT_BLOCKS, plan_statistics
 from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
 
@@ -209,12 +211,10 @@ def plan_pool(
     extremes = 4 * spec.group_channels * math.prod(window.output)
     groups = spec.batch * spec.num_groups
     if groups < device.sms and spec.group_size * spec.precision.itemsize >= LONG_BYTES:
-        pieces, _ = split_pieces(spec, device, access_width(spec))
-        buffer = Buffer("norm_statistics", bytes=16 * groups * pieces)
-        first = statistics_kernel(spec, device, source, apply_before, producer_bias, buffer.name)
+        first, buffer, pieces = plan_statistics(spec, device, source, apply_before, producer_bias)
         second = _windows(spec, device, window, source, apply_before, producer_bias, buffer.name, pieces)
         why = f"{groups} group{'s' if groups > 1 else ''} of {spec.group_size} values leave SMs idle, so several blocks share a group: statistics first, then windows of normalised values"
-        return (Launch(first), Launch(second)), (buffer,), why
+        return (first, Launch(second)), (buffer,), why
     if rising is None:
         why = "two reads: an operator between the norm and the pool neither rises nor falls everywhere, so each value is normalised before it is pooled"
     elif window.has_empty():
@@ -342,16 +342,13 @@ def _windows(
     """The second of two reads: windows of normalised values, with the moments of `pieces` pieces of a group in `buffer`."""
     alone = _two_reads(spec, window, source, apply_before, producer_bias)
     results = spec.group_channels * math.prod(window.output)
-    wanted = min(-(-results // SPLIT_THREADS), -(-device.sms * SPLIT_BLOCKS // alone.groups))
-    share = -(-results // (wanted * SPLIT_THREADS)) * SPLIT_THREADS
-    slices = -(-results // share)
+    slices, share = shares(results, SPLIT_THREADS, -(-device.sms * SPLIT_BLOCKS // alone.groups))
     min_blocks = blocks_within(SPLIT_THREADS, MANY_REGISTERS)
     constants = (
         *shape_constants(spec),
         *_window_constants(window, False),
         Constant("kPieces", str(pieces), "pieces of a group whose statistics are there"),
-        Constant("kSlices", str(slices), "blocks that share a group"),
-        Constant("kSliceSize", str(share), "kPooledSize / kSlices, rounded up to whole rounds of a block: results of a block"),
+        *share_constants(slices, share),
         Constant("kThreads", str(SPLIT_THREADS), "threads of a block"),
         Constant("kWarps", str(SPLIT_THREADS // 32), "kThreads / 32"),
         Constant("kBlocks", str(alone.groups * slices), f"{spec.batch} samples x kNumGroups x kSlices"),

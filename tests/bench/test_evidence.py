@@ -44,6 +44,9 @@ def test_times_again_keep_the_verdict(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     again = json.loads(path.read_text())
     assert again["ours"]["ms"] < 1e6 and again["verification"] == record["verification"] and again["verified"]
+    path.write_text(json.dumps(again | {"autotuned": True}))
+    done = evidence(tmp_path, SPEC, "--times-again")
+    assert done.returncode == 0 and "add --autotuned" in done.stdout and json.loads(path.read_text()) == again | {"autotuned": True}
 
 
 def test_a_package_short_of_memory_beside_others_is_examined_again_alone(tmp_path, monkeypatch):

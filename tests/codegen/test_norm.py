@@ -116,7 +116,7 @@ def test_long_pooled_groups_that_leave_sms_idle_are_shared_by_blocks(batch, name
     assert statistics.name == "group_norm_statistics" and statistics.arguments[-1] == pool.arguments[-1] == made.buffers[-1].name
     assert made.buffers[-1].bytes == 16 * statistics.blocks
     known = constants(pool)
-    size = made.spec.group_channels * known["kPooledHeight" if "kPooledHeight" in known else "kPooledPlane"]
+    size = made.spec.group_channels * known["kPooledPlane"]
     assert known["kSlices"] * known["kSliceSize"] >= size > (known["kSlices"] - 1) * known["kSliceSize"] and known["kSliceSize"] % pool.threads == 0
     assert pool.blocks == known["kSlices"] * made.spec.batch * made.spec.num_groups and pool.blocks > DEVICES["a100"].sms
     assert len(replace(case, batch=400).plan(tmp_path).kernels) == 1
