@@ -78,7 +78,6 @@ class PoolKernel(NormKernel):
     prepare_rises: bool = False
     store_widths: tuple[int, ...] = (1,)
     follow: ValueFunction | None = None
-    slices: int = 1  # blocks that share a group whose statistics are there
 
     @property
     def uses_channels(self) -> bool:
@@ -355,7 +354,7 @@ def _windows(
         Constant("kMinBlocks", str(min_blocks), "blocks that fit on an SM"),
     )
     return replace(
-        alone, arguments=(*alone.arguments, buffer), statistics="reads", constants=(*constants, *norm_constants(spec, alone.applied)), slices=slices,
+        alone, arguments=(*alone.arguments, buffer), statistics="reads", constants=(*constants, *norm_constants(spec, alone.applied)),
         summary=f"GroupNorm, max pool and what follows, with statistics of {pieces} pieces of a group merged; {slices} blocks share a group of {spec.group_size} values",
         threads=SPLIT_THREADS, blocks=alone.groups * slices, min_blocks=min_blocks, max_registers=register_limit(SPLIT_THREADS, min_blocks), io_widths=(),
         smem_bytes=SPLIT_THREADS // 32 * 16,
