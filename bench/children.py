@@ -11,7 +11,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,17 @@ class ProcessLost(Exception):
 
 def run_jobs(
     command: Callable[[Path], list[str]], setting: Mapping[str, Any], jobs: Mapping[str, Any], workers: int, limit_s: float, deadline: float | None,
-    on_result: Callable[[str, Result], None], environment: Mapping[str, str] | None = None,
+    on_result: Callable[[str, Result], None], environment: Mapping[str, str] | None = None, cards: Sequence[str] = (),
 ) -> bool:  # fmt: skip
     """Run `jobs` (plain data by name) in up to `workers` children started as `command(folder)`; True when every job has ended.
 
-    `setting` is handed to every child beside its jobs. `on_result` gets what a child finished with, or {"failure": why}. `limit_s` bounds one job;
+    `setting` is handed to every child beside its jobs. Each child sees one of `cards` alone, which are dealt out in turn. `on_result` gets what a child finished with, or {"failure": why}. `limit_s` bounds one job;
     at `deadline` (time.time()) no job is begun any more. Raises RuntimeError when children end before they take a job.
     """
     with tempfile.TemporaryDirectory(prefix="jobs-") as name:
         folder = Path(name)
         write_json(folder / "jobs.json", {"setting": dict(setting), "jobs": dict(jobs), "deadline": deadline})
-        crew = _Crew(folder, command, dict(environment or {}), jobs, limit_s, deadline, on_result)
+        crew = _Crew(folder, command, dict(environment or {}), jobs, limit_s, deadline, on_result, cards)
         try:
             crew.work(min(workers, len(jobs)))
         finally:
@@ -55,15 +55,16 @@ def run_jobs(
 class _Crew:
     """The children of one run and what is known of their jobs."""
 
-    def __init__(self, folder, command, environment, jobs, limit_s, deadline, on_result) -> None:
+    def __init__(self, folder, command, environment, jobs, limit_s, deadline, on_result, cards) -> None:
         self.folder, self.command, self.environment, self.limit_s, self.on_result = folder, command, environment, limit_s, on_result
         self.jobs, self.deadline = jobs, deadline
         self.ended: set[str] = set()
-        self.running: list[subprocess.Popen] = []
+        self.running: dict[subprocess.Popen, str | None] = {}  # and the card that each sees
+        self.cards = tuple(cards) or (None,)
 
     def work(self, workers: int) -> None:
-        for _ in range(workers):
-            self.hire()
+        for worker in range(workers):
+            self.hire(self.cards[worker % len(self.cards)])
         while self.running:
             time.sleep(_POLL)
             claims = self.collect()
@@ -76,7 +77,7 @@ class _Crew:
                 if hung:
                     child.kill()
                 child.wait()
-                self.running.remove(child)
+                card = self.running.pop(child)
                 if late:
                     continue
                 self.collect()
@@ -88,10 +89,11 @@ class _Crew:
                 if child.returncode and not any(path.read_text() == str(child.pid) for path in self.folder.glob("*.claim")):
                     raise RuntimeError(f"a child process ended with code {child.returncode} before it took a job")
                 if child.returncode and any(not (self.folder / f"{job}.claim").exists() for job in self.jobs):
-                    self.hire()
+                    self.hire(card)
 
-    def hire(self) -> None:
-        self.running.append(subprocess.Popen(self.command(self.folder), env={**os.environ, **self.environment}))
+    def hire(self, card: str | None) -> None:
+        own = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
+        self.running[subprocess.Popen(self.command(self.folder), env={**os.environ, **self.environment, **own})] = card
 
     def dismiss(self) -> None:
         for child in self.running:

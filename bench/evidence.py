@@ -1,6 +1,6 @@
 """`make evidence`, `make evidence-peers`: verify and time every checked-in package on this card and write bench/results/<gpu>/.
 
-First all packages are built and verified and their peers compiled, several at once; then each is timed alone. Both are done in child processes
+First all packages are built and verified and their peers compiled, several at once; then each is timed, alone on a card. Both are done in child processes
 (bench.children): a package that crashes its child or hangs it is reported, and a new child goes on with the rest. Each record is written as soon as
 it is complete, and one that is up to date is not made again, so a run that is cut short is continued by the next.
 """
@@ -21,7 +21,7 @@ from rich.console import Console
 from bench.children import Result, run_jobs
 from bench.faults import sentences
 from bench.jobs import EXAMINED
-from bench.machine import choose_device, describe
+from bench.machine import cards, choose_device, describe
 from bench.measure import save_machine
 from bench.peers import CHOICES, EVIDENCE
 from bench.records import NOT_PREPARED, PREPARED, RESULTS, Record, bundle, path_of, read, with_backward_of, write_json
@@ -36,7 +36,7 @@ from runtime import Package, RuntimeFailure
 from runtime.load import best_target
 from runtime.resources import usable_cores
 
-EXAMINERS = 6  # children that verify at once, at most: each holds a float64 reference on the card
+EXAMINERS = 6  # children that verify at once on a card, at most: each holds a float64 reference on the card
 Job = tuple[str, str]  # (spec path, precision)
 
 
@@ -136,7 +136,7 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
 
     def run(work: str, tasks: dict[str, Any], workers: int, until: float | None, more: dict[str, Any], take) -> bool:
         command = lambda folder: [sys.executable, "-m", "bench.evidence_case", str(folder)]  # noqa: E731
-        return run_jobs(command, {"work": work, **setting, **more}, tasks, workers, limit_s, until, take)
+        return run_jobs(command, {"work": work, **setting, **more}, tasks, workers, limit_s, until, take, cards=cards(where))
 
     def fail(job: str, why: str) -> None:
         nonlocal failed
@@ -165,7 +165,8 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         console.print(f"[{list(tasks).index(job) + 1}/{len(tasks)}] {_line(result)}", highlight=False)
 
     if pending:
-        workers, begun = max(1, min(EXAMINERS, usable_cores() // 2)), time.time()
+        places = max(1, len(cards(where)))
+        workers, begun = max(1, min(EXAMINERS * places, usable_cores() // 2)), time.time()
         until = begun + EXAMINED * (deadline - begun) if deadline else None
         complete = run("examine", {job: one.task for job, one in pending.items()}, workers, until, {}, examined)
         if crowded:
@@ -177,7 +178,7 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         save_machine(results, machine, ceilings)
         if where.type == "cuda":
             torch.cuda.empty_cache()
-        complete &= run("times", tasks, 1, deadline, {"ceilings": asdict(ceilings)}, timed)
+        complete &= run("times", tasks, places, deadline, {"ceilings": asdict(ceilings)}, timed)
         if not complete:
             console.print("stopped for lack of time; run again to go on")
     sys.exit(bool(wrong or failed))

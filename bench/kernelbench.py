@@ -11,11 +11,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock
+from typing import Any
 
 import click
 import torch
 
-from bench.machine import describe
+from bench.machine import cards, describe
 from bench.records import FORMAT, RESULTS, read, write_json
 from codegen.emit import make_package
 from codegen.render import render
@@ -160,8 +163,8 @@ def prebuild(sources: list[Path], env: dict[str, str], builds: Path) -> None:
         list(pool.map(lambda path: subprocess.run([sys.executable, "-c", program, str(path), str(builds)], env=env, capture_output=True), sources))
 
 
-def _workers() -> int:
-    return max(1, min(6, (os.cpu_count() or 2) // 2))
+def _workers(places: int = 1) -> int:
+    return max(1, min(6 * places, (os.cpu_count() or 2) // 2))
 
 
 def call(command: list[str], checkout: Path, env: dict[str, str], timeout_s: float) -> str:
@@ -172,10 +175,25 @@ def call(command: list[str], checkout: Path, env: dict[str, str], timeout_s: flo
         return f"{(error.stdout or b'').decode(errors='replace')}\nended after {timeout_s:.0f} s"
 
 
-def warm_up(commands: list[list[str]], checkout: Path, env: dict[str, str], timeout_s: float) -> None:
-    """Run them all, several at once, and forget the outcome: Inductor's cache and the extensions' build folders are full afterwards."""
-    with ThreadPoolExecutor(_workers()) as pool:
-        list(pool.map(lambda command: call(command, checkout, env, timeout_s), commands))
+def on_cards(env: dict[str, str], places: tuple[str, ...]) -> list[dict[str, str]]:
+    """The environment of a process on each of the cards."""
+    return [{**env, "CUDA_VISIBLE_DEVICES": place} for place in places]
+
+
+def warm_up(commands: list[list[str]], checkout: Path, places: list[dict[str, str]], timeout_s: float) -> None:
+    """Run them all, several at once on each card, and forget the outcome: Inductor's cache and the extensions' build folders are full afterwards."""
+    with ThreadPoolExecutor(_workers(len(places))) as pool:
+        list(pool.map(lambda numbered: call(numbered[1], checkout, places[numbered[0] % len(places)], timeout_s), enumerate(commands)))
+
+
+def measure(command: list[str], checkout: Path, work: Path, env: dict[str, str], timeout_s: float) -> dict[str, Any]:
+    """One run's record: the harness's verdict and times; run twice where the first was noisy."""
+    output, earlier = call(command, checkout, env, timeout_s), None
+    if noisy(output):
+        output, earlier = call(command, checkout, env, timeout_s), output
+    folders = (checkout, work, Path.cwd())
+    found = {**parse(output), "spread": spreads(output), "noisy": earlier is not None, "output": verbatim(output, *folders)}
+    return found | ({"first_output": verbatim(earlier, *folders)} if earlier is not None else {})
 
 
 def command_line(run: Run, reference: Path, standalone: Path, architecture: str, builds: Path) -> list[str]:
@@ -261,34 +279,44 @@ def main(checkout, problems, shapes, precisions, results, work, budget_s, timeou
     record = read(at) or read(RESULTS / machine.slug / "kernelbench.json") or {"format": FORMAT, "runs": []}
     if (record.get("gpu"), record.get("torch")) != (machine.gpu, machine.torch):
         record = {"format": FORMAT, **machine.facts, "runs": []}
-    start, longest = time.perf_counter(), 0.0
+    start = time.perf_counter()
     done = {(r["problem"], r["shapes"], r["precision"]): r for r in record["runs"]}
     runs = [run for run in runs if force or done.get((run.problem, run.shapes, run.precision), {}).get("key") != written[run][2]]
     prebuild([written[run][0] for run in runs], env, builds)
     commands = {run: command_line(run, reference_path(run, checkout, work), written[run][0], architecture, builds) for run in runs}
+    places = on_cards(env, cards(torch.device("cuda", 0)))
     if warm:
-        warm_up(list(commands.values()), checkout, env, min(timeout_s, budget_s or timeout_s))
+        warm_up(list(commands.values()), checkout, places, min(timeout_s, budget_s or timeout_s))
         click.echo(f"{len(commands)} cases run once, results discarded ({time.perf_counter() - start:.0f} s)")
-    for run, command in commands.items():
-        if budget_s and budget_s - (time.perf_counter() - start) < longest * 1.1:
-            click.echo("stopped for lack of time; run again to go on")
-            break
-        began, (_, target, key) = time.perf_counter(), written[run]
-        output, earlier = call(command, checkout, env, timeout_s), None
-        if noisy(output):
-            output, earlier = call(command, checkout, env, timeout_s), output
-        longest = max(longest, time.perf_counter() - began)
-        found, folders = parse(output), (checkout, work, Path.cwd())
-        done[(run.problem, run.shapes, run.precision)] = {
-            "problem": run.problem, "shapes": run.shapes, "precision": run.precision, "package": run.spec.package, "target": target, "key": key, **found,
-            "spread": spreads(output), "noisy": earlier is not None, "output": verbatim(output, *folders),
-            **({"first_output": verbatim(earlier, *folders)} if earlier is not None else {}),
-        }  # fmt: skip
-        order = {"current": 0, "first version": 1}
-        record["runs"] = sorted(done.values(), key=lambda r: (order[r["shapes"]], list(PROBLEMS).index(r["problem"]), PRECISIONS.index(r["precision"])))
-        write_json(at, record)
-        click.echo(f"{run.name}: {found['verdict']}, {found['speedup_eager']}x eager, {found['speedup_compile']}x torch.compile"
-                   f"{', noisy, so run twice' if earlier is not None else ''} ({time.perf_counter() - began:.0f} s)")
+    order = {"current": 0, "first version": 1}
+    recording, waiting = Lock(), SimpleQueue()
+    for run in runs:
+        waiting.put(run)
+
+    def lane(place: dict[str, str]) -> None:
+        """Measure on one card, a run at a time, until none waits or the next may outlast the budget."""
+        longest = 0.0
+        while not waiting.empty() and not (budget_s and budget_s - (time.perf_counter() - start) < longest * 1.1):
+            try:
+                run = waiting.get_nowait()
+            except Empty:
+                return
+            began, (_, target, key) = time.perf_counter(), written[run]
+            found = measure(commands[run], checkout, work, place, timeout_s)
+            longest = max(longest, time.perf_counter() - began)
+            with recording:
+                done[(run.problem, run.shapes, run.precision)] = {
+                    "problem": run.problem, "shapes": run.shapes, "precision": run.precision, "package": run.spec.package, "target": target, "key": key, **found,
+                }  # fmt: skip
+                record["runs"] = sorted(done.values(), key=lambda r: (order[r["shapes"]], list(PROBLEMS).index(r["problem"]), PRECISIONS.index(r["precision"])))
+                write_json(at, record)
+            click.echo(f"{run.name}: {found['verdict']}, {found['speedup_eager']}x eager, {found['speedup_compile']}x torch.compile"
+                       f"{', noisy, so run twice' if found['noisy'] else ''} ({time.perf_counter() - began:.0f} s)")
+
+    with ThreadPoolExecutor(len(places)) as lanes:
+        list(lanes.map(lane, places))
+    if not waiting.empty():
+        click.echo("stopped for lack of time; run again to go on")
     sys.exit(not all(r["correct"] for r in record["runs"]))
 
 

@@ -85,6 +85,16 @@ def flags() -> dict[str, object]:
     }
 
 
+def cards(device: torch.device) -> tuple[str, ...]:
+    """The GPUs of `device`'s kind, itself first, each as CUDA_VISIBLE_DEVICES names it to a child process that is to see no other; () for a CPU."""
+    if device.type == "cpu":
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = lambda index: visible[index].strip() if index < len(visible) and visible[index].strip() else str(index)  # noqa: E731
+    same = [i for i in range(torch.cuda.device_count()) if torch.cuda.get_device_name(i) == torch.cuda.get_device_name(device)]
+    return tuple(name(i) for i in sorted(same, key=lambda i: i != (device.index or 0)))
+
+
 @contextmanager
 def precision_flags(precision: str):
     """`set_precision` for the length of a block."""

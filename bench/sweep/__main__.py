@@ -1,6 +1,6 @@
 """`make sweep`: random specs, each generated, built, verified and timed beside PyTorch; writes bench/results/<gpu>/sweep.json.
 
-    draw -> generate -> (build, verify, compile the peers: many children at once) -> (times: one child, alone on the card) -> summary
+    draw -> generate -> (build, verify, compile the peers: many children at once) -> (times: one child a card, alone on it) -> summary
 
 A case that is recorded as right for today's sources and this torch is not run again, so a run that is cut short is continued by the next. On a CPU the
 models are verified and not timed.
@@ -21,7 +21,7 @@ from rich.console import Console
 
 from bench.children import Result, run_jobs
 from bench.jobs import EXAMINED, build_all
-from bench.machine import Machine, choose_device, describe
+from bench.machine import Machine, cards, choose_device, describe
 from bench.measure import ceilings_record
 from bench.packages import load_package
 from bench.records import RESULTS, SWEEP, bundle, write_json
@@ -148,7 +148,7 @@ class Sweep:
 
         data = {job: self.drawn[job].task | {"peers": peers} for job, peers in jobs.items()}
         setting = {"work": work, "device": self.device.type, **setting}
-        complete = run_jobs(_child, setting, data, workers, limit_s, deadline, take, environment)
+        complete = run_jobs(_child, setting, data, workers, limit_s, deadline, take, environment, cards(self.device))
         self.save(final=True)
         rest = "" if complete else "; out of time, run again to go on"
         self.console.print(f"{work}: {len(ended)} of {len(jobs)} cases in {time.time() - begun:.0f} s{rest}")
@@ -199,7 +199,7 @@ def _crew(device: torch.device) -> int:
     """Children that may verify at once."""
     if device.type == "cpu":
         return usable_cores()
-    return max(1, min(usable_cores(), torch.cuda.mem_get_info(device)[0] // CHILD_BYTES))
+    return max(1, min(usable_cores(), len(cards(device)) * (torch.cuda.mem_get_info(device)[0] // CHILD_BYTES)))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -266,7 +266,7 @@ def main(
         ceilings = measure_ceilings(device)
         torch.cuda.empty_cache()
         sweep.ceilings = ceilings_record(ceilings)
-        sweep.run("times", missing, 1, limit_s, deadline, {"ceilings": asdict(ceilings), "seconds": seconds}, environment)
+        sweep.run("times", missing, len(cards(device)), limit_s, deadline, {"ceilings": asdict(ceilings), "seconds": seconds}, environment)
     sweep.save(final=True)
     sys.exit(_conclude(sweep, console, count))
 

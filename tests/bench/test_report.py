@@ -104,6 +104,7 @@ def test_the_harness_is_warmed_and_run_again_where_it_is_noisy(tmp_path, monkeyp
     (tmp_path / "kb" / "scripts" / "run_and_check.py").write_text(HARNESS)
     machine = Machine("NVIDIA H200", "h200", "2.11.0", None, None)
     monkeypatch.setattr(kernelbench, "describe", lambda device: machine)
+    monkeypatch.setattr(kernelbench, "cards", lambda device: ("0", "1"))
     monkeypatch.setattr(kernelbench, "prebuild", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))

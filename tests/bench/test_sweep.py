@@ -99,6 +99,14 @@ def test_a_crash_and_a_hang_are_one_job_each(tmp_path):
     assert all(found[name] == {"value": i} for name, i in jobs.items() if i not in (1, 3))
 
 
+def test_every_child_sees_one_card_and_a_new_one_the_card_of_the_lost(tmp_path):
+    body = "card = os.environ['CUDA_VISIBLE_DEVICES']; time.sleep(0.3); job == 0 and os._exit(9); open(f'{card}.card', 'a').write('x')"
+    complete, found = _run(tmp_path, {str(i): i for i in range(8)}, f"os.chdir({str(tmp_path)!r}); {body}", cards=("GPU-a", "GPU-b"))
+    assert complete and "code 9" in found["0"]["failure"]
+    assert {path.stem for path in tmp_path.glob("*.card")} == {"GPU-a", "GPU-b"}
+    assert all(len(path.read_text()) >= 2 for path in tmp_path.glob("*.card"))
+
+
 def test_no_job_begins_behind_the_deadline(tmp_path):
     complete, found = _run(tmp_path, {"a": 1, "b": 2}, "pass", deadline=time.time() - 1)
     assert not complete and not found
