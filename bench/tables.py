@@ -17,12 +17,14 @@ _WORDS = {"verified": "yes", "wrong": "**no: wrong**", "changed": "unverified (s
 
 
 def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
-    """Markdown: two tables a card, of the systems that this project exists for and of the others. A row for every package that has a record, of the
-    target that the loader picks there; then what has none."""
+    """Markdown: two tables, of the systems that this project exists for and of the others, on the card with the most verified packages. A row for every
+    package that has a record, of the target that the loader picks there; then what has none, and the other cards by name."""
     states = {(s.gpu, s.spec, s.precision, s.target): s.state for s in statuses}
     lines: list[str] = []
+    verified = {card: sum(_state(card, r, states) == "verified" for r in loaders_choice(records)) for card, records in cards.items() if card != "cpu"}
+    chosen = max(verified, key=verified.get, default=None)
     for card, records in cards.items():
-        if card == "cpu":
+        if card != chosen:
             continue
         first = records[0]
         lines += [
@@ -35,6 +37,8 @@ def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
                 lines += [*([title, ""] if title else []), *HEAD, *(_row(card, r, states) for r in rows), ""]
         missing = not_measured(card, statuses)
         lines += [f"Not measured yet on this card, so unverified: {'; '.join(missing)}.", ""] if missing else []
+    others = [f"{cards[card][0]['gpu']} ({count} packages verified)" for card, count in verified.items() if card != chosen]
+    lines += [f"Also measured, and on `make report`'s page: {', '.join(others)}.", ""] if others else []
     if not lines:
         return "No GPU has been measured yet: every kernel is unverified there. `make evidence` on a GPU fills this table."
     lines += [
@@ -61,12 +65,16 @@ def _headline(spec: str) -> bool:
 
 
 def _row(card: str, r: Record, states: dict[tuple[str, str, str, str], str]) -> str:
-    prepared = r["weights"] == PREPARED
-    state = (None if prepared else states.get((card, r["spec"], r["precision"], r["target"]))) or state_today(r)
+    state = _state(card, r, states)
     return (
-        f"| {r['spec']}{', weights prepared' if prepared else ''} | {r['precision']} | {r['target']} | {r['ours']['ms']:.4f} | {r['ours']['rel_error']:.1e} | {_peer(r, 'best_torch')} "
+        f"| {r['spec']}{', weights prepared' if r['weights'] == PREPARED else ''} | {r['precision']} | {r['target']} | {r['ours']['ms']:.4f} | {r['ours']['rel_error']:.1e} | {_peer(r, 'best_torch')} "
         f"| {_times(r['speedup_torch'])} | {_peer(r, 'best_peer')} | {_times(r['speedup'])} | {_WORDS[state]} |"
     )
+
+
+def _state(card: str, r: Record, states: dict[tuple[str, str, str, str], str]) -> str:
+    known = None if r["weights"] == PREPARED else states.get((card, r["spec"], r["precision"], r["target"]))
+    return known or state_today(r)
 
 
 def _exception(cards: dict[str, list[Record]]) -> str:

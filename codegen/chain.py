@@ -143,3 +143,12 @@ def function_definitions(items: Iterable[Apply], language: str) -> str:
 def parameter_keys(items: Iterable[Apply]) -> tuple[str, ...]:
     """State_dict keys of the operators' parameters, in order."""
     return tuple(item.parameter for item in items if item.parameter)
+
+
+# Functions of comparisons and products alone.
+SPARING = frozenset({"relu", "relu6", "leaky_relu", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardswish", "hardsigmoid", "softshrink"})
+
+
+def costly(items: tuple[Apply, ...]) -> bool:
+    """Whether an operator takes many registers: its value and an exponential of it, for as many values at once as the compiler finds room for."""
+    return any(name not in SPARING for item in items for name in item.functions)

@@ -17,7 +17,7 @@ class Candidate:
     """A target and what the planner takes there instead of its own choice; None leaves it the choice.
 
     `gemm` is "library" or "generated"; `math` an arithmetic; `tile` the rows and columns of a block of the sm_80 GEMM; `finished` says that the
-    chain ends in that GEMM; `slices` blocks share a tile.
+    chain ends in that GEMM; `slices` blocks share a tile; `aligned`: rows of an odd number of values are copied first.
     """
 
     target: str
@@ -26,6 +26,7 @@ class Candidate:
     tile: tuple[int, int] | None = None
     finished: bool | None = None
     slices: int | None = None
+    aligned: bool | None = None
 
     @property
     def label(self) -> str:
@@ -33,7 +34,7 @@ class Candidate:
         tile = f"{self.tile[0]}x{self.tile[1]}" if self.tile else None
         end = None if self.finished is None else "one_kernel" if self.finished else "norm_kernel"
         slices = f"{self.slices}_slices" if self.slices else None
-        return "_".join(part for part in (self.target, self.gemm, self.math, tile, slices, end) if part)
+        return "_".join(part for part in (self.target, self.gemm, self.math, tile, slices, "aligned" if self.aligned else None, end) if part)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def _generated(spec: Spec, device: DeviceClass, target: str) -> list[Candidate]:
     from codegen.plan.gemm_tiles import tile_choices
 
     return [
-        Candidate(target, "generated", name, (choice.tile.m, choice.tile.n), choice.finished, choice.slices if choice.slices > 1 else None)
+        Candidate(target, "generated", name, (choice.tile.m, choice.tile.n), choice.finished, choice.slices if choice.slices > 1 else None, choice.aligned or None)
         for name in ([spec.math] if spec.math else arithmetics(spec))
         for choice in tile_choices(spec, device, ARITHMETICS[name])[:TILES]
     ]

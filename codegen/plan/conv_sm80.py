@@ -34,13 +34,8 @@ from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 KEPT, STATISTICS = "kept", "part_statistics"  # buffers: a value of each window before the norm, and moments (float4) by sample, channel and part
-BUSY = 0.55  # of the tensor cores' rate with mma.sync, what this kernel reaches beside its epilogue
-# Of the fp32 rate, what the library's convolution reaches whatever the type of its operands, with up to FEW_CHANNELS and with more; and what it takes at least.
-# Measured: 15 to 17 TFLOP/s on an H100 for 8 channels, 0.029 ms for 3 channels of 128 images of 32 x 32.
-LIBRARY_FEW, LIBRARY_BUSY = 0.3, 0.75
-FEW_CHANNELS = 16
-LIBRARY_LEAST_MS = 0.015
-FINISH_THREADS = 256
+FINISH_THREADS, FINISH_LANE_THREADS = 256, 128
+FINISH_ACCESSES, FINISH_SETS = 4, 8  # of a lane, at most, where lanes share a group
 FINISH_BLOCKS = 4  # of an SM: where a block for each group makes fewer than half as many, several share one
 
 
@@ -91,9 +86,13 @@ class ConvKernel(Kernel):
 
 @dataclass(frozen=True, kw_only=True)
 class FinishKernel(NormKernel):
-    """What templates/conv_sm80/finish.cu.j2 reads: the norm of the values that were kept. `slices` blocks share a group."""
+    """What templates/conv_sm80/finish.cu.j2 reads: the norm of the values that were kept. `slices` blocks share a group, or `lanes` threads of a block
+    each take one: `ragged` where the last access of some lies beyond it, `partial_block` where the last block has lanes without one."""
 
     slices: int = 1
+    lanes: int = 0
+    ragged: bool = False
+    partial_block: bool = False
 
     @property
     def reads_single_values(self) -> bool:
@@ -120,25 +119,6 @@ def plan_conv_sm_80(spec: Spec, target: Target, device: DeviceClass, geometry: G
     statistics = Buffer(STATISTICS, (spec.batch, spec.channels, g.sample_parts, 4), "float32")
     bound = floor(spec, device, len(arithmetic.products), device.fp16)
     return Plan(spec, target, device, (Launch(conv), Launch(finish)), (kept, statistics), bound, _why(spec, g, arithmetic))
-
-
-def one_pass_ms(spec: Spec, device: DeviceClass, plan: Plan) -> float:
-    """Estimate of `plan`: its tiles (idle columns and channels included) on the tensor cores, x once, what was kept written and read, y written."""
-    g = plan.kernels[0].geometry
-    tiles = spec.batch * g.sample_parts * g.units * g.window_rows / g.tile_rows
-    flop = 2.0 * tiles * g.tile * g.channels * g.channel_tiles * g.steps * 16
-    compute = flop * (3 if g.parts == 2 else 1) / (device.fp16 * device.mma_share * BUSY * 1e9)
-    memory = (plan.floor.bytes + 2 * plan.workspace_bytes) / (device.hbm * 1e6)
-    return compute + memory + 2 * device.launch_us / 1e3
-
-
-def library_conv_ms(spec: Spec, device: DeviceClass) -> float:
-    """Estimate of the library's convolution and the norm kernel: multiply-adds at a share of fp32's rate (the library has no better kernel for rows of
-    few channels), the convolution's result written and read once, x read, y written."""
-    bound = floor(spec, device)
-    result = math.prod(spec.producer.output_shape) * spec.precision.itemsize
-    busy = LIBRARY_FEW if spec.input_shape[1] <= FEW_CHANNELS else LIBRARY_BUSY
-    return max(bound.flop / (device.fp32 * busy * 1e9), LIBRARY_LEAST_MS) + (bound.bytes + 2 * result) / (device.hbm * 1e6) + 2 * device.launch_us / 1e3
 
 
 def _geometry(spec: Spec, target: Target, device: DeviceClass, windows: Windows, arithmetic: Arithmetic) -> Geometry:
@@ -246,34 +226,59 @@ def _finish_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Window
     plane = math.prod(windows.output)
     size = spec.group_channels * plane
     width = math.gcd(4, size)
-    threads = next((count for count in (32, 64, 128) if count * width >= size), FINISH_THREADS)
-    groups = spec.batch * spec.num_groups
-    # A block merges all moments of its group, so one more of them is worth a round of values at least for each that a thread merges.
-    sets, round_values = spec.group_channels * g.sample_parts, threads * width
-    most = size // (round_values * max(4, ceil_div(sets, threads)))
-    slices, share = shares(size, round_values, min(most, FINISH_BLOCKS * device.sms // groups))
+    groups, sets = spec.batch * spec.num_groups, spec.group_channels * g.sample_parts
+    lanes = _lanes(size // width, sets)
+    slices, share, threads = 1, size, FINISH_LANE_THREADS if lanes else FINISH_THREADS
+    if not lanes:
+        # A block merges all moments of its group, so one more of them is worth a round of values at least for each that a thread merges.
+        round_values = threads * width
+        most = size // (round_values * max(4, ceil_div(sets, threads)))
+        slices, share = shares(size, round_values, min(most, FINISH_BLOCKS * device.sms // groups))
+    blocks = ceil_div(groups, threads // lanes) if lanes else groups * slices
+    partial = lanes > 0 and blocks * (threads // lanes) != groups
+    rounds = ceil_div(size // width, lanes) if lanes else 0
     items = applies(spec, spec.after_norm)
+    if lanes:
+        layout = (
+            Constant("kLanes", str(lanes), "threads of a group"),
+            Constant("kThreads", str(threads), "threads of a block"),
+            Constant("kGroupsPerBlock", str(threads // lanes), "kThreads / kLanes"),
+            Constant("kRounds", str(rounds), "accesses of a thread: kPooledSize / kVector / kLanes" + (", rounded up" if rounds * lanes * width != size else "")),
+            *((Constant("kGroups", str(groups), f"{spec.batch} samples x kNumGroups"),) if partial else ()),
+            Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups / kGroupsPerBlock" + (", rounded up" if partial else "")),
+        )  # fmt: skip
+    else:
+        layout = (
+            Constant("kThreads", str(threads), "threads of a block" + ("" if slices > 1 else ", which takes a group")),
+            Constant("kWarps", str(threads // 32), "kThreads / 32"),
+            *(share_constants(slices, share) if slices > 1 else ()),
+            Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups" + (" x kSlices" if slices > 1 else "")),
+        )  # fmt: skip
+    ragged = lanes > 0 and rounds * lanes * width != size
     constants = (
         Constant("kNumGroups", str(spec.num_groups), "groups of a sample"),
         Constant("kGroupChannels", str(spec.group_channels), f"{spec.channels} channels / kNumGroups"),
         Constant("kGroupSize", str(spec.group_size), "values of a group before pooling: kGroupChannels x {} x {}".format(*spec.norm.input_shape[2:])),
-        Constant("kSets", str(spec.group_channels * g.sample_parts), f"moments of a group: kGroupChannels x {g.sample_parts} parts of a sample"),
+        Constant("kSets", str(sets), f"moments of a group: kGroupChannels x {g.sample_parts} parts of a sample"),
         Constant("kPooledPlane", str(plane), "values of a channel of y"),
         Constant("kPooledSize", "kGroupChannels * kPooledPlane", "values of a group in y"),
         Constant("kVector", str(width), "values of one access"),
-        Constant("kThreads", str(threads), "threads of a block" + ("" if slices > 1 else ", which takes a group")),
-        Constant("kWarps", str(threads // 32), "kThreads / 32"),
-        *(share_constants(slices, share) if slices > 1 else ()),
-        Constant("kBlocks", str(groups * slices), f"{spec.batch} samples x kNumGroups" + (" x kSlices" if slices > 1 else "")),
+        *layout,
         *norm_constants(spec, items),
     )  # fmt: skip
     return FinishKernel(
         name="conv_finish", template="conv_sm80/finish.cu.j2", entry="conv_finish", arguments=(KEPT, STATISTICS, *(o.key for o in finish.operands), "y"),
         constants=constants, summary=f"merges a group's statistics, then normalises the {size} values that were kept of it, and what follows",
-        max_registers=64, threads=threads, blocks=groups * slices, slices=slices, input="kept", output="output", operands=unique_operands(finish), applied=items, prepare=None,
-        finish=finish, width=width, io_widths=(width,), channel_mode=channel_mode(plane, width), groups=groups, min_blocks=1,
-        storage=spec.precision, source=FP32, result=spec.result,
+        max_registers=64, threads=threads, blocks=blocks, slices=slices, lanes=lanes, partial_block=partial, ragged=ragged, input="kept", output="output",
+        operands=unique_operands(finish), applied=items, prepare=None, finish=finish, width=width, io_widths=(width,),
+        channel_mode=channel_mode(plane, width), groups=groups, min_blocks=1, storage=spec.precision, source=FP32, result=spec.result,
     )  # fmt: skip
+
+
+def _lanes(accesses: int, sets: int) -> int:
+    """Threads that share a group of so many accesses and moments: a few of each for a thread; 0 where a block takes it."""
+    wanted = max(ceil_div(accesses, FINISH_ACCESSES), ceil_div(sets, FINISH_SETS))
+    return 1 << (wanted - 1).bit_length() if wanted <= 32 else 0
 
 
 def _notes(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:

@@ -200,7 +200,7 @@ def candidates(spec: Spec, windows: Windows, parts: int, channel_floats: int) ->
                     channel_warps=channel_warps, column_warps=column_warps, row_tiles=row_tiles,
                     channel_tiles=ceil_div(spec.channels, channels), channel_floats=channel_floats, octets=octets, taps=taps, parts=parts, pitch=pitch,
                     slack=slack, tile_rows=tile_rows, tile_columns=tile_columns, used_columns=used, column_tiles=column_tiles, fold=fold,
-                    window_rows=windows.size[0], row_stride=stride[0], reach=reach[0], strips=strips, part_strips=part_strips, weight_bytes=weight_bytes, noted_bytes=16 if spec.precision.itemsize == 4 else 4,
+                    window_rows=windows.size[0], row_stride=stride[0], reach=reach[0], strips=strips, part_strips=part_strips, weight_bytes=weight_bytes, noted_bytes=16 if spec.precision.itemsize == 4 else 0,
                     blocks_per_sm=REGISTERS_PER_SM // (ceil_to(registers, 8) * channel_warps * column_warps * WARP), max_registers=registers,
                 )  # fmt: skip
 

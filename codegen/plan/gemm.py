@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from codegen.numerics import ARITHMETICS, Arithmetic
-from codegen.plan.gemm_companions import SCALES, SLICES, add_slices_kernel, row_scale_kernel
+from codegen.plan.gemm_companions import SCALES, SLICES, WEIGHT_ROWS, X_ROWS, add_slices_kernel, align_rows_kernel, row_scale_kernel
 from codegen.plan.gemm_kernels import STATISTICS, gemm_kernel
-from codegen.plan.gemm_tiles import Choice, choose_tile
+from codegen.plan.gemm_tiles import Choice, aligned_k, choose_tile
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm import TileStatistics
 from codegen.spec import Spec
@@ -27,8 +27,8 @@ class GemmPlan:
     """The launches up to the norm and what they leave behind.
 
     `finished`: "y" holds the chain's result; otherwise it holds the values before the norm, in the spec's storage type, and where
-    `statistics` is set each row's and tile's moments lie in its buffer. `sliced`: "t0" holds the bare product instead, without bias, in fp32. `why` holds
-    the reasons, one sentence each.
+    `statistics` is set each row's and tile's moments lie in its buffer. `sliced`: "t0" holds the bare product instead, without bias. `why` holds the reasons, one
+    sentence each.
     """
 
     steps: tuple[Launch, ...]
@@ -65,12 +65,17 @@ def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arith
     if not choice.finished and choice.slices == 1 and spec.group_channels > HELD_BY_NORM and spec.group_channels % tile.n == 0:
         statistics = TileStatistics(tile.n, spec.channels // tile.n, STATISTICS)
     why = _why(spec, device, arithmetic, choice, recorded is not None)
+    front: tuple[Launch, ...] = ()
+    copies: tuple[Buffer, ...] = ()
+    if choice.aligned:
+        pitch, dtype = aligned_k(spec.input_shape[1]), spec.precision.dtype
+        front, copies = (Launch(align_rows_kernel(spec)),), (Buffer(X_ROWS, (spec.batch, pitch), dtype), Buffer(WEIGHT_ROWS, (spec.channels, pitch), dtype))
     if choice.slices > 1:
         kernel = gemm_kernel(spec, arithmetic, choice, False, notes=why)
-        buffers = (Buffer(SLICES, (choice.slices, spec.batch, spec.channels), "float32"), Buffer("t0", spec.producer.output_shape, "float32"))
-        return GemmPlan((Launch(kernel, result=SLICES), Launch(add_slices_kernel(spec, choice.slices))), buffers, False, None, why, sliced=True)
+        buffers = (*copies, Buffer(SLICES, (choice.slices, spec.batch, spec.channels), "float32"), Buffer("t0", spec.producer.output_shape, spec.precision.dtype))
+        return GemmPlan((*front, Launch(kernel, result=SLICES), Launch(add_slices_kernel(spec, choice.slices))), buffers, False, None, why, sliced=True)
     kernel = gemm_kernel(spec, arithmetic, choice, statistics is not None, notes=why)
-    steps, buffers = [Launch(kernel)], []
+    steps, buffers = [*front, Launch(kernel)], [*copies]
     if kernel.scaled:
         steps.insert(0, Launch(row_scale_kernel(spec)))
         buffers.append(Buffer(SCALES, (spec.batch + spec.channels,), "float32"))
@@ -102,6 +107,8 @@ def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Choice
         f"{arithmetic.name}, {arithmetic.summary}: {forced}",
         f"tiles of {tile.m}x{tile.n}: {blocks} blocks on {device.sms} SMs, {choice.ms:.3f} ms estimated",
     ]
+    if choice.aligned:
+        reasons.append("rows of an odd number of values are copied to where 16 bytes can be read at once")
     if choice.slices > 1:
         reasons.append(f"a tile's K is cut into {choice.slices} parts, a block each, for SMs that whole tiles would leave idle; their sums are added in front of the norm kernel")
     elif choice.finished:

@@ -1,4 +1,7 @@
-"""The kernels beside the sm_80 GEMM as data: the scales of rows in front of it, the sum of parts of K behind it. Templates: gemm/row_scale.cu.j2, gemm/add_slices.cu.j2."""
+"""The kernels beside the sm_80 GEMM as data: aligned rows or the scales of rows in front of it, the sum of parts of K behind it.
+
+Templates: gemm/align_rows.cu.j2, gemm/row_scale.cu.j2, gemm/add_slices.cu.j2.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import math
 from dataclasses import dataclass
 
 from codegen.chain import Constant
+from codegen.plan.gemm_tiles import aligned_k
 from codegen.plan.model import Kernel
 from codegen.plan.norm_chain import named_operand
 from codegen.spec import Spec
 
 SCALES = "row_scales"
 SLICES = "sliced_sums"
+X_ROWS, WEIGHT_ROWS = "x_rows", "weight_rows"
 ADD_THREADS = 256
+ALIGN_THREADS, ALIGN_WORDS = 256, 4  # of a block; of a thread, so that the latency of their reads counts once
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,17 @@ class Pointer:
 
 @dataclass(frozen=True)
 class AddSlicesKernel(Kernel):
-    """Sums of parts of K, `width` values a thread; `ragged`: the last block has threads without any."""
+    """Sums of parts of K, `width` values a thread, which become the storage type; `ragged`: the last block has threads without any."""
 
     width: int = 4
     ragged: bool = False
+
+
+@dataclass(frozen=True)
+class AlignRowsKernel(Kernel):
+    """A copy of the rows of x and W, whose pitch is odd, to rows that begin at multiples of 16 bytes; `weight` is W's C name."""
+
+    weight: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,4 +119,26 @@ def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
     return AddSlicesKernel(
         name="add_slices", template="gemm/add_slices.cu.j2", arguments=(SLICES, "t0"), constants=constants, summary=f"adds the sums of {slices} parts of K",
         threads=ADD_THREADS, blocks=blocks, max_registers=64, width=width, ragged=values // width % ADD_THREADS != 0,
+    )  # fmt: skip
+
+
+def align_rows_kernel(spec: Spec) -> AlignRowsKernel:
+    """The kernel that copies x and W to rows of aligned_k values, zeros behind the last."""
+    k = spec.input_shape[1]
+    rows, words = spec.batch + spec.channels, aligned_k(k) // 2
+    blocks = math.ceil(rows * words / (ALIGN_THREADS * ALIGN_WORDS))
+    weight = spec.producer.key(spec.producer.parameters[0])
+    constants = (
+        Constant("kBatch", str(spec.batch), "rows of x"),
+        Constant("kInFeatures", str(k), "values in a row of x or W: odd"),
+        Constant("kRowWords", str(words), "words of two values in an aligned row"),
+        Constant("kWords", f"{rows}u * kRowWords", f"words of all {rows} rows, x's then W's", "uint32_t"),
+        Constant("kThreads", str(ALIGN_THREADS), "threads of a block"),
+        Constant("kThreadWords", str(ALIGN_WORDS), "words of a thread"),
+        Constant("kBlocks", str(blocks), "kWords / (kThreads * kThreadWords), rounded up"),
+    )
+    return AlignRowsKernel(
+        name="align_rows", template="gemm/align_rows.cu.j2", arguments=("x", weight, X_ROWS, WEIGHT_ROWS), constants=constants,
+        summary=f"copies the rows of x and W, {k} values each, to where they begin at multiples of 16 bytes", threads=ALIGN_THREADS, blocks=blocks,
+        max_registers=64, weight=named_operand(weight).pointer,
     )  # fmt: skip

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, parameter_keys, unique_constants
 from codegen.numerics import FP32, Arithmetic, Precision, float_literal
-from codegen.plan.gemm_companions import SCALES, Pointer
-from codegen.plan.gemm_tiles import WARP, Choice, Tile, partial_sum_stages, slice_stages
+from codegen.plan.gemm_companions import SCALES, WEIGHT_ROWS, X_ROWS, Pointer
+from codegen.plan.gemm_epilogue import Epilogue, epilogue_of
+from codegen.plan.gemm_tiles import Choice, Tile, aligned_k, partial_sum_stages, slice_stages
 from codegen.plan.model import Kernel
 from codegen.plan.norm_chain import Operand, kept_in_front, named_operand, norm_operands, operand_of
 from codegen.spec import Spec
@@ -16,40 +17,6 @@ from codegen.spec import Spec
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
 FFMA_PARTIAL_K = 128  # K of one partial sum: its error stays below that of one chain of K additions
 STATISTICS = "tile_statistics"
-# The epilogue waits for itself: an item's loads, three sums over its lanes, the norm, stores; two items of a team hardly overlap. Estimated cycles.
-ITEM_CYCLES, LEVEL_CYCLES, VALUE_CYCLES = 150, 75, 20
-WIDE_ACCESS = 4  # values; narrower ones leave lanes of a team idle
-LANE_VALUES = 16  # of an item in a lane's registers, at most, where accesses are narrow
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """How staged sums become results: a team of `team` lanes takes `span` neighbouring columns of one row, `vector` at a time.
-
-    `span` is the norm's group width where the chain finishes here, else the tile's width. `items` (row, span) pairs are staged at once.
-    """
-
-    span: int
-    spans: int
-    vector: int
-    team: int
-    vectors_per_lane: int
-    round_rows: int
-    items: int
-    teams: int
-    pitch: int
-
-    @property
-    def ragged_lanes(self) -> bool:
-        return self.span // self.vector != self.team * self.vectors_per_lane
-
-    @property
-    def items_per_team(self) -> int:
-        return math.ceil(self.items / self.teams)
-
-    @property
-    def ragged_items(self) -> bool:
-        return self.items % self.teams != 0
 
 
 @dataclass(frozen=True)
@@ -156,15 +123,25 @@ class GemmKernel(Kernel):
         """Parameter declarations of a CUDA function."""
         return [p.declaration(restrict=True) for p in pointers]
 
+    @property
+    def access_bytes(self) -> int:
+        """Of one copy to shared memory. Where neighbouring threads take neighbouring words, narrow ones meet as few lines of the cache as wide ones."""
+        return self.copy_bytes if self.copy_bytes in (4, 8) and not self.tile.presplit else 16
+
+    @property
+    def copy_rows(self) -> int:
+        """Rows that the block's threads copy at once, an access each."""
+        return self.tile.threads * self.access_bytes // self.tile.row_bytes
+
     def guard_copy(self, rows: int) -> bool:
-        """Whether the block's threads outnumber the 16-byte pieces of `rows` rows of a panel."""
-        return self.tile.copy_rows > rows
+        """Whether the block's threads outnumber the accesses to `rows` rows of a panel."""
+        return self.copy_rows > rows
 
 
 def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
     """The GEMM of `spec` with the chosen tile; `statistics`: leave the moments of every row and tile behind."""
     tile, precision = choice.tile, spec.precision
-    k = spec.input_shape[1]
+    k = aligned_k(spec.input_shape[1]) if choice.aligned else spec.input_shape[1]
     sliced = choice.slices > 1
     before = () if sliced else applies(spec, spec.before_norm)
     after = applies(spec, spec.after_norm) if choice.finished else ()
@@ -174,15 +151,19 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     parameters = tuple(dict.fromkeys(key for key in named if key))
     scaled = arithmetic.name == "fp16x3"
     arguments = ("x", *parameters, *((SCALES,) if scaled else ()), *((STATISTICS,) if statistics else ()), "y")
-    types = {SCALES: "float", STATISTICS: "float4", "y": spec.result.c_type}
+    types = {SCALES: "float", STATISTICS: "float4", "y": "float" if sliced else spec.result.c_type}
     known = {operand.key: operand.pointer for operand in (*map(named_operand, parameters), *affine)}
     pointers = tuple(Pointer(types.get(a, precision.c_type), known.get(a, a), a in ("y", STATISTICS)) for a in arguments)
+    if choice.aligned:
+        arguments = tuple({"x": X_ROWS, keys["weight"]: WEIGHT_ROWS}.get(argument, argument) for argument in arguments)
     slice_k = slice_stages(arithmetic, tile, k, precision.itemsize, choice.slices) * tile.stage_k(precision.itemsize) if sliced else k
     stages_per_chunk, stage_count = _stage_counts(arithmetic, tile, slice_k, precision.itemsize)
     padded_k = choice.slices * stage_count * tile.stage_k(precision.itemsize)
     tiles_m, tiles_n = math.ceil(spec.batch / tile.m), math.ceil(spec.channels / choice.columns)
     raster = min(RASTER_ROWS, tiles_m)
-    epilogue = _epilogue(spec, tile, choice, pad=4 if arithmetic.name == "ffma" else 8)
+    if sliced:
+        spec = replace(spec, gives=FP32)
+    epilogue = epilogue_of(spec, tile, choice.columns, choice.finished, pad=4 if arithmetic.name == "ffma" else 8)
     kernel = GemmKernel(
         name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic),
         smem_bytes=max(tile.smem_bytes, epilogue.round_rows * epilogue.pitch * 4 * tile.warps_k), max_registers=tile.max_registers,
@@ -194,7 +175,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
         weight=named_operand(keys["weight"]).pointer, affine=affine, before=before, after=after, epilogue=epilogue, notes=notes,
         kept_lines=((), (), ()) if sliced else _kept_lines(spec, choice.finished), slices=choice.slices,
     )  # fmt: skip
-    constants = _shape_constants(spec, choice) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)
+    constants = _shape_constants(spec, choice, k) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)
     constants += _epilogue_constants(spec, kernel) + unique_constants(before + after)
     return replace(kernel, constants=constants)
 
@@ -242,36 +223,10 @@ def _stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> 
     return chunk, math.ceil(stages / chunk) * chunk
 
 
-def _team(slices: int, vector: int, items: int, threads: int) -> int:
-    """Lanes that take an item of `slices` accesses of `vector` values: one each where accesses are wide; else those with the least estimated time."""
-    widest = min(WARP, 1 << (slices - 1).bit_length())
-    if vector >= WIDE_ACCESS:
-        return widest
-    cycles = {}
-    for log in range(widest.bit_length()):
-        values = math.ceil(slices / (1 << log)) * vector
-        if values <= LANE_VALUES or 1 << log == widest:
-            cycles[1 << log] = math.ceil(items / (threads >> log)) * (ITEM_CYCLES + LEVEL_CYCLES * log + VALUE_CYCLES * values)
-    return min(cycles, key=cycles.get)
-
-
-def _epilogue(spec: Spec, tile: Tile, choice: Choice, pad: int) -> Epilogue:
-    span = spec.group_channels if choice.finished else tile.n
-    vector = math.gcd(math.gcd(span, spec.channels), 16 // spec.result.itemsize)
-    slices = span // vector
-    spans = choice.columns // span
-    pitch = tile.n + pad
-    rows = tile.warp_m
-    while rows < tile.m and 2 * rows * pitch * 4 * tile.warps_k <= tile.smem_bytes:
-        rows *= 2
-    team = _team(slices, vector, rows * spans, tile.threads)
-    return Epilogue(span, spans, vector, team, math.ceil(slices / team), rows, rows * spans, tile.threads // team, pitch)
-
-
-def _shape_constants(spec: Spec, choice: Choice) -> tuple[Constant, ...]:
+def _shape_constants(spec: Spec, choice: Choice, k: int) -> tuple[Constant, ...]:
     shape = (
         Constant("kBatch", str(spec.batch), "rows of x and y"),
-        Constant("kInFeatures", str(spec.input_shape[1]), "K: values in a row of x or W"),
+        Constant("kInFeatures", str(k), "K: values in a row of x or W" + (f", zeros behind the first {spec.input_shape[1]}" if choice.aligned else "")),
         Constant("kOutFeatures", str(spec.channels), "rows of W, columns of y"),
     )
     if not choice.finished:
@@ -311,7 +266,7 @@ def _tile_constants(
         Constant("kStageK", str(tile.stage_k(itemsize)), f"panel_k{deep}: values of K in a stage, " + ("one panel for each layer of warps" if deep else "one panel")),
         *(() if tile.presplit else (Constant("kStages", str(tile.stages), "stages in flight"),)),
         Constant("kStageCount", str(stage_count), f"in_features / {'slices / ' if kernel.sliced else ''}stage_k, rounded up" + (" to whole partial sums" if kernel.arithmetic.parts == 2 else "")),
-        Constant("kCopyRows", str(tile.copy_rows), "rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes"),
+        Constant("kCopyRows", str(kernel.copy_rows), f"rows that the block's threads copy at once, {kernel.access_bytes} bytes each: threads * {kernel.access_bytes} / row_bytes"),
         Constant("kStageBytes", str(tile.stage_bytes), f"(tile_m + tile_n) * row_bytes{deep}" + (" * 2 parts" if tile.presplit else "")),
         Constant("kSharedBytes", str(kernel.smem_bytes), f"{tile.stages} stages, reused by the epilogue" if kernel.smem_bytes == tile.smem_bytes else "what the epilogue stages at once, more than the stages need"),
         *([

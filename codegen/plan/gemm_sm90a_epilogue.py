@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from codegen.chain import Apply, applies, c_identifier
+from codegen.chain import SPARING, Apply, applies, c_identifier, costly
 from codegen.spec import Spec
 
-# Functions of comparisons and products alone.
-SPARING = frozenset({"relu", "relu6", "leaky_relu", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardswish", "hardsigmoid", "softshrink"})
 PIECE = 64
 
 
@@ -18,11 +16,6 @@ def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply
     bias = [vector(spec.producer.key(p)) for p in spec.producer.parameters if p.suffix == "bias"]
     affine = [vector(spec.norm.key(p)) for s in ("weight", "bias") for p in spec.norm.parameters if p.suffix == s] if finished else []
     return before, after, bias + [a for a in before if a.parameter], affine + [a for a in after if a.parameter]
-
-
-def costly(items: tuple[Apply, ...]) -> bool:
-    """Whether an operator takes many registers: its value and an exponential of it, for as many values at once as the compiler finds room for."""
-    return any(name not in SPARING for item in items for name in item.functions)
 
 
 def in_pieces(before: tuple[Apply, ...], group_width: int) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from codegen.chain import Apply, Constant, c_identifier, unique_constants
+from codegen.chain import Apply, Constant, c_identifier, costly, unique_constants
 from codegen.numerics import float_literal
-from codegen.plan.gemm_sm90a_epilogue import PIECE, costly, distinct, epilogue, in_pieces, line, vector_count
+from codegen.plan.gemm_sm90a_epilogue import PIECE, distinct, epilogue, in_pieces, line, vector_count
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks
 from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, padded_columns
 from codegen.plan.gemm_sm90a_window import window

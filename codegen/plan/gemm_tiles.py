@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen.numerics import Arithmetic
 from codegen.spec import Spec
@@ -17,6 +17,10 @@ PROMOTE_STEPS = 4  # multiplies in a chain before a rounded addition: every one 
 SLICES = (2, 4, 8, 16, 32)  # parts of K that blocks of one tile share
 SLICE_STAGES = 4  # of the pipeline, at least, in a slice
 SLICE_MARGIN = 0.85  # K is sliced where the estimate is below this share of the other
+EPILOGUE_SHARE = 2.0  # of an epilogue's cycles: two blocks of an SM are in theirs at the same time
+NARROW = {2: 3.3, 4: 1.4, 8: 1.2}  # times that copies of so many bytes take longer than those of 16
+COPIED = 0.6  # of the memory's rate, at which rows are copied to where they are aligned
+ALIGNED_VALUES = 1 << 32  # of x and W together, fewer than that kernel counts
 L2_BYTES_PER_CLOCK = 40  # L2 to one SM; arXiv 2501.12084 measures 30 to 47 with every SM reading
 
 
@@ -60,11 +64,6 @@ class Tile:
     @property
     def smem_bytes(self) -> int:
         return self.stage_bytes * self.stages
-
-    @property
-    def copy_rows(self) -> int:
-        """Rows that the block's threads copy at once, 16 bytes each."""
-        return self.threads * 16 // self.row_bytes
 
     @property
     def max_registers(self) -> int:
@@ -155,13 +154,14 @@ def tiles_for(arithmetic: Arithmetic) -> tuple[Tile, ...]:
 @dataclass(frozen=True)
 class Choice:
     """A tile for a spec: whole groups of the norm fit into `columns` of its n columns, or `columns` is n and a norm kernel follows. `slices` blocks
-    share a tile, each with its own part of K; a kernel then adds what they leave."""
+    share a tile, each with its own part of K; a kernel then adds what they leave. `aligned`: a kernel copies x and W to rows of aligned_k first."""
 
     tile: Tile
     columns: int
     finished: bool
     ms: float
     slices: int = 1
+    aligned: bool = False
 
 
 def multiplier_rate(arithmetic: Arithmetic, device: DeviceClass) -> float:
@@ -186,9 +186,13 @@ def slice_stages(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int, slic
     return math.ceil(stages / partial) * partial if slices > 1 else stages
 
 
-def tile_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, columns: int, slices: int = 1) -> float:
-    """Estimated milliseconds of the GEMM alone: the slowest of multiplier, L2, memory and the pipeline's own latency."""
-    m, n, k = spec.batch, spec.channels, spec.input_shape[1]
+def tile_ms(
+    spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, columns: int, finished: bool, slices: int = 1, k: int | None = None
+) -> float:  # fmt: skip
+    """Estimated milliseconds of the GEMM alone: the slowest of multiplier, L2, memory and the pipeline's own latency, and the epilogues behind it."""
+    from codegen.plan.gemm_epilogue import epilogue_cycles, epilogue_of
+
+    m, n, k = spec.batch, spec.channels, k or spec.input_shape[1]
     itemsize = spec.precision.itemsize
     blocks = math.ceil(m / tile.m) * math.ceil(n / columns) * slices
     per_sm = math.ceil(blocks / device.sms)
@@ -197,10 +201,13 @@ def tile_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile,
     stages = slice_stages(arithmetic, tile, k, itemsize, slices)
     flop = 2.0 * tile.m * tile.n * stages * tile.stage_k(itemsize) * len(arithmetic.products)
     multiply = per_sm * flop / (multiplier_rate(arithmetic, device) / device.sms * tile.share * 1e9)
-    level2 = per_sm * (tile.m + tile.n) * min(k, stages * tile.stage_k(itemsize)) * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
-    memory = ((m * k + n * k) * itemsize + m * n * spec.result.itemsize) / (device.hbm * 1e6)
-    latency = rounds * (stages * STEP_CYCLES + FILL_CYCLES) / (CLOCK_GHZ * 1e6)
-    return max(multiply, level2, memory, latency)
+    narrow = NARROW.get(math.gcd(16, k * itemsize), 1.0)
+    level2 = narrow * per_sm * (tile.m + tile.n) * min(k, stages * tile.stage_k(itemsize)) * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
+    written = m * n * (4 * slices if slices > 1 else spec.result.itemsize)
+    memory = ((m * k + n * k) * itemsize + written) / (device.hbm * 1e6)
+    latency = rounds * (narrow * stages * STEP_CYCLES + FILL_CYCLES) / (CLOCK_GHZ * 1e6)
+    epilogue = rounds * EPILOGUE_SHARE * epilogue_cycles(epilogue_of(spec, tile, columns, finished, 8), tile, finished) / (CLOCK_GHZ * 1e6)
+    return max(multiply, level2, memory, latency) + epilogue
 
 
 def choose_tile(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> Choice:
@@ -210,6 +217,21 @@ def choose_tile(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> Choi
 
 def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> list[Choice]:
     """All tiles, with and without the norm in the epilogue, the least estimated time first."""
+    k = spec.input_shape[1]
+    choices = _choices(spec, device, arithmetic, k)
+    if spec.precision.itemsize == 2 and k % 2 and (spec.batch + spec.channels) * aligned_k(k) < ALIGNED_VALUES:
+        copied = 2 * (spec.batch + spec.channels) * k * 2 / (device.hbm * COPIED * 1e6) + device.launch_us / 1e3
+        choices += [replace(choice, ms=choice.ms + copied, aligned=True) for choice in _choices(spec, device, arithmetic, aligned_k(k))]
+    return sorted(choices, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))  # the smaller of equals
+
+
+def aligned_k(k: int) -> int:
+    """K with the zeros behind it that bring every row of 16-bit values to a multiple of 16 bytes."""
+    return math.ceil(k / 8) * 8
+
+
+def _choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, k: int) -> list[Choice]:
+    """The tiles for rows of `k` values."""
     width = spec.group_channels
     tail_bytes = 2 * spec.batch * spec.channels * spec.result.itemsize
     tail = tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3
@@ -217,27 +239,27 @@ def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> lis
     for tile in tiles_for(arithmetic):
         fits = width <= tile.n
         columns = min(tile.n // width * width, spec.channels) if fits else tile.n  # columns that do not exist cost the epilogue as much as others
-        choices.append(Choice(tile, columns, fits, tile_ms(spec, device, arithmetic, tile, columns) + (0.0 if fits else tail)))
+        choices.append(Choice(tile, columns, fits, tile_ms(spec, device, arithmetic, tile, columns, fits, k=k) + (0.0 if fits else tail)))
         if fits and columns < tile.n:  # the unused columns may cost more than a second kernel
-            choices.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n) + tail))
+            choices.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, False, k=k) + tail))
     least = min(choice.ms for choice in choices)
-    choices += [choice for choice in _sliced(spec, device, arithmetic, tail) if choice.ms < SLICE_MARGIN * least]
-    return sorted(choices, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))  # the smaller of equals
+    return choices + [choice for choice in _sliced(spec, device, arithmetic, tail, k) if choice.ms < SLICE_MARGIN * least]
 
 
-def _sliced(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tail: float) -> list[Choice]:
-    """Tiles that several blocks share, each with its own part of K: for fp32 operands, whose GEMM the vendor's library cannot serve. Their sums meet in
-    a kernel of their own, in front of the norm's. Arithmetic that takes W apart beforehand would read it twice."""
-    if arithmetic.operand != "tf32" or spec.precision.dtype != "float32":
+def _sliced(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tail: float, k: int) -> list[Choice]:
+    """Tiles that several blocks share, each with its own part of K. Their sums meet in a kernel of their own, in front of the norm's. Arithmetic that
+    looks through x and W beforehand would read them twice; tiles that split once a block know nothing of slices."""
+    if arithmetic.operand != "tf32" and (arithmetic.parts == 2 or arithmetic.name == "ffma"):
         return []
+    itemsize = spec.precision.itemsize
     found = []
     for tile in tiles_for(arithmetic):
         for slices in SLICES:
-            stages = slice_stages(arithmetic, tile, spec.input_shape[1], 4, slices)
+            stages = slice_stages(arithmetic, tile, k, itemsize, slices)
             if stages < SLICE_STAGES:
                 break
-            slices = math.ceil(math.ceil(spec.input_shape[1] / tile.stage_k(4)) / stages)  # none is empty
-            add = (slices + 1) * spec.batch * spec.channels * 4 / (device.hbm * 1e6) + device.launch_us / 1e3
+            slices = math.ceil(math.ceil(k / tile.stage_k(itemsize)) / stages)  # none is empty
+            add = (slices * 4 + itemsize) * spec.batch * spec.channels / (device.hbm * 1e6) + device.launch_us / 1e3
             if slices > 1:
-                found.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, slices) + add + tail, slices))
+                found.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, False, slices, k) + add + tail, slices))
     return found

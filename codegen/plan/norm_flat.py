@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from codegen.chain import Constant, applies
+from codegen.chain import Constant, applies, costly
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm_chain import (
     NormKernel,
@@ -42,6 +42,10 @@ STREAM_THREADS = 1024
 FEW_REGISTERS, MANY_REGISTERS = 48, 96  # of a thread that holds up to CHUNK_VALUES, or more
 ELEMENT_REGISTERS = 32  # more, where each value looks for its own channel
 SERIAL_PIECES = 8  # up to this many pieces' statistics are merged by every thread for itself
+FEW_GROUPS = 2  # for an SM, at most: their threads wait for their own instructions, not for others
+# What a value costs a thread then, in cycles: its access, an operator of comparisons and products, one of exponentials or divisions; and what threads
+# cost that meet: a level of shuffles for each of three sums, a block's barriers.
+VALUE_CYCLES, SPARING_CYCLES, COSTLY_CYCLES, LEVEL_CYCLES, BARRIER_CYCLES = 20, 10, 250, 90, 1000
 SPLIT_BLOCKS = 8  # blocks on an SM that split groups should give work to
 
 
@@ -84,17 +88,24 @@ class FlatKernel(NormKernel):
         return self.source.itemsize == 2 or (self.storage.itemsize == 2 and self.prepare is not None and bool(self.prepare.operands))
 
 
-def residency(spec: Spec, width: int) -> Residency | None:
+def residency(spec: Spec, width: int, sms: int = 0) -> Residency | None:
     """The cheapest way to hold a group in registers, `width` values an access, or None if none can.
 
     The cost weighs what was seen to matter: lanes that do nothing, segments shorter than the 128-byte line, too few accesses in flight to
-    hide the memory's latency, registers, and the barriers that a block needs where lanes of a warp do not.
+    hide the memory's latency, registers, and the barriers that a block needs where lanes of a warp do not. Where groups are few for a card of
+    `sms` SMs, it is the time that one of them takes.
     """
+    few = spec.batch * spec.num_groups <= FEW_GROUPS * sms
     group_vectors = spec.group_size // width
     best: tuple[float, Residency] | None = None
     for lanes in (1, 2, 4, 8, 16, *range(32, 1025, 32)):
         vectors = -(-group_vectors // lanes)
         if vectors * width > min(MAX_VALUES, register_limit(lanes, 1) - _overhead(spec, width)):
+            continue
+        if few:
+            cost = vectors * width * _value_cycles(spec) + LEVEL_CYCLES * math.log2(min(lanes, 32)) + (BARRIER_CYCLES if lanes > 32 else 0)
+            if best is None or cost < best[0]:
+                best = (cost, Residency(lanes, vectors, width, group_vectors))
             continue
         cost = lanes * vectors / group_vectors
         cost += 0.15 * max(0.0, math.log2(128 / (min(lanes, 32) * width * spec.precision.itemsize)))
@@ -103,6 +114,12 @@ def residency(spec: Spec, width: int) -> Residency | None:
         if best is None or cost < best[0] - 1e-9:
             best = (cost, Residency(lanes, vectors, width, group_vectors))
     return best[1] if best else None
+
+
+def _value_cycles(spec: Spec) -> int:
+    """Cycles that a thread spends on a value, the chain's operators one after the other."""
+    operators = chain_items(spec, True)
+    return VALUE_CYCLES + sum(COSTLY_CYCLES if costly((item,)) else SPARING_CYCLES for item in operators)
 
 
 def _channel_registers(spec: Spec, width: int) -> int:

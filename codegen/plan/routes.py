@@ -20,6 +20,14 @@ from codegen.plan.model import Buffer, Floor, Library, Plan
 from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS, DeviceClass, Target
 
+# The vendor's half-precision GEMM by the alignment that its kernels need of K and N (8, 2 or 1 values), as 27 shapes took it on an H200 (cuBLAS 13):
+# shares of the tensor cores' and the memory's rate, and nanoseconds for each k that a block goes through.
+LIBRARY_GEMM = {8: (1.0, 0.72, 0.0), 2: (0.14, 0.38, 2.5), 1: (0.067, 0.125, 12.0)}
+LIBRARY_SERIAL_MS = 0.05  # that a block goes through k, at most: beyond, several share it
+LIBRARY_START_MS = 0.0065
+LIBRARY_ROWS, LIBRARY_ROWS_SHARE = 8, 0.28  # up to so many rows of x, operands out of step go through a kernel for vectors at this share of the memory's rate
+
+OTHER_MARGIN = 0.95  # sm_80's kernels, or the library's, are preferred to Hopper's where their estimate is below this share of the other
 LIBRARY_MARGIN = 0.95  # our GEMM is preferred to the vendor's when its estimate is below this share of the vendor's
 
 
@@ -61,7 +69,7 @@ def _planned(spec: Spec, target: Target, device: DeviceClass, debug: bool, candi
     if first is not None:
         return plan_stages(spec, _planned(head_of(spec, first), target, device, debug, candidate), first)
     if target.name == "sm_90a":
-        return _sm_90a(spec, target, device, debug)
+        return _sm_90a(spec, target, device, debug, candidate is not None or spec.gemm == "generated")
     return _cpu(spec, target, device) if target.name == "cpu" else _sm_80(spec, target, device, candidate)
 
 
@@ -114,7 +122,8 @@ def _sm_80(spec: Spec, target: Target, device: DeviceClass, candidate: Candidate
 
 def _conv_sm_80(spec: Spec, target: Target, device: DeviceClass, wanted: str | None) -> Plan:
     """Our convolution where it serves the chain and its estimate is below the library's; `wanted` is "generated", "library" or neither."""
-    from codegen.plan.conv_sm80 import library_conv_ms, one_pass_ms, plan_conv_sm_80
+    from codegen.plan.conv_estimates import library_ms, one_pass_ms
+    from codegen.plan.conv_sm80 import plan_conv_sm_80
 
     if wanted == "library":
         return _library_route(spec, target, device, ("torch's convolution asked for, then the norm kernel",))
@@ -124,26 +133,48 @@ def _conv_sm_80(spec: Spec, target: Target, device: DeviceClass, wanted: str | N
         if wanted == "generated":
             raise PlanError(f"gemm: generated asks for a convolution in one pass, which cannot be: {reason}; gemm: library can") from None
         return _library_route(spec, target, device, (f"torch's convolution, then the norm kernel; not in one pass: {reason}",))
-    ours_ms, library_ms = one_pass_ms(spec, device, ours), library_conv_ms(spec, device)
-    if wanted == "generated" or ours_ms < library_ms * LIBRARY_MARGIN:
-        compared = f"{ours_ms:.3f} ms estimated, against {library_ms:.3f} ms with torch's convolution and the norm kernel"
+    ours_ms, other_ms = one_pass_ms(spec, device, ours), library_ms(spec, device)
+    if wanted == "generated" or ours_ms < other_ms * LIBRARY_MARGIN:
+        compared = f"{ours_ms:.3f} ms estimated, against {other_ms:.3f} ms with torch's convolution and the norm kernel"
         return replace(ours, why=(*ours.why, f"the convolution in one pass: {compared}"))
     return _library_route(
-        spec, target, device, (f"torch's convolution, then the norm kernel: {library_ms:.3f} ms estimated, against {ours_ms:.3f} ms in one pass of our own",)
+        spec, target, device, (f"torch's convolution, then the norm kernel: {other_ms:.3f} ms estimated, against {ours_ms:.3f} ms in one pass of our own",)
     )
 
 
-def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool) -> Plan:
+def sm_80_conv_ms(spec: Spec, device: DeviceClass) -> float:
+    """Estimate of what sm_80's ways take for a chain that starts with `conv2d`, on any card that runs them."""
+    from codegen.plan.conv_estimates import library_ms, one_pass_ms
+    from codegen.plan.conv_sm80 import plan_conv_sm_80
+
+    try:
+        ours = one_pass_ms(spec, device, plan_conv_sm_80(spec, TARGETS["sm_80"], device))
+    except PlanError:
+        return library_ms(spec, device)
+    return min(ours, library_ms(spec, device))
+
+
+def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool, forced: bool) -> Plan:
+    """One kernel for the whole chain; unless `forced`, only where sm_80's ways are estimated to take longer."""
     kept = [str(spec.chain[index].name) for index in sorted(spec.kept(spec.chain))]
     if kept:
         raise PlanError(f"{', '.join(kept)} is taken once more further on, and this target's kernels keep no value beside the one they work on; sm_80 serves it")
     if spec.producer.operator.name == "conv2d":
+        from codegen.plan.conv_estimates import hopper_ms
         from codegen.plan.conv_sm90a import plan_conv_sm_90a
 
-        return plan_conv_sm_90a(spec, target, device, debug=debug)
-    from codegen.plan.gemm_sm90a import plan_sm_90a
+        found = plan_conv_sm_90a(spec, target, device, debug=debug)
+        ours_ms, other_ms = hopper_ms(spec, device, found), sm_80_conv_ms(spec, device)
+        if not forced and other_ms < ours_ms * OTHER_MARGIN:
+            raise PlanError(f"one kernel for the whole chain would take {ours_ms:.3f} ms, estimated, against {other_ms:.3f} ms with sm_80's kernels or torch's convolution")
+        return found
+    from codegen.plan.gemm_sm90a import hopper_linear_ms, plan_sm_90a
 
-    return plan_sm_90a(spec, target, device, debug=debug)
+    found = plan_sm_90a(spec, target, device, debug=debug)
+    ours_ms, other_ms = hopper_linear_ms(spec, target, device), sm_80_linear_ms(spec, device)
+    if not forced and other_ms < ours_ms * OTHER_MARGIN:
+        raise PlanError(f"Hopper's tiles would take {ours_ms:.3f} ms, estimated, against {other_ms:.3f} ms with sm_80's kernels or torch's GEMM")
+    return found
 
 
 def sm_80_linear_ms(spec: Spec, device: DeviceClass) -> float:
@@ -154,9 +185,20 @@ def sm_80_linear_ms(spec: Spec, device: DeviceClass) -> float:
 
 def library_linear_ms(spec: Spec, device: DeviceClass) -> float:
     """Estimate of the vendor's half-precision GEMM followed by the norm kernel: two launches, its result written and read, y written."""
-    bound = floor(spec, device, rate=device.fp16 * device.library_share)
     tail_bytes = math.prod(spec.output_shape) * (spec.precision.itemsize + spec.result.itemsize)
-    return bound.ms + tail_bytes / (device.hbm * 1e6) + 2 * device.launch_us / 1e3
+    return library_gemm_ms(spec, device) + tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3
+
+
+def library_gemm_ms(spec: Spec, device: DeviceClass) -> float:
+    """Estimate of the vendor's half-precision GEMM alone, its launch included."""
+    (m, k), n = spec.input_shape, spec.channels
+    aligned = next(alignment for alignment in LIBRARY_GEMM if math.gcd(k, n) % alignment == 0)
+    rate, share, serial_ns = LIBRARY_GEMM[aligned]
+    multiply = 2.0 * m * n * k / (device.fp16 * (device.library_share if aligned == 8 else 1.0) * rate * 1e9)
+    moved = (m * k + n * k + m * n) * spec.precision.itemsize
+    if m <= LIBRARY_ROWS:
+        share = max(share, LIBRARY_ROWS_SHARE)
+    return LIBRARY_START_MS + max(multiply, moved / (device.hbm * share * 1e6), min(k * serial_ns / 1e6, LIBRARY_SERIAL_MS))
 
 
 def _generated_linear(spec: Spec, target: Target, device: DeviceClass, candidate: Candidate | None = None) -> tuple[Plan, float]:
@@ -185,7 +227,8 @@ def _recorded_tile(spec: Spec, device: DeviceClass, candidate: Candidate) -> "Ch
     from codegen.plan.gemm_tiles import tile_choices
 
     for choice in tile_choices(spec, device, ARITHMETICS[candidate.math]):
-        if ((choice.tile.m, choice.tile.n), choice.finished, choice.slices) == (candidate.tile, candidate.finished, candidate.slices or 1):
+        named = (candidate.tile, candidate.finished, candidate.slices or 1, bool(candidate.aligned))
+        if ((choice.tile.m, choice.tile.n), choice.finished, choice.slices, choice.aligned) == named:
             return choice
     raise PlanError(
         f"the planner has no {candidate.label} any more; measure again (make tune SPEC={spec.named or spec.path}) or take the record out of tuned/{device.name}.yaml"

@@ -1,4 +1,5 @@
-"""What no fused kernel takes of a chain: average pooling, a pooling behind another, reductions over channels, and broadcasts behind those.
+"""What no fused kernel takes of a chain: average pooling, windows that overlap much, a pooling behind another, reductions over channels, and
+broadcasts behind those.
 
 The chain is cut in front of the first of them. Its head is planned as if it were the whole; its result goes to a buffer. Each stage after it is one
 small kernel: an operator that gives the values another shape, and the element-wise operators behind it. Buffers in front of stages are float32 whatever
@@ -16,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from codegen.chain import Apply, Constant, applies, unique_constants
+from codegen.chain import Apply, Constant, applies, costly, unique_constants
 from codegen.numerics import FP32, Precision
 from codegen.ops import Kind, Shape
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
@@ -25,6 +26,7 @@ from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
 
 THREADS = 256  # of a block
+REPEATED_WINDOWS = 4  # that a value belongs to, from which on it is computed once and written in between
 WARP_WINDOW = 32  # values of a pooling window from which on a warp takes it
 SLICE_CHANNELS = 4  # of a slice, at least
 BUSY_THREADS = 1024  # on an SM
@@ -113,9 +115,17 @@ def first_stage(spec: Spec, target: Target) -> int | None:
     pools = 0
     for step in spec.after_norm:
         pools += step.operator.kind is Kind.POOL
-        if step.operator.kind is Kind.REDUCTION or step.operator.name == "avg_pool2d" or (pools > 1 and target.language == "cuda"):
+        if step.operator.kind is Kind.REDUCTION or step.operator.name == "avg_pool2d":
+            return step.index
+        if target.language == "cuda" and step.operator.kind is Kind.POOL and (pools > 1 or _repeats_much(spec, step)):
             return step.index
     return None
+
+
+def _repeats_much(spec: Spec, pool: Step) -> bool:
+    """Whether a value belongs to many windows and costs much: a fused kernel would compute it anew for each."""
+    windows = math.prod(size / stride for size, stride in zip(pool.values["kernel_size"], pool.values["stride"], strict=True))
+    return windows >= REPEATED_WINDOWS and costly(applies(spec, (*spec.before_norm, *(step for step in spec.after_norm if step.index < pool.index))))
 
 
 def head_of(spec: Spec, first: int) -> Spec:

@@ -30,6 +30,14 @@ constexpr int kWarps = 8;  // kThreads / 32
 constexpr int kBlocks = 1024;  // 128 samples x kNumGroups
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void store(float* to, const float (&v)[4]) {
   *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
 }
@@ -114,6 +122,7 @@ __global__ void __launch_bounds__(kThreads) conv_finish(
     const float* __restrict__ p_gamma,
     const float* __restrict__ p_beta,
     float* __restrict__ output) {
+  await_previous_kernel();
   const int first_channel = static_cast<int>(blockIdx.x) % kNumGroups * kGroupChannels;
   Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int i = threadIdx.x; i < kSets; i += kThreads) {
@@ -170,5 +179,13 @@ extern "C" int conv_finish_sm80_launch(
   config.gridDim = kBlocks;
   config.blockDim = kThreads;
   config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
   return cudaLaunchKernelEx(&config, conv_finish, kept, statistics, p_gamma, p_beta, output);
 }

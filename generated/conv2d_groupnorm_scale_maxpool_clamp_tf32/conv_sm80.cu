@@ -75,6 +75,14 @@ constexpr float kFaint = 6.1035156e-5f;  // 2^-14: scaled values below lose too 
 constexpr int kFaintLimit = kInChannels * kPartPixels / 8;  // with more such values of x a part gets a scale of its own, or is multiplied in fp32
 constexpr int kFaintWeights = kInChannels * kTaps / 8;  // with more such values in a channel of the weight x is multiplied in fp32
 
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // --- instructions and numbers ---
 
 // Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l / 4 of each.
@@ -525,6 +533,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) conv(
     const float* __restrict__ p_scale,
     float* __restrict__ kept,
     float4* __restrict__ statistics) {
+  await_previous_kernel();
   Shared& s = shared();
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;

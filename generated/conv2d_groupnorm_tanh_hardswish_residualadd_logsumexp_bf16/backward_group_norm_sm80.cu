@@ -35,6 +35,14 @@ constexpr int kBlocks = 2048;  // 128 samples x kNumGroups
 constexpr int kMinBlocks = 1;  // blocks that must fit on an SM
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 
 // The two values in a 32-bit word.
@@ -151,6 +159,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     const __nv_bfloat16* __restrict__ p_gamma,
     const __nv_bfloat16* __restrict__ p_beta,
     float* __restrict__ output) {
+  await_previous_kernel();
   const int first_channel = static_cast<int>(blockIdx.x) % kNumGroups * kGroupChannels;
   const int64_t base = static_cast<int64_t>(blockIdx.x) * kGroupSize;
   const __nv_bfloat16* group_values = input + base;
@@ -247,5 +256,13 @@ extern "C" int backward_group_norm_sm80_launch(
   config.gridDim = kBlocks;
   config.blockDim = kThreads;
   config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
   return cudaLaunchKernelEx(&config, group_norm, input, p_gamma, p_beta, output);
 }

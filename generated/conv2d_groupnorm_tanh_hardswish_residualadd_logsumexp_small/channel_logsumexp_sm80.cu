@@ -45,6 +45,14 @@ __device__ __forceinline__ float exponential(float v) {
   return expf(v);
 }
 
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 using Folded = float2;  // the largest value, and the sum of e^(value - largest)
 
 __device__ __forceinline__ Folded start() { return make_float2(-INFINITY, 0.0f); }
@@ -70,6 +78,7 @@ __device__ __forceinline__ float result(Folded own) { return own.x + logf(own.y)
 
 // A thread folds the channels of kWidth neighbouring positions, every kSlices-th of them; the first slice joins the others' in order.
 __global__ void __launch_bounds__(kThreads) fold_columns(const float* __restrict__ input, float* __restrict__ output) {
+  await_previous_kernel();
   __shared__ Folded partial[kSlices - 1][kWidth][kLanes];
   const int lane = threadIdx.x % kLanes;
   const int slice = threadIdx.x / kLanes;
@@ -130,5 +139,13 @@ extern "C" int channel_logsumexp_sm80_launch(const float* input, float* output, 
   config.gridDim = kBlocks;
   config.blockDim = kThreads;
   config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
   return cudaLaunchKernelEx(&config, fold_columns, input, output);
 }

@@ -26,6 +26,14 @@ constexpr int kSmallLimit = 8;  // in_features / 1024, at least 4: more values t
 constexpr int kNearLimit = 512;  // in_features / 16, at least 256: values near the largest without which no value may be too small
 constexpr int kVectorsPerThread = (kVectors + kThreads - 1) / kThreads;  // 8
 
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void load(const float* from, float (&v)[4]) {
   const float4 t = *reinterpret_cast<const float4*>(from);
   v[0] = t.x;
@@ -87,6 +95,7 @@ __global__ void __launch_bounds__(kThreads) row_scale(
     const float* __restrict__ x,
     const float* __restrict__ p_gemm_weight,
     float* __restrict__ row_scales) {
+  await_previous_kernel();
   const int row = blockIdx.x;
   const float* values = row < kBatch ? x + static_cast<int64_t>(row) * kInFeatures
                                      : p_gemm_weight + static_cast<int64_t>(row - kBatch) * kInFeatures;
@@ -147,5 +156,13 @@ extern "C" int row_scale_sm80_launch(const float* x, const float* p_gemm_weight,
   config.gridDim = kBlocks;
   config.blockDim = kThreads;
   config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
   return cudaLaunchKernelEx(&config, row_scale, x, p_gemm_weight, row_scales);
 }

@@ -25,6 +25,14 @@ __device__ __forceinline__ void store(float* to, const float (&v)[4]) {
   *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
 }
 
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // What follows, for the result in place `index`.
 __device__ __forceinline__ float follow(float v, int index, const float* p_bias) {
   const float c_bias = p_bias[index / 1024];
@@ -37,6 +45,7 @@ __global__ void __launch_bounds__(kThreads) spread(
     const float* __restrict__ input,
     const float* __restrict__ p_bias,
     float* __restrict__ output) {
+  await_previous_kernel();
   const int first = (blockIdx.x * kThreads + threadIdx.x) * kWidth;
   float v[kWidth];
 #pragma unroll
@@ -75,5 +84,13 @@ extern "C" int broadcast_sm80_launch(const float* input, const float* p_bias, fl
   config.gridDim = kBlocks;
   config.blockDim = kThreads;
   config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
   return cudaLaunchKernelEx(&config, spread, input, p_bias, output);
 }

@@ -36,6 +36,14 @@ __device__ __forceinline__ void store(float* to, const float (&v)[1]) {
   *to = v[0];
 }
 
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 using Folded = float;
 
 __device__ __forceinline__ Folded start() { return INFINITY; }
@@ -57,6 +65,7 @@ __device__ __forceinline__ void join_lanes(Folded& own) {
 
 // A block folds a row.
 __global__ void __launch_bounds__(kThreads) fold_rows(const float* __restrict__ input, float* __restrict__ output) {
+  await_previous_kernel();
   const int row = blockIdx.x;
   const int lane = threadIdx.x;
   const float* values = input + static_cast<int64_t>(row) * kChannels;
@@ -110,5 +119,13 @@ extern "C" int channel_min_sm80_launch(const float* input, float* output, int de
   config.gridDim = kBlocks;
   config.blockDim = kThreads;
   config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
   return cudaLaunchKernelEx(&config, fold_rows, input, output);
 }

@@ -34,6 +34,14 @@ __device__ __forceinline__ void store(__nv_bfloat16* to, const float (&v)[8]) {
   *reinterpret_cast<uint4*>(to) = make_uint4(pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
 }
 
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // What follows, for the result in place `index`.
 __device__ __forceinline__ float follow(float v, int index, const __nv_bfloat16* p_bias) {
   const float c_bias = to_float(p_bias[index / 1024]);
@@ -46,6 +54,7 @@ __global__ void __launch_bounds__(kThreads) spread(
     const float* __restrict__ input,
     const __nv_bfloat16* __restrict__ p_bias,
     __nv_bfloat16* __restrict__ output) {
+  await_previous_kernel();
   const int first = (blockIdx.x * kThreads + threadIdx.x) * kWidth;
   float v[kWidth];
 #pragma unroll
@@ -89,5 +98,13 @@ extern "C" int broadcast_sm80_launch(
   config.gridDim = kBlocks;
   config.blockDim = kThreads;
   config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
   return cudaLaunchKernelEx(&config, spread, input, p_bias, output);
 }

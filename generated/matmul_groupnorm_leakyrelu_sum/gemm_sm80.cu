@@ -8,7 +8,7 @@
 //
 // Plan for sm_80 on a100:
 //   fp16x3, three fp16 products of scaled operands split in two, promoted: the fastest here for a100 at fp32
-//   tiles of 128x128: 512 blocks on 108 SMs, 2.922 ms estimated
+//   tiles of 128x128: 512 blocks on 108 SMs, 2.935 ms estimated
 //   groups of 16 channels lie within a tile, so the whole chain ends in this kernel
 //   512 blocks of 256 threads, 65536 bytes of shared memory
 //
@@ -51,15 +51,23 @@ constexpr int kStagesPerSum = 2;  // K = 64 in one partial sum of a warp
 constexpr int kSpan = kGroupWidth;  // neighbouring columns that a team of lanes takes together
 constexpr int kSpans = kTileColumns / kSpan;  // 8
 constexpr int kVector = 4;  // values in one access: the most that span and out_features allow, 16 bytes at most
-constexpr int kTeam = 4;  // lanes in a team
-constexpr int kTeams = kThreads / kTeam;  // 64
-constexpr int kVectorsPerLane = (kSpan / kVector + kTeam - 1) / kTeam;  // 1
+constexpr int kTeam = 1;  // lanes in a team
+constexpr int kTeams = kThreads / kTeam;  // 256
+constexpr int kVectorsPerLane = (kSpan / kVector + kTeam - 1) / kTeam;  // 4
 constexpr int kRoundRows = 64;  // rows staged at once: what fits into the stages' memory
-constexpr int kItemsPerTeam = kRoundRows * kSpans / kTeams;  // 8
+constexpr int kItemsPerTeam = kRoundRows * kSpans / kTeams;  // 2
 constexpr int kPitch = 136;  // tile_n + 8: a staged row in floats, so that a warp's stores meet no bank twice
 constexpr int kRounds = kTileM / kRoundRows;  // 2
 constexpr float kInverseSpan = 1.0f / kSpan;  // for the mean and the variance
 constexpr float kLeakyReluNegativeSlope = 0.01f;  // leaky_relu's negative_slope
+
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 // Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l / 4 of each.
 __device__ __forceinline__ void load_matrices(uint32_t (&values)[4], uint32_t row) {
@@ -426,15 +434,6 @@ __device__ __forceinline__ float leaky_relu(float v, float slope) {
   return v > 0.0f ? v : v * slope;
 }
 
-// Sum over kTeam lanes, of one number or of two; all of them receive the same bits.
-__device__ __forceinline__ float lane_sum(float v) {
-#pragma unroll
-  for (int offset = kTeam / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
-  return v;
-}
-
-__device__ __forceinline__ float2 lane_sum(float2 v) { return make_float2(lane_sum(v.x), lane_sum(v.y)); }
-
 // Finishes kRoundRows staged rows of the tile. A team of lanes takes kSpan neighbouring columns of a row into registers
 // (a group of the norm), forms their mean and m2 in two passes, normalises and stores.
 __device__ __forceinline__ void finish_rows(
@@ -445,16 +444,15 @@ __device__ __forceinline__ void finish_rows(
     const float* __restrict__ p_gamma,
     const float* __restrict__ p_beta,
     float* __restrict__ y) {
-  const int team = threadIdx.x / kTeam;
-  const int lane = threadIdx.x % kTeam;
-#pragma unroll 2
+  const int team = threadIdx.x;
+#pragma unroll 1
   for (int i = 0; i < kItemsPerTeam; ++i) {
     const int item = team + i * kTeams;
     const int row = item / kSpans;
     float values[kVectorsPerLane][kVector];
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
-      const int column = item % kSpans * kSpan + (lane + j * kTeam) * kVector;
+      const int column = item % kSpans * kSpan + j * kVector;
       const int channel = first_column + column;
       float c_fc_bias[kVector];
       load(p_fc_bias + channel, c_fc_bias);
@@ -466,14 +464,14 @@ __device__ __forceinline__ void finish_rows(
     }
 
     // Differences from one value first, so that a constant group's mean is exact; then from that mean: their own mean corrects it.
-    const float shift = __shfl_sync(0xffffffffu, values[0][0], 0, kTeam);
+    const float shift = values[0][0];
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
 #pragma unroll
       for (int e = 0; e < kVector; ++e) sum += __fsub_rn(values[j][e], shift);
     }
-    const float mean = fmaf(lane_sum(sum), kInverseSpan, shift);
+    const float mean = fmaf(sum, kInverseSpan, shift);
     float2 sums = make_float2(0.0f, 0.0f);  // of differences, of their squares
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
@@ -484,13 +482,12 @@ __device__ __forceinline__ void finish_rows(
         sums.y = fmaf(difference, difference, sums.y);
       }
     }
-    sums = lane_sum(sums);
     const float mean_rest = sums.x * kInverseSpan;
     const float m2 = fmaf(-mean_rest, sums.x, sums.y);
     const float rstd = rsqrtf(m2 * kInverseSpan + kEps);
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
-      const int column = item % kSpans * kSpan + (lane + j * kTeam) * kVector;
+      const int column = item % kSpans * kSpan + j * kVector;
       const int channel = first_column + column;
       float c_gamma[kVector];
       load(p_gamma + channel, c_gamma);
@@ -517,6 +514,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemm(
     const float* __restrict__ p_beta,
     const float* __restrict__ row_scales,
     float* __restrict__ y) {
+  await_previous_kernel();
   extern __shared__ __align__(128) unsigned char shared[];
   const TilePlace tile = place_of(blockIdx.x);
   const WarpPlace warp = warp_place();
@@ -592,5 +590,13 @@ extern "C" int gemm_sm80_launch(
   config.blockDim = kThreads;
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
   return cudaLaunchKernelEx(&config, gemm, x, p_fc_weight, p_fc_bias, p_gamma, p_beta, row_scales, y);
 }

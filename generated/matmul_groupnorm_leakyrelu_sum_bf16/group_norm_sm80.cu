@@ -31,6 +31,14 @@ constexpr int kMinBlocks = 10;  // blocks that fit on an SM
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 constexpr float kLeakyReluNegativeSlope = 0.01f;  // leaky_relu's negative_slope
 
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The two values in a 32-bit word.
 __device__ __forceinline__ void unpack(uint32_t word, float& low, float& high) {
   low = __uint_as_float(word << 16);
@@ -104,6 +112,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     const __nv_bfloat16* __restrict__ p_gamma,
     const __nv_bfloat16* __restrict__ p_beta,
     __nv_bfloat16* __restrict__ output) {
+  await_previous_kernel();
   const int lane = threadIdx.x % kLanes;
   const int group = blockIdx.x * kGroupsPerBlock + threadIdx.x / kLanes;
   const int first_channel = group % kNumGroups * kGroupChannels;
@@ -183,5 +192,13 @@ extern "C" int group_norm_sm80_launch(
   config.gridDim = kBlocks;
   config.blockDim = kThreads;
   config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
   return cudaLaunchKernelEx(&config, group_norm, input, p_gamma, p_beta, output);
 }

@@ -8,7 +8,7 @@
 //
 // Plan for sm_80 on a100:
 //   ffma, fused multiply-add on the CUDA cores: the fastest here for a100 at fp32
-//   tiles of 16x32: 64 blocks on 108 SMs, 0.008 ms estimated
+//   tiles of 16x32: 64 blocks on 108 SMs, 0.009 ms estimated
 //   groups of 32 channels lie within a tile, so the whole chain ends in this kernel
 //   64 blocks of 128 threads, 98304 bytes of shared memory
 //
@@ -61,6 +61,14 @@ constexpr int kItemsPerTeam = kRoundRows / kTeams;  // 1
 constexpr int kPitch = 36;  // tile_n + 4: a staged row in floats, so that a warp's stores meet no bank twice
 constexpr float kInverseSpan = 1.0f / kSpan;  // for the mean and the variance
 constexpr float kLeakyReluNegativeSlope = 0.01f;  // leaky_relu's negative_slope
+
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
@@ -357,6 +365,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemm(
     const float* __restrict__ p_gamma,
     const float* __restrict__ p_beta,
     float* __restrict__ y) {
+  await_previous_kernel();
   extern __shared__ __align__(128) unsigned char shared[];
   const TilePlace tile = place_of(blockIdx.x);
   const WarpPlace warp = warp_place();
@@ -422,5 +431,13 @@ extern "C" int gemm_sm80_launch(
   config.blockDim = kThreads;
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
   return cudaLaunchKernelEx(&config, gemm, x, p_fc_weight, p_fc_bias, p_gamma, p_beta, y);
 }

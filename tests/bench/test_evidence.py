@@ -53,7 +53,7 @@ def test_a_package_short_of_memory_beside_others_is_examined_again_alone(tmp_pat
     """The first answer of each is torch's for a full card; one of them finds no room alone either, and that is said."""
     asked = []
 
-    def run_jobs(command, setting, jobs, workers, limit_s, deadline, on_result):
+    def run_jobs(command, setting, jobs, workers, limit_s, deadline, on_result, cards=()):
         asked.append((setting["work"], list(jobs), workers))
         for name in jobs:
             full = setting["work"] == "examine" and (workers > 1 or name == "001")

@@ -11,7 +11,7 @@ from codegen.numerics import ARITHMETICS as NAMED
 from codegen.plan import plan
 from codegen.plan.candidates import Candidate
 from codegen.plan.gemm import HELD_BY_NORM, choose_arithmetic, gemm_ms, plan_gemm
-from codegen.plan.gemm_tiles import FFMA, SINGLE, SPLIT, SPLIT_16_BIT, choose_tile
+from codegen.plan.gemm_tiles import FFMA, SINGLE, SPLIT, SPLIT_16_BIT, aligned_k, choose_tile
 from codegen.render import render_kernel
 from codegen.report import explain
 from codegen.targets import DEVICES, TARGETS
@@ -38,12 +38,12 @@ def test_tiles_fit_the_target(tile):
     assert tile.m % (8 * tile.warps_m) == 0 and tile.n % (4 * tile.warps_n) == 0
     assert tile.smem_bytes <= SM_80.smem_bytes
     assert tile.threads * tile.blocks_per_sm * tile.max_registers <= 65536
-    # The permutation of a panel's pieces repeats after 8 rows, so that one offset serves all rows that a thread copies.
-    assert tile.copy_rows % 8 == 0
-    for rows in (tile.m, tile.n):
-        assert rows % tile.copy_rows == 0 or tile.copy_rows % rows == 0
+    # The permutation of a panel's pieces repeats after 8 rows, so that one offset serves all rows that a thread copies 16 bytes of.
+    assert (copied := tile.threads * 16 // tile.row_bytes) % 8 == 0
+    for access in (4, 8, 16):
+        assert all(rows % (at_once := tile.threads * access // tile.row_bytes) == 0 or at_once % rows == 0 for rows in (tile.m, tile.n))
     if tile.presplit:
-        assert tile.m % tile.copy_rows == 0 and tile.n % tile.copy_rows == 0 and tile.stages == 2 and tile.row_bytes == 64
+        assert tile.m % copied == 0 and tile.n % copied == 0 and tile.stages == 2 and tile.row_bytes == 64
 
 
 @given(
@@ -69,15 +69,17 @@ def test_every_output_is_written_once_and_no_group_is_cut(tmp_path_factory, batc
     assert e.items_per_team * e.teams >= e.items == e.round_rows * e.spans and kernel.tile.m % e.round_rows == 0
     assert kernel.smem_bytes <= SM_80.smem_bytes
     assert e.round_rows * e.pitch * 4 * kernel.tile.warps_k <= kernel.smem_bytes
-    assert (k * spec.precision.itemsize) % kernel.copy_bytes == 0
+    assert ((aligned_k(k) if choice.aligned else k) * spec.precision.itemsize) % kernel.copy_bytes == 0 and (not choice.aligned or k % 2 == 1)
     assert kernel.ragged_m == (batch % kernel.tile.m != 0)
-    assert kernel.arguments[0] == "x" and kernel.arguments[-1] == "y"
+    assert kernel.arguments[0] == ("x_rows" if choice.aligned else "x") and kernel.arguments[-1] == "y"
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32"])
-@pytest.mark.parametrize("shape", [(24, 46080, 348), (12, 19652, 144), (7, 3863, 510), (64, 8192, 1024)])
+@pytest.mark.parametrize(
+    ("precision", "shape"),
+    [*((p, s) for p in ("fp32", "tf32") for s in ((24, 46080, 348), (12, 19652, 144), (7, 3863, 510), (64, 16384, 1024))), ("bf16", (24, 46080, 348)), ("fp16", (64, 21046, 400))],
+)
 def test_few_tiles_of_a_long_k_are_shared_by_blocks(shape, precision, tmp_path):
-    """Without slices the last of these would take twice as long, the first six times; the norm kernel reads the sum, in fp32 and without the bias."""
+    """Without slices the first of these would take six times as long; the norm kernel reads the sum, without the bias."""
     batch, k, n = shape
     spec = Case("long_rows", batch, k, n, 2, before=("relu",), after=("hardtanh",)).spec(tmp_path, precision, None)
     made = plan(spec, "sm_80", "h100")
@@ -89,7 +91,7 @@ def test_few_tiles_of_a_long_k_are_shared_by_blocks(shape, precision, tmp_path):
         assert not (found := faults(made, kernel, tmp_path)), found
 
 
-@pytest.mark.parametrize(("batch", "k", "n", "groups", "team", "items"), [(32768, 72, 9, 1, 1, 1), (4096, 128, 510, 30, 2, 7), (300, 96, 33, 11, 1, 11), (4096, 64, 64, 1, 8, 8)])
+@pytest.mark.parametrize(("batch", "k", "n", "groups", "team", "items"), [(32768, 72, 9, 1, 1, 1), (4096, 128, 510, 30, 2, 7), (300, 96, 33, 11, 1, 11), (4096, 64, 64, 1, 4, 4)])
 def test_narrow_groups_take_few_lanes_and_columns_that_do_not_exist_none(batch, k, n, groups, team, items, tmp_path):
     """With a lane for each of 9 values and all 7 groups that a tile has room for, a thread waited through 112 rounds of shuffles instead of one of none."""
     made = plan(Case("narrow", batch, k, n, groups).spec(tmp_path, "fp16", None), "sm_80", "h100", candidate=Candidate("sm_80", "generated", "fp16", (128, 64) if n < 100 else (128, 128), True))
@@ -98,7 +100,7 @@ def test_narrow_groups_take_few_lanes_and_columns_that_do_not_exist_none(batch, 
 
 
 def test_k_is_not_sliced_where_tiles_are_enough(tmp_path):
-    for precision, batch, k, n in (("fp32", 1, 8192, 8192), ("fp32", 128, 1024, 512), ("tf32", 1024, 8192, 8192), ("fp16", 24, 46080, 348)):
+    for precision, batch, k, n in (("fp32", 1, 8192, 8192), ("fp32", 128, 1024, 512), ("tf32", 1024, 8192, 8192), ("fp16", 1024, 8192, 8192)):
         made = plan(Case("whole", batch, k, n, 2).spec(tmp_path, precision, None), "sm_80", "h100")
         assert all(getattr(kernel, "slices", 1) == 1 for kernel in made.kernels)
 
@@ -190,3 +192,15 @@ def test_any_name_of_a_parameter_compiles(tmp_path):
     (kernel,) = made.kernels
     assert len(set(kernel.names)) == len(kernel.names) == len(kernel.arguments)
     assert not (found := faults(made, kernel, tmp_path)), "\n".join(found)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_rows_of_an_odd_pitch_are_copied_where_k_is_long(precision, tmp_path):
+    """Value by value a stage waits for memory each time; a short product has few stages."""
+    long, short = (plan(Case("odd", 256, k, 512, 4).spec(tmp_path, precision, None), "sm_80", "h100") for k in (4097, 71))
+    align, gemm = long.kernels[:2]
+    assert align.name == "align_rows" and gemm.arguments[:2] == align.arguments[2:] == ("x_rows", "weight_rows") and gemm.copy_bytes == 16
+    assert [buffer.shape for buffer in long.buffers[:2]] == [(256, 4104), (512, 4104)] and "copied" in explain(long)
+    assert short.kernels[0].name == "gemm" and short.kernels[0].copy_bytes == 2
+    for kernel in long.kernels[:2]:
+        assert not (found := faults(long, kernel, tmp_path)), found

@@ -43,6 +43,8 @@ SMALL = {
         Case("slices_odd", 7, 3863, 51, 3, before=("relu",), after=("sigmoid",)),
         Case("slices_even", 16, 4096, 64, 4, linear={"bias": False}),
         Case("slices_half", 35, 2050, 66, 3, before=(bias(66), "silu")),
+        Case("slices_long", 7, 20011, 51, 3, before=("relu",)),
+        Case("slices_words", 16, 16390, 66, 3, linear={"bias": False}),
         Case("slices_reduced", 32, 3863, 64, 1, before=("selu",), after=({"max": {"dim": 1}}, "tanh")),
     )
 }
@@ -50,7 +52,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Entry:
-    """A case with a tile, whether the chain ends in the GEMM, and how many blocks share a tile; without a tile the planner chooses, for a card of
+    """A case with a tile, whether the chain ends in the GEMM, how many blocks share a tile and whether rows are copied first; without a tile the planner chooses, for a card of
     `sms` SMs."""
 
     name: str
@@ -58,6 +60,7 @@ class Entry:
     finished: bool = True
     slices: int | None = None
     sms: int = A100.sms
+    aligned: bool = False
 
     @property
     def case(self) -> Case:
@@ -67,7 +70,7 @@ class Entry:
         spec = self.case.spec(folder, precision, arithmetic)
         if self.tile is None:
             return plan_for_class(spec, "sm_80", replace(A100, sms=self.sms))
-        return plan(spec, "sm_80", "a100", candidate=Candidate("sm_80", "generated", arithmetic, self.tile, self.finished, self.slices))
+        return plan(spec, "sm_80", "a100", candidate=Candidate("sm_80", "generated", arithmetic, self.tile, self.finished, self.slices, self.aligned))
 
 
 # Every arithmetic has a table of tiles: what comes with each, as (case, whether the chain ends in the GEMM).
@@ -81,13 +84,17 @@ BF16_TILES = ((128, 128), (64, 128), (64, 64), (32, 128), (16, 256), (16, 32))  
 # What no tile leads to: longer chains, norm kernels for longer groups, blocks that share a tile, all that splitting once a block has.
 LONGER = (Entry("wide_taps"), Entry("block_a_group"), Entry("reduced"))
 SLICED = (Entry("slices_odd", (64, 64), False, 16), Entry("slices_even", (16, 32), False, 8), Entry("slices_reduced", (16, 32), False, 8))
+SLICED_HALVES = (
+    Entry("slices_long", (64, 64), False, 32), Entry("slices_long", (32, 32), False, 16, aligned=True), Entry("odd_pitch", (64, 128), True, aligned=True),
+    Entry("odd_pitch", (16, 32), False, aligned=True), Entry("slices_words", (16, 32), False, 13), Entry("slices_reduced", (32, 64), False, 8),
+)  # fmt: skip
 ONCE = (
     Entry("whole", (64, 64)), Entry("taps", (64, 64)), Entry("one_row", (64, 64)), Entry("groups_cut", (64, 64), False),
     Entry("tiles_merged", (64, 256), False), Entry("odd_pitch", (128, 128)),
 )  # fmt: skip
 FURTHER = {
-    "fp16": (*LONGER, Entry("blocks_share_a_group")),
-    "bf16": (Entry("blocks_share_a_group", sms=1),),  # in front of the kernel that streams
+    "fp16": (*LONGER, *SLICED_HALVES, Entry("blocks_share_a_group")),
+    "bf16": (*SLICED_HALVES, Entry("blocks_share_a_group", sms=1)),  # in front of the kernel that streams
     "tf32": (*LONGER, *SLICED),
     "fp16x3": (*LONGER, *ONCE, Entry("longer_than_registers")),
     "tf32x3": (*LONGER, *SLICED, Entry("slices_half", (16, 32), False, 4)),
@@ -131,7 +138,7 @@ def test_every_tile_and_every_branch_that_the_cases_take_on_a_gpu_is_emulated(tm
             spec = case.spec(tmp_path, precision, arithmetic)
             for choice in tile_choices(spec, A100, NAMED[arithmetic]):
                 tile, slices = (choice.tile.m, choice.tile.n), choice.slices if choice.slices > 1 else None
-                taken |= branches(plan(spec, "sm_80", "a100", candidate=Candidate("sm_80", "generated", arithmetic, tile, choice.finished, slices)))
+                taken |= branches(plan(spec, "sm_80", "a100", candidate=Candidate("sm_80", "generated", arithmetic, tile, choice.finished, slices, choice.aligned)))
     assert not (left := {branch for branch in taken if branch[0].startswith("gemm/")} - emulated), sorted(map(str, left))
     assert {f"norm/group_norm_{kind}.cu.j2" for kind in ("warp", "block", "stream", "statistics", "apply")} <= {template for template, *_ in emulated}
 

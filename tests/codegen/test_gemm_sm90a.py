@@ -9,12 +9,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from codegen.plan.candidates import Candidate
 from codegen.plan.gemm_sm90a import LEAST_STEPS, choose_layout, layouts, plan_sm_90a
 from codegen.plan.gemm_sm90a_kernels import GemmSm90aKernel
 from codegen.plan.gemm_sm90a_layout import TILE_K, balanced, memory
 from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, X_SPLIT
 from codegen.plan.model import Launch
-from codegen.plan.routes import PlanError
+from codegen.plan.routes import PlanError, plan
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
@@ -111,9 +112,7 @@ def test_regions_of_shared_memory_follow_each_other(precision, tmp_path):
     [
         ((1024, 1030, 8192, 16), {"precision": "fp16"}, "multiple of 8"),
         ((1024, 32001, 65536, 128), {}, "prepack: true keeps the copy"),
-        ((128, 1001, 65536, 128), {"precision": "tf32"}, "copied on every call"),
         ((1024, 64 * (LEAST_STEPS - 1), 8192, 16), {}, "too few"),
-        ((1, 8192, 8192, 16), {}, "busy"),
         ((1024, 8192, 8192, 16), {"gemm": "library"}, "library"),
         ((1024, 8192, 8192, 16), {"math": "ffma"}, "math"),
         ((1024, 200_000, 8192, 16), {}, "splitting kernel"),
@@ -149,14 +148,24 @@ def test_a_large_batch_pays_for_a_conversion_of_w(batch, converts, tmp_path):
     assert any("on every call" in why for why in plan.why) == converts and not plan.preparing
 
 
-@pytest.mark.parametrize(("batch", "served"), [(16, False), (128, True), (1024, True)])
-def test_few_tiles_are_taken_where_they_are_estimated_to_finish_first(batch, served, tmp_path):
-    spec = spec_of(tmp_path, batch, 8192, 8192, 16)
+@pytest.mark.parametrize(
+    ("shape", "extra", "served"),
+    [
+        ((16, 8192, 8192, 16), {}, False), ((128, 8192, 8192, 16), {}, True), ((1024, 8192, 8192, 16), {}, True), ((1, 8192, 8192, 16), {}, False),
+        ((128, 1001, 65536, 128), {"precision": "tf32"}, False), ((192, 4096, 10240, 40), {"precision": "bf16"}, False), ((5, 13312, 14592, 768), {}, False),
+        ((1024, 8192, 8192, 16), {"precision": "fp16"}, True),
+    ],
+)  # fmt: skip
+def test_this_target_is_taken_where_it_is_estimated_to_finish_first(shape, extra, served, tmp_path):
+    """All of these can be planned; on an H200 those that are not served took 1.2 to 3 times as long as sm_80's kernels or torch's GEMM."""
+    spec = spec_of(tmp_path, *shape, **extra)
+    assert plan_sm_90a(spec, TARGET, DEVICE)
     if served:
-        assert plan_sm_90a(spec, TARGET, DEVICE)
+        assert plan(spec, "sm_90a", "h200")
     else:
-        with pytest.raises(PlanError, match="against 0.08. ms with sm_80's smaller ones"):
-            plan_sm_90a(spec, TARGET, DEVICE)
+        with pytest.raises(PlanError, match="Hopper's tiles would take .* against .* with sm_80's kernels or torch's GEMM"):
+            plan(spec, "sm_90a", "h200")
+        assert plan(replace(spec, gemm="generated"), "sm_90a", "h200") and plan(spec, "sm_90a", "h200", candidate=Candidate("sm_90a"))
 
 
 def test_odd_pitches_of_y_are_refused_for_halves_only(tmp_path):

@@ -38,4 +38,4 @@ def test_what_a_step_reads_an_earlier_one_wrote(tmp_path, target, start):
             continue
         assert_flows(found)
         planned += 1
-    assert planned >= 10
+    assert planned >= 5

@@ -17,6 +17,9 @@ template <typename Number>
 Number __ldg(const Number* p) {
   return *p;
 }
+inline std::uint32_t __funnelshift_r(std::uint32_t low, std::uint32_t high, std::uint32_t bits) {
+  return static_cast<std::uint32_t>((std::uint64_t{high} << 32 | low) >> (bits & 31));
+}
 inline std::uint32_t __cvta_generic_to_shared(const void* p) {
   return static_cast<std::uint32_t>(static_cast<const unsigned char*>(p) - emulation::shared_memory());
 }
@@ -45,6 +48,7 @@ inline void cp_async_cg_shared_global_L2_128B(Word to, const void* from, int byt
 }
 inline void cp_async_cg_shared_global_L2_128B(Word to, const void* from, int bytes) { cp_async_cg_shared_global_L2_128B(to, from, bytes, bytes); }
 
+inline void st_shared_b32(Word to, Word v) { std::memcpy(emulation::shared_place(to, sizeof v), &v, sizeof v); }
 inline void st_shared_v4_b32(Word to, Word a, Word b, Word c, Word d) {
   const Word words[4] = {a, b, c, d};
   std::memcpy(emulation::shared_place(to, sizeof words), words, sizeof words);

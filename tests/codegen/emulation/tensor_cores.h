@@ -103,9 +103,9 @@ template <typename T>
 T __shfl_sync(unsigned, T v, int from) {
   return emulation::exchange(v, from);
 }
-inline float __shfl_down_sync(unsigned, float v, int offset) {
+inline float __shfl_down_sync(unsigned, float v, int offset, int width = 32) {
   const int lane = emulation::current % 32;
-  return emulation::exchange(v, lane + offset < 32 ? lane + offset : lane);
+  return emulation::exchange(v, lane % width + offset < width ? lane + offset : lane);
 }
 inline std::uint32_t __reduce_max_sync(unsigned, std::uint32_t v) {
   return emulation::reduce(v, [](std::uint32_t a, std::uint32_t b) { return max(a, b); });
