@@ -83,7 +83,7 @@ def once_at_fault():
     with tempfile.TemporaryDirectory() as folder:
         for name, (target, precision, batch, size, chain) in ONCE_AT_FAULT.items():
             path = Path(folder) / "chain.yaml"
-            path.write_text(yaml.safe_dump({"name": "chain", "batch": batch, "input": size, "chain": chain}))
+            path.write_text(yaml.safe_dump({"name": "chain", "batch": batch, "input": size, "chain": chain, **({"gemm": "generated"} if target == "sm_90a" else {})}))
             plan = plan_of(load_spec(path, precision), target, "h100")
             cases += [pytest.param(plan, kernel, id=f"{name}-{kernel.file(plan.target)}") for kernel in plan.kernels]
     return cases
