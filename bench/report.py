@@ -86,6 +86,7 @@ def build(results: Path, out: Path) -> Path:
             "missing": not_measured(slug, statuses) if records else [],
             "kernelbench": kernelbench["runs"] if kernelbench else [], "sweep": _sweep(results, slug, out / slug),
         })  # fmt: skip
+    cards.sort(key=lambda card: -sum(record["state"] == "verified" for record in card["records"]))
     out.mkdir(parents=True, exist_ok=True)
     page = out / "index.html"
     page.write_text(_environment().get_template("report.html.j2").render(cards=cards), encoding="utf-8")
