@@ -25,7 +25,10 @@ REGISTERS = (128, 168, 255)  # of a thread, of which 4, 3 or 2 blocks of WARPS w
 # Registers beside weights, accumulators, extremes, sums and pixels, as ptxas allots them; more for tiles of several rows, for windows of an odd width
 # and for a padded x.
 OVERHEAD, TALL, NARROW, PADDED = 28, 10, 10, 8
-LOADS = 5  # pixels of 8 channels that a thread has on their way, at most
+# What ptxas was seen to miss where weights are many, for each instruction of them, or where few pixels meet two tiles of them. Where nothing but fewer
+# registers than needed would be left, some are spilled.
+CROWDED, MANY_WEIGHTS, TWO_TILES = 1.4, 12, 14
+LOADS, LOADING = 5, 60  # pixels of 8 channels that a thread has on their way, at most; registers beside those and the weights meanwhile
 UNIT_COST = 16  # pixels whose multiplication takes as long as a unit's end: moments and extremes to shared memory
 # Share of a part's time, for each row of x over its conv rows, that bringing the rows takes: by the parts of an operand, whose products take longer.
 STARTING = {1: 0.3, 2: 0.15}
@@ -141,9 +144,10 @@ class Geometry:
 
     @property
     def loads(self) -> int:
-        """Pixels that a thread has on their way: the fewest idle ones at the end, then the most."""
+        """Pixels that a thread has on their way: as many as there are registers for beside the weights, the fewest idle ones at the end, then the most."""
         pixels = ceil_div(self.octets * self.part_rows * self.pitch, self.threads)
-        return min(range(1, LOADS + 1), key=lambda count: (ceil_to(pixels, count) + ceil_div(pixels, count), -count))
+        room = (self.max_registers - LOADING - 4 * self.steps * self.parts * self.row_tiles) // 8
+        return min(range(1, max(1, min(LOADS, room)) + 1), key=lambda count: (ceil_to(pixels, count) + ceil_div(pixels, count), -count))
 
     def sure_octets(self, width: int) -> int:
         """The largest power of two of 8 columns that exist in every tile of rows of `width`, at most 4; 0 where there are none."""
@@ -169,6 +173,12 @@ def registers_needed(steps: int, parts: int, row_tiles: int, tile_rows: int, til
     return steps * 4 * parts * row_tiles + 4 * octets * row_tiles + extremes + 6 * row_tiles + 2 * octets * parts + OVERHEAD + special
 
 
+def _crowded(weights: int, row_tiles: int, tile_columns: int) -> float:
+    """Registers more than needed, by what a thread holds of `weights` instructions."""
+    many = CROWDED * weights if weights >= MANY_WEIGHTS else 0.0
+    return max(many, TWO_TILES if row_tiles == 2 and tile_columns < 32 else 0.0)
+
+
 def candidates(spec: Spec, windows: Windows, parts: int, channel_floats: int) -> Iterator[Geometry]:
     """Every way to cut the chain whose registers suffice, whatever its shared memory."""
     values = spec.producer.values
@@ -188,7 +198,8 @@ def candidates(spec: Spec, windows: Windows, parts: int, channel_floats: int) ->
         for row_tiles in (2, 1) if spec.channels > ROWS_A else (1,):
             needed = registers_needed(ceil_div(octets * taps, 2), parts, row_tiles, tile_rows, tile_columns, fold)
             needed += PADDED if padding != (0, 0) else 0
-            registers = next((count for count in REGISTERS if needed <= count), None)
+            crowded = _crowded(ceil_div(octets * taps, 2) * parts * row_tiles, row_tiles, tile_columns)
+            registers = next((count for count in REGISTERS if needed + (0 if row_tiles == 1 and count == REGISTERS[-1] else crowded) <= count), None)
             if registers is None:
                 continue
             channel_warps = min(WARPS, ceil_div(spec.channels, row_tiles * ROWS_A))

@@ -49,6 +49,13 @@ ONCE_AT_FAULT = {
         {"conv2d": {"name": "conv", "in_channels": 16, "out_channels": 48, "kernel_size": 2, "dilation": 3}}, "mish", {"group_norm": {"name": "norm", "num_groups": 1}},
         {"max_pool2d": {"kernel_size": 2}}, "gelu",
     ]),
+    "many weights and pixels on their way": ("sm_80", "tf32", 128, {"height": 34, "width": 34}, [
+        {"conv2d": {"name": "conv", "in_channels": 12, "out_channels": 4, "kernel_size": 5, "stride": 3, "bias": False}}, {"instance_norm": {"name": "norm", "num_features": 4}},
+    ]),
+    "many weights of two tiles": ("sm_80", "tf32", 4, {"height": 40, "width": 202}, [
+        {"conv2d": {"name": "conv", "in_channels": 54, "out_channels": 32, "kernel_size": 2, "bias": False}}, {"layer_norm": {"name": "norm", "elementwise_affine": False}},
+        {"clamp": {"min": -1.0}}, {"mul": {"value": 0.5}},
+    ]),
     "seven warps": ("sm_80", "fp32", 48, {}, [
         {"linear": {"name": "gemm", "in_features": 192, "out_features": 3584}}, {"div": {"value": 0.0858}}, {"layer_norm": {"name": "norm", "normalized_shape": 3584}},
     ]),
@@ -83,7 +90,7 @@ def once_at_fault():
     with tempfile.TemporaryDirectory() as folder:
         for name, (target, precision, batch, size, chain) in ONCE_AT_FAULT.items():
             path = Path(folder) / "chain.yaml"
-            path.write_text(yaml.safe_dump({"name": "chain", "batch": batch, "input": size, "chain": chain, **({"gemm": "generated"} if target == "sm_90a" else {})}))
+            path.write_text(yaml.safe_dump({"name": "chain", "batch": batch, "input": size, "chain": chain, **({"gemm": "generated"} if target == "sm_90a" or "weights" in name else {})}))
             plan = plan_of(load_spec(path, precision), target, "h100")
             cases += [pytest.param(plan, kernel, id=f"{name}-{kernel.file(plan.target)}") for kernel in plan.kernels]
     return cases
