@@ -249,6 +249,7 @@ def statistics_kernel(spec: Spec, device: DeviceClass, source: str, apply_before
     shared |= dict(operands=operands, arguments=(source, *(o.key for o in operands), buffer), input="input", output="", statistics="writes")
     shared |= dict(applied=applies(spec, spec.before_norm) if apply_before else (), finish=None)
     threads, vectors = APPLY_BLOCK, CHUNK_VALUES // width
+    min_blocks = 3 if width == 1 and spec.spatial > 1 and operands else 4  # a value's own channel takes registers
     blocks = shared["groups"] * pieces
     layout = [
         Constant("kVectors", str(vectors), "accesses that a thread has in flight"),
@@ -258,14 +259,14 @@ def statistics_kernel(spec: Spec, device: DeviceClass, source: str, apply_before
         Constant("kPieceVectors", str(piece_vectors), "accesses of a piece, which a block takes"),
         Constant("kPieces", str(pieces), "kGroupVectors / kPieceVectors, rounded up"),
         Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups x kPieces"),
-        Constant("kMinBlocks", "4", "blocks that fit on an SM"),
+        Constant("kMinBlocks", str(min_blocks), "blocks that fit on an SM"),
     ]
     group_vectors = spec.group_size // width
     return FlatKernel(
         name="group_norm_statistics", template="norm/group_norm_statistics.cu.j2", entry="group_norm_statistics",
         constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, width), *layout, *norm_constants(spec, shared["applied"])[1:]),
-        summary=f"statistics of GroupNorm; {pieces} blocks share a group of {spec.group_size} values", threads=threads, blocks=blocks, min_blocks=4,
-        max_registers=register_limit(threads, 4), vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, smem_bytes=threads // 32 * 16,
+        summary=f"statistics of GroupNorm; {pieces} blocks share a group of {spec.group_size} values", threads=threads, blocks=blocks, min_blocks=min_blocks,
+        max_registers=register_limit(threads, min_blocks), vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, smem_bytes=threads // 32 * 16,
         **shared,
     )  # fmt: skip
 

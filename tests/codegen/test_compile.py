@@ -56,6 +56,10 @@ ONCE_AT_FAULT = {
         {"conv2d": {"name": "conv", "in_channels": 54, "out_channels": 32, "kernel_size": 2, "bias": False}}, {"layer_norm": {"name": "norm", "elementwise_affine": False}},
         {"clamp": {"min": -1.0}}, {"mul": {"value": 0.5}},
     ]),
+    "a channel for each of 16 values": ("sm_80", "bf16", 1, {"height": 64, "width": 64}, [
+        {"conv2d": {"name": "conv", "in_channels": 492, "out_channels": 71, "kernel_size": [2, 4], "padding": [3, 0], "bias": False}},
+        {"div": {"name": "divisor", "shape": [71, 1, 1]}}, {"group_norm": {"name": "norm", "num_groups": 1}},
+    ]),
     "seven warps": ("sm_80", "fp32", 48, {}, [
         {"linear": {"name": "gemm", "in_features": 192, "out_features": 3584}}, {"div": {"value": 0.0858}}, {"layer_norm": {"name": "norm", "normalized_shape": 3584}},
     ]),
