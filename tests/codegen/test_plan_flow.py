@@ -4,6 +4,7 @@ import pytest
 
 from bench.sweep.draw import LARGE, draw
 from codegen.plan import Library, PlanError, plan
+from codegen.plan.candidates import Candidate
 from codegen.plan.model import Plan
 
 
@@ -33,9 +34,9 @@ def test_what_a_step_reads_an_earlier_one_wrote(tmp_path, target, start):
     for index in range(start, start + 100):
         spec = draw(3, index, LARGE, tmp_path)
         try:
-            found = plan(spec, target)
+            found = plan(spec, target, candidate=Candidate(target) if target == "sm_90a" else None)  # also where another is estimated faster
         except PlanError:
             continue
         assert_flows(found)
         planned += 1
-    assert planned >= 5
+    assert planned >= 10
