@@ -38,8 +38,9 @@ def run_jobs(
 ) -> bool:  # fmt: skip
     """Run `jobs` (plain data by name) in up to `workers` children started as `command(folder)`; True when every job has ended.
 
-    `setting` is handed to every child beside its jobs. Each child sees one of `cards` alone, which are dealt out in turn. `on_result` gets what a child finished with, or {"failure": why}. `limit_s` bounds one job;
-    at `deadline` (time.time()) no job is begun any more. Raises RuntimeError when children end before they take a job.
+    `setting` is handed to every child beside its jobs. Each child sees one of `cards` alone, which are dealt out in turn. `on_result` gets what a child
+    finished with, or {"failure": why}. `limit_s` bounds one job; at `deadline` (time.time()) no job is begun any more. Raises RuntimeError when children
+    end before they take a job.
     """
     with tempfile.TemporaryDirectory(prefix="jobs-") as name:
         folder = Path(name)

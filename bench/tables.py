@@ -23,29 +23,27 @@ def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
     lines: list[str] = []
     verified = {card: sum(_state(card, r, states) == "verified" for r in loaders_choice(records)) for card, records in cards.items() if card != "cpu"}
     chosen = max(verified, key=verified.get, default=None)
-    for card, records in cards.items():
-        if card != chosen:
-            continue
-        first = records[0]
-        lines += [
-            f"**{first['gpu']}**, torch {first['torch']}, times in milliseconds (median, L2 flushed before each call), errors relative to float64:",
-            "",
-        ]
-        shown = loaders_choice(records)
-        for title, rows in (("", [r for r in shown if _headline(r["spec"])]), ("Other shipped systems:", [r for r in shown if not _headline(r["spec"])])):
-            if rows:
-                lines += [*([title, ""] if title else []), *HEAD, *(_row(card, r, states) for r in rows), ""]
-        missing = not_measured(card, statuses)
-        lines += [f"Not measured yet on this card, so unverified: {'; '.join(missing)}.", ""] if missing else []
+    if chosen is None:
+        return "No GPU has been measured yet: every kernel is unverified there. `make evidence` on a GPU fills this table."
+    records = cards[chosen]
+    first = records[0]
+    lines += [
+        f"**{first['gpu']}**, torch {first['torch']}, times in milliseconds (median, L2 flushed before each call), errors relative to float64:",
+        "",
+    ]
+    shown = loaders_choice(records)
+    for title, rows in (("", [r for r in shown if _headline(r["spec"])]), ("Other shipped systems:", [r for r in shown if not _headline(r["spec"])])):
+        if rows:
+            lines += [*([title, ""] if title else []), *HEAD, *(_row(chosen, r, states) for r in rows), ""]
+    missing = not_measured(chosen, statuses)
+    lines += [f"Not measured yet on this card, so unverified: {'; '.join(missing)}.", ""] if missing else []
     others = [f"{cards[card][0]['gpu']} ({count} packages verified)" for card, count in verified.items() if card != chosen]
     lines += [f"Also measured, and on `make report`'s page: {', '.join(others)}.", ""] if others else []
-    if not lines:
-        return "No GPU has been measured yet: every kernel is unverified there. `make evidence` on a GPU fills this table."
     lines += [
         "*Torch's best* is the fastest of eager, eager in a CUDA graph and torch.compile at that precision. *Best peer* is the fastest of those that were timed (`make "
         "evidence-peers` adds max-autotune, Triton and the library with our tail) and that compute the whole chain with equal or better accuracy: an error of at most 1.1 times the larger of ours and eager's. "
         "A peer's time is the fastest that any record of the package on that card has. "
-        f"Weights are not prepared beforehand{_exception(cards)}. *Target* is what the loader picks on that card; `make report` also shows "
+        f"Weights are not prepared beforehand{_exception(shown)}. *Target* is what the loader picks on that card; `make report` also shows "
         "what was measured of the others."
     ]
     return "\n".join(lines)
@@ -77,9 +75,9 @@ def _state(card: str, r: Record, states: dict[tuple[str, str, str, str], str]) -
     return known or state_today(r)
 
 
-def _exception(cards: dict[str, list[Record]]) -> str:
-    shown = any(r["weights"] == PREPARED for card, records in cards.items() if card != "cpu" for r in loaders_choice(records))
-    return ", except where a row says so: the time that takes is not in it (`make report`)" if shown else ""
+def _exception(shown: list[Record]) -> str:
+    prepared = any(r["weights"] == PREPARED for r in shown)
+    return ", except where a row says so: the time that takes is not in it (`make report`)" if prepared else ""
 
 
 def state_today(record: Record) -> str:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from codegen.plan.gemm_tiles import WARP, Tile
+from codegen.numerics import Arithmetic
 from codegen.spec import Spec
+
+if TYPE_CHECKING:
+    from codegen.plan.gemm_tiles import Tile
+
+WARP = 32
 
 # The epilogue waits for itself: an item's loads, three sums over its lanes, the norm, stores; two items of a team hardly overlap. Estimated cycles.
 ITEM_CYCLES, LEVEL_CYCLES, VALUE_CYCLES = 150, 75, 20
@@ -43,12 +49,12 @@ class Epilogue:
         return self.items % self.teams != 0
 
 
-def epilogue_of(spec: Spec, tile: Tile, columns: int, finished: bool, pad: int) -> Epilogue:
-    """The epilogue of a tile of which `columns` are kept; `finished`: it normalises, so spans are groups; `pad`: floats between staged rows."""
+def epilogue_of(spec: Spec, tile: Tile, columns: int, finished: bool, arithmetic: Arithmetic) -> Epilogue:
+    """The epilogue of a tile of which `columns` are kept; `finished`: it normalises, so spans are groups."""
     span = spec.group_channels if finished else tile.n
     vector = math.gcd(math.gcd(span, spec.channels), 16 // spec.result.itemsize)
     spans = columns // span
-    pitch = tile.n + pad
+    pitch = tile.n + (4 if arithmetic.name == "ffma" else 8)
     rows = tile.warp_m
     while rows < tile.m and 2 * rows * pitch * 4 * tile.warps_k <= tile.smem_bytes:
         rows *= 2

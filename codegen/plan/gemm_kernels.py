@@ -163,7 +163,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     raster = min(RASTER_ROWS, tiles_m)
     if sliced:
         spec = replace(spec, gives=FP32)
-    epilogue = epilogue_of(spec, tile, choice.columns, choice.finished, pad=4 if arithmetic.name == "ffma" else 8)
+    epilogue = epilogue_of(spec, tile, choice.columns, choice.finished, arithmetic)
     kernel = GemmKernel(
         name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic),
         smem_bytes=max(tile.smem_bytes, epilogue.round_rows * epilogue.pitch * 4 * tile.warps_k), max_registers=tile.max_registers,

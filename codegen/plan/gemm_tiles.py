@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.numerics import Arithmetic
+from codegen.plan.gemm_epilogue import WARP, epilogue_cycles, epilogue_of
 from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
-WARP = 32
 STEP_CYCLES = 600  # one turn of the pipeline with an idle multiplier: a barrier, shared memory, dependent multiplies
 FILL_CYCLES = 2500  # launch to first multiply, and the epilogue behind the last
 CLOCK_GHZ = 1.4  # under load
@@ -190,8 +190,6 @@ def tile_ms(
     spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, columns: int, finished: bool, slices: int = 1, k: int | None = None
 ) -> float:  # fmt: skip
     """Estimated milliseconds of the GEMM alone: the slowest of multiplier, L2, memory and the pipeline's own latency, and the epilogues behind it."""
-    from codegen.plan.gemm_epilogue import epilogue_cycles, epilogue_of
-
     m, n, k = spec.batch, spec.channels, k or spec.input_shape[1]
     itemsize = spec.precision.itemsize
     blocks = math.ceil(m / tile.m) * math.ceil(n / columns) * slices
@@ -206,7 +204,7 @@ def tile_ms(
     written = m * n * (4 * slices if slices > 1 else spec.result.itemsize)
     memory = ((m * k + n * k) * itemsize + written) / (device.hbm * 1e6)
     latency = rounds * (narrow * stages * STEP_CYCLES + FILL_CYCLES) / (CLOCK_GHZ * 1e6)
-    epilogue = rounds * EPILOGUE_SHARE * epilogue_cycles(epilogue_of(spec, tile, columns, finished, 8), tile, finished) / (CLOCK_GHZ * 1e6)
+    epilogue = rounds * EPILOGUE_SHARE * epilogue_cycles(epilogue_of(spec, tile, columns, finished, arithmetic), tile, finished) / (CLOCK_GHZ * 1e6)
     return max(multiply, level2, memory, latency) + epilogue
 
 

@@ -122,18 +122,17 @@ def _sm_80(spec: Spec, target: Target, device: DeviceClass, candidate: Candidate
 
 def _conv_sm_80(spec: Spec, target: Target, device: DeviceClass, wanted: str | None) -> Plan:
     """Our convolution where it serves the chain and its estimate is below the library's; `wanted` is "generated", "library" or neither."""
-    from codegen.plan.conv_estimates import library_ms, one_pass_ms
-    from codegen.plan.conv_sm80 import plan_conv_sm_80
+    from codegen.plan.conv_estimates import library_ms
 
     if wanted == "library":
         return _library_route(spec, target, device, ("torch's convolution asked for, then the norm kernel",))
     try:
-        ours = plan_conv_sm_80(spec, target, device)
+        ours, ours_ms = _one_pass_conv(spec, target, device)
     except PlanError as reason:
         if wanted == "generated":
             raise PlanError(f"gemm: generated asks for a convolution in one pass, which cannot be: {reason}; gemm: library can") from None
         return _library_route(spec, target, device, (f"torch's convolution, then the norm kernel; not in one pass: {reason}",))
-    ours_ms, other_ms = one_pass_ms(spec, device, ours), library_ms(spec, device)
+    other_ms = library_ms(spec, device)
     if wanted == "generated" or ours_ms < other_ms * LIBRARY_MARGIN:
         compared = f"{ours_ms:.3f} ms estimated, against {other_ms:.3f} ms with torch's convolution and the norm kernel"
         return replace(ours, why=(*ours.why, f"the convolution in one pass: {compared}"))
@@ -142,16 +141,23 @@ def _conv_sm_80(spec: Spec, target: Target, device: DeviceClass, wanted: str | N
     )
 
 
-def sm_80_conv_ms(spec: Spec, device: DeviceClass) -> float:
-    """Estimate of what sm_80's ways take for a chain that starts with `conv2d`, on any card that runs them."""
-    from codegen.plan.conv_estimates import library_ms, one_pass_ms
+def _one_pass_conv(spec: Spec, target: Target, device: DeviceClass) -> tuple[Plan, float]:
+    """Our convolution for mma.sync and its estimate. Raises PlanError."""
+    from codegen.plan.conv_estimates import one_pass_ms
     from codegen.plan.conv_sm80 import plan_conv_sm_80
 
+    ours = plan_conv_sm_80(spec, target, device)
+    return ours, one_pass_ms(spec, device, ours)
+
+
+def sm_80_conv_ms(spec: Spec, device: DeviceClass) -> float:
+    """Estimate of what sm_80's ways take for a chain that starts with `conv2d`, on any card that runs them."""
+    from codegen.plan.conv_estimates import library_ms
+
     try:
-        ours = one_pass_ms(spec, device, plan_conv_sm_80(spec, TARGETS["sm_80"], device))
+        return min(_one_pass_conv(spec, TARGETS["sm_80"], device)[1], library_ms(spec, device))
     except PlanError:
         return library_ms(spec, device)
-    return min(ours, library_ms(spec, device))
 
 
 def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool, forced: bool) -> Plan:
@@ -164,17 +170,20 @@ def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool, forced
         from codegen.plan.conv_sm90a import plan_conv_sm_90a
 
         found = plan_conv_sm_90a(spec, target, device, debug=debug)
-        ours_ms, other_ms = hopper_ms(spec, device, found), sm_80_conv_ms(spec, device)
-        if not forced and other_ms < ours_ms * OTHER_MARGIN:
-            raise PlanError(f"one kernel for the whole chain would take {ours_ms:.3f} ms, estimated, against {other_ms:.3f} ms with sm_80's kernels or torch's convolution")
+        if not forced:
+            _refuse_slower("one kernel for the whole chain", hopper_ms(spec, device, found), sm_80_conv_ms(spec, device), "convolution")
         return found
     from codegen.plan.gemm_sm90a import hopper_linear_ms, plan_sm_90a
 
     found = plan_sm_90a(spec, target, device, debug=debug)
-    ours_ms, other_ms = hopper_linear_ms(spec, target, device), sm_80_linear_ms(spec, device)
-    if not forced and other_ms < ours_ms * OTHER_MARGIN:
-        raise PlanError(f"Hopper's tiles would take {ours_ms:.3f} ms, estimated, against {other_ms:.3f} ms with sm_80's kernels or torch's GEMM")
+    if not forced:
+        _refuse_slower("Hopper's tiles", hopper_linear_ms(spec, target, device), sm_80_linear_ms(spec, device), "GEMM")
     return found
+
+
+def _refuse_slower(what: str, ours_ms: float, other_ms: float, library: str) -> None:
+    if other_ms < ours_ms * OTHER_MARGIN:
+        raise PlanError(f"{what} would take {ours_ms:.3f} ms, estimated, against {other_ms:.3f} ms with sm_80's kernels or torch's {library}")
 
 
 def sm_80_linear_ms(spec: Spec, device: DeviceClass) -> float:
