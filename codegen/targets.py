@@ -32,7 +32,7 @@ TARGETS: dict[str, Target] = {
             "one C++ pass behind torch's own GEMM or convolution",
         ),
         Target(
-            "sm_80", "sm80", "cuda", "native", (8, 0), 99 * 1024, 255, "a100", CUDA_FLAGS,
+            "sm_80", "sm80", "cuda", "native", (8, 0), 99 * 1024, 255, "h100", CUDA_FLAGS,
             "cp.async and mma.sync, at most 99 KB of shared memory: every capability from 8.0",
         ),
         Target("sm_90a", "sm90a", "cuda", "sm_90a", (9, 0), 227 * 1024, 255, "h100", CUDA_FLAGS, "TMA, wgmma and clusters: H100 and H200"),

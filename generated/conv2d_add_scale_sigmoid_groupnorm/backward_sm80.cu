@@ -7,7 +7,7 @@
 //   group_norm(num_groups=8, eps=1e-05, affine=True)  # group_norm
 //   x (128, 8, 256, 256) -> y (128, 32, 254, 254), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   t0, the conv2d's result, is computed again by torch's library (38.1 GFLOP): no forward holds its 1.06e+03 MB until then
 //   a block takes a group of 258064 values, one channel after the other, for 1 sample in turn: 1024 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then

@@ -7,7 +7,7 @@
 //   group_norm(num_groups=8, eps=1e-05, affine=True)  # group_norm
 //   x (128, 8, 256, 256) -> y (128, 32, 254, 254), fp16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   1024 blocks of 256 threads, 0 bytes of shared memory
 //
 // Generated from specs/conv2d_add_scale_sigmoid_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/conv2d_add_scale_sigmoid_groupnorm.yaml PRECISION=fp16

@@ -7,10 +7,10 @@
 //   group_norm(num_groups=8, eps=1e-05, affine=True)  # group_norm
 //   x (128, 8, 256, 256) -> y (128, 32, 254, 254), fp16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   one fp16 product; a warp keeps the weights of 32 channels in registers and multiplies 32 pixels at a time
 //   a block takes parts of a sample in turn: 5 of 254 rows of y, 7 rows of x
-//   324 blocks of 128 threads, 67136 bytes of shared memory
+//   396 blocks of 128 threads, 67136 bytes of shared memory
 //
 // Generated from specs/conv2d_add_scale_sigmoid_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/conv2d_add_scale_sigmoid_groupnorm.yaml PRECISION=fp16
 

@@ -7,7 +7,7 @@
 //   clamp(min=0.0, max=1.0)
 //   x (128, 8, 128, 128) -> y (128, 64, 31, 31), fp16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   2048 blocks of 256 threads, 0 bytes of shared memory
 //
 // Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml PRECISION=fp16

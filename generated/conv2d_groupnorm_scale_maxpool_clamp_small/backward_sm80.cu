@@ -7,7 +7,7 @@
 //   clamp(min=0.0, max=1.0)
 //   x (128, 3, 32, 32) -> y (128, 16, 15, 15), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   t0, the conv2d's result, is computed again by torch's library (0.0995 GFLOP): no forward holds its 7.37 MB until then
 //   a block takes a group of 1800 values, one channel after the other, for 1 sample in turn: 1024 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then

@@ -7,7 +7,7 @@
 //   clamp(min=0.0, max=1.0)
 //   x (128, 3, 32, 32) -> y (128, 16, 15, 15), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   1024 blocks of 256 threads, 0 bytes of shared memory
 //
 // Generated from specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml

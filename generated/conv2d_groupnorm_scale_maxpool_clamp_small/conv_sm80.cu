@@ -7,10 +7,10 @@
 //   clamp(min=0.0, max=1.0)
 //   x (128, 3, 32, 32) -> y (128, 16, 15, 15), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   three fp16 products of scaled operands split in two; a warp keeps the weights of 16 channels in registers and multiplies 32 pixels at a time
 //   a block takes parts of a sample in turn: 3 of 15 rows of y, 8 rows of x
-//   540 blocks of 96 threads, 12624 bytes of shared memory
+//   640 blocks of 96 threads, 12624 bytes of shared memory
 //
 // Generated from specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml
 

@@ -7,7 +7,7 @@
 //   clamp(min=0.0, max=1.0)
 //   x (128, 8, 128, 128) -> y (128, 64, 31, 31), tf32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   t0, the conv2d's result, is computed again by torch's library (18.7 GFLOP): no forward holds its 520 MB until then
 //   a block takes a group of 63504 values, one channel after the other, for 2 samples in turn: 1024 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then

@@ -7,10 +7,10 @@
 //   clamp(min=0.0, max=1.0)
 //   x (128, 8, 128, 128) -> y (128, 64, 31, 31), tf32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   one fp16 product; a warp keeps the weights of 32 channels in registers and multiplies 32 pixels at a time
 //   a block takes parts of a sample in turn: 2 of 32 rows of y, 10 rows of x
-//   324 blocks of 128 threads, 38528 bytes of shared memory
+//   396 blocks of 128 threads, 38528 bytes of shared memory
 //
 // Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml PRECISION=tf32
 

@@ -8,10 +8,10 @@
 //   logsumexp(dim=1, keepdim=True)
 //   x (128, 8, 128, 128) -> y (128, 1, 126, 126), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   three fp16 products of scaled operands split in two; a warp keeps the weights of 32 channels in registers and multiplies 32 pixels at a time
 //   a block takes parts of a sample in turn: 6 of 126 rows of y, 8 rows of x
-//   216 blocks of 128 threads, 75424 bytes of shared memory
+//   264 blocks of 128 threads, 75424 bytes of shared memory
 //
 // Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
 

@@ -8,7 +8,7 @@
 //   logsumexp(dim=1, keepdim=True)
 //   x (128, 8, 128, 128) -> y (128, 1, 126, 126), bf16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   t0, the conv2d's result, is computed again by torch's library (18.7 GFLOP): no forward holds its 260 MB until then
 //   a block takes a group of 63504 values, one channel after the other, for 2 samples in turn: 1024 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then

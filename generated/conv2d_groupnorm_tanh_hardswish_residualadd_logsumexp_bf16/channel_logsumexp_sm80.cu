@@ -8,7 +8,7 @@
 //   logsumexp(dim=1, keepdim=True)
 //   x (128, 8, 128, 128) -> y (128, 1, 126, 126), bf16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   1985 blocks of 256 threads, 0 bytes of shared memory
 //
 // Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml PRECISION=bf16

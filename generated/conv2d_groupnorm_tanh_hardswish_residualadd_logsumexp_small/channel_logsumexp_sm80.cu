@@ -8,7 +8,7 @@
 //   logsumexp(dim=1, keepdim=True)
 //   x (128, 3, 32, 32) -> y (128, 1, 30, 30), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   450 blocks of 256 threads, 6144 bytes of shared memory
 //
 // Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp_small.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp_small.yaml

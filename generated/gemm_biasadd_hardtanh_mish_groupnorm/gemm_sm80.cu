@@ -7,9 +7,9 @@
 //   group_norm(num_groups=256, eps=1e-05, affine=True)  # groupnorm
 //   x (1024, 8192) -> y (1024, 8192), fp32
 //
-// Plan for sm_80 on a100:
-//   fp16x3, three fp16 products of scaled operands split in two, promoted: the fastest here for a100 at fp32
-//   tiles of 128x128: 512 blocks on 108 SMs, 2.938 ms estimated
+// Plan for sm_80 on h100:
+//   fp16x3, three fp16 products of scaled operands split in two, promoted: the fastest here for h100 at fp32
+//   tiles of 128x128: 512 blocks on 132 SMs, 1.300 ms estimated
 //   groups of 32 channels lie within a tile, so the whole chain ends in this kernel
 //   512 blocks of 256 threads, 65536 bytes of shared memory
 //

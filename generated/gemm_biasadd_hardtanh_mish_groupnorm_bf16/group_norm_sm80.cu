@@ -7,7 +7,7 @@
 //   group_norm(num_groups=256, eps=1e-05, affine=True)  # groupnorm
 //   x (1024, 8192) -> y (1024, 8192), bf16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   8192 blocks of 128 threads, 0 bytes of shared memory
 //
 // Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml PRECISION=bf16

@@ -5,7 +5,7 @@
 //   hardtanh(min_val=-2.0, max_val=2.0)  # hardtanh
 //   x (1024, 8192) -> y (1024, 8192), bf16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   4096 blocks of 128 threads, 0 bytes of shared memory
 //
 // Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml PRECISION=bf16

@@ -5,7 +5,7 @@
 //   hardtanh(min_val=-2.0, max_val=2.0)  # hardtanh
 //   x (1024, 8192) -> y (1024, 8192), fp16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   t0, the linear's result, is computed again by torch's library (137 GFLOP): no forward holds its 16.8 MB until then
 //   a block takes a group of 512 values, for 16 samples in turn: 1024 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then

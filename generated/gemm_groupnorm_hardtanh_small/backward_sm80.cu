@@ -5,7 +5,7 @@
 //   hardtanh(min_val=-2.0, max_val=2.0)  # hardtanh
 //   x (128, 1024) -> y (128, 512), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   t0, the linear's result, is computed again by torch's library (0.134 GFLOP): no forward holds its 0.262 MB until then
 //   a warp takes a group of 64 values, for 1 sample in turn: 1024 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then

@@ -5,9 +5,9 @@
 //   hardtanh(min_val=-2.0, max_val=2.0)  # hardtanh
 //   x (128, 1024) -> y (128, 512), fp32
 //
-// Plan for sm_80 on a100:
-//   tf32x3, three TF32 products of operands split in two, promoted: the fastest here for a100 at fp32
-//   tiles of 16x64: 64 blocks on 108 SMs, 0.012 ms estimated
+// Plan for sm_80 on h100:
+//   tf32x3, three TF32 products of operands split in two, promoted: the fastest here for h100 at fp32
+//   tiles of 16x64: 64 blocks on 132 SMs, 0.007 ms estimated
 //   groups of 64 channels lie within a tile, so the whole chain ends in this kernel
 //   64 blocks of 256 threads, 81920 bytes of shared memory
 //

@@ -6,7 +6,7 @@
 //   add(shape=(1, 8192, 1, 1), init=randn)  # bias
 //   x (1024, 8192) -> y (1, 8192, 1024, 1), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   t0, the linear's result, is computed again by torch's library (137 GFLOP): no forward holds its 33.6 MB until then
 //   a warp takes a group of 16 values, for 61 samples in turn: 8704 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then

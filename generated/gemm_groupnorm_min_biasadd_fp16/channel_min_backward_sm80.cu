@@ -6,7 +6,7 @@
 //   add(shape=(1, 8192, 1, 1), init=randn)  # bias
 //   x (1024, 8192) -> y (1, 8192, 1024, 1), fp16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   the folded values are computed again
 //   1024 blocks of 256 threads, 0 bytes of shared memory
 //

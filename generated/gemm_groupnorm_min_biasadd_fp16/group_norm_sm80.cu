@@ -6,7 +6,7 @@
 //   add(shape=(1, 8192, 1, 1), init=randn)  # bias
 //   x (1024, 8192) -> y (1, 8192, 1024, 1), fp16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   16384 blocks of 128 threads, 0 bytes of shared memory
 //
 // Generated from specs/gemm_groupnorm_min_biasadd.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_min_biasadd.yaml PRECISION=fp16

@@ -6,7 +6,7 @@
 //   add(shape=(1, 256, 1, 1), init=randn)  # bias
 //   x (128, 512) -> y (1, 256, 128, 1), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   64 blocks of 128 threads, 0 bytes of shared memory
 //
 // Generated from specs/gemm_groupnorm_min_biasadd_small.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_min_biasadd_small.yaml

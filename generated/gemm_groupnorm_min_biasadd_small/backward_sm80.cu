@@ -6,7 +6,7 @@
 //   add(shape=(1, 256, 1, 1), init=randn)  # bias
 //   x (128, 512) -> y (1, 256, 128, 1), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   t0, the linear's result, is computed again by torch's library (0.0336 GFLOP): no forward holds its 0.131 MB until then
 //   a warp takes a group of 32 values, for 1 sample in turn: 1024 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then

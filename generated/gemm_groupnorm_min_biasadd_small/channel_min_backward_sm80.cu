@@ -6,7 +6,7 @@
 //   add(shape=(1, 256, 1, 1), init=randn)  # bias
 //   x (128, 512) -> y (1, 256, 128, 1), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   the folded values are computed again
 //   128 blocks of 32 threads, 0 bytes of shared memory
 //

@@ -6,9 +6,9 @@
 //   add(shape=(1, 256, 1, 1), init=randn)  # bias
 //   x (128, 512) -> y (1, 256, 128, 1), fp32
 //
-// Plan for sm_80 on a100:
-//   ffma, fused multiply-add on the CUDA cores: the fastest here for a100 at fp32
-//   tiles of 16x32: 64 blocks on 108 SMs, 0.009 ms estimated
+// Plan for sm_80 on h100:
+//   ffma, fused multiply-add on the CUDA cores: the fastest here for h100 at fp32
+//   tiles of 16x32: 64 blocks on 132 SMs, 0.004 ms estimated
 //   groups of 32 channels lie within a tile, so the whole chain ends in this kernel
 //   64 blocks of 128 threads, 98304 bytes of shared memory
 //

@@ -7,7 +7,7 @@
 //   silu()
 //   x (1024, 8192) -> y (1024, 8192), fp16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   8192 blocks of 128 threads, 0 bytes of shared memory
 //
 // Generated from specs/gemm_groupnorm_swish_multiply_swish.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_swish_multiply_swish.yaml PRECISION=fp16

@@ -6,7 +6,7 @@
 //   add(from=leaky_relu)
 //   x (1024, 8192) -> y (1024, 8192), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   9216 blocks of 256 threads, 0 bytes of shared memory
 //
 // Generated from specs/matmul_groupnorm_leakyrelu_sum.yaml; do not edit. Again: make generate SPEC=specs/matmul_groupnorm_leakyrelu_sum.yaml

@@ -6,7 +6,7 @@
 //   add(from=leaky_relu)
 //   x (1024, 8192) -> y (1024, 8192), bf16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   8192 blocks of 128 threads, 0 bytes of shared memory
 //
 // Generated from specs/matmul_groupnorm_leakyrelu_sum.yaml; do not edit. Again: make generate SPEC=specs/matmul_groupnorm_leakyrelu_sum.yaml PRECISION=bf16

@@ -6,9 +6,9 @@
 //   group_norm(num_groups=64, eps=1e-05, affine=True)  # group_norm
 //   x (32768, 1024) -> y (32768, 4096), fp32
 //
-// Plan for sm_80 on a100:
-//   fp16x3, three fp16 products of scaled operands split in two, promoted: the fastest here for a100 at fp32
-//   tiles of 128x128: 8192 blocks on 108 SMs, 5.821 ms estimated
+// Plan for sm_80 on h100:
+//   fp16x3, three fp16 products of scaled operands split in two, promoted: the fastest here for h100 at fp32
+//   tiles of 128x128: 8192 blocks on 132 SMs, 2.757 ms estimated
 //   groups of 64 channels lie within a tile, so the whole chain ends in this kernel
 //   8192 blocks of 256 threads, 65536 bytes of shared memory
 //

@@ -6,7 +6,7 @@
 //   group_norm(num_groups=64, eps=1e-05, affine=True)  # group_norm
 //   x (32768, 1024) -> y (32768, 4096), fp32
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   36864 blocks of 64 threads, 0 bytes of shared memory
 //
 // Generated from specs/matmul_swish_sum_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/matmul_swish_sum_groupnorm.yaml

@@ -6,7 +6,7 @@
 //   group_norm(num_groups=64, eps=1e-05, affine=True)  # group_norm
 //   x (32768, 1024) -> y (32768, 4096), bf16
 //
-// Plan for sm_80 on a100:
+// Plan for sm_80 on h100:
 //   t0, the linear's result, is computed again by torch's library (275 GFLOP): no forward holds its 268 MB until then
 //   a warp takes a group of 64 values, for 249 samples in turn: 8448 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then
