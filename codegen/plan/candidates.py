@@ -16,7 +16,7 @@ TILES = 3  # of an arithmetic, those with the least estimates
 class Candidate:
     """A target and what the planner takes there instead of its own choice; None leaves it the choice.
 
-    `gemm` is "library" or "generated"; `math` an arithmetic; `tile` the rows and columns of a block of the sm_80 GEMM; `finished` says that the
+    `gemm` is "library", "generated" or a way of ours to compute a convolution (routes.CONVOLUTIONS); `math` an arithmetic; `tile` the rows and columns of a block of the sm_80 GEMM; `finished` says that the
     chain ends in that GEMM; `slices` blocks share a tile; `aligned`: rows of an odd number of values are copied first.
     """
 
@@ -50,6 +50,8 @@ def candidate_of(data: dict[str, Any]) -> Candidate:
 
 def candidates(spec: Spec, device: DeviceClass) -> tuple[Candidate, ...]:
     """What is worth measuring for `spec` on a card of this class; some may turn out to have no plan."""
+    from codegen.plan.routes import CONVOLUTIONS
+
     found: list[Candidate] = []
     for target in spec.targets or device.targets:
         if target not in device.targets:
@@ -58,7 +60,7 @@ def candidates(spec: Spec, device: DeviceClass) -> tuple[Candidate, ...]:
             found.append(Candidate(target))
             continue
         if spec.producer.operator.name != "linear":
-            found += [Candidate(target, gemm) for gemm in ("library", "generated") if spec.gemm in (None, gemm)]
+            found += [Candidate(target, way) for way in ("library", *CONVOLUTIONS) if spec.gemm in (None, "library" if way == "library" else "generated")]
             continue
         if spec.gemm != "generated" and spec.precision.dtype != "float32":
             found.append(Candidate(target, "library"))

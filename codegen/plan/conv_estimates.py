@@ -79,9 +79,15 @@ def library_ms(spec: Spec, device: DeviceClass) -> float:
         rate = device.tf32 if spec.precision.name == "tf32" else device.fp16
         start = TENSOR_US if itemsize == 4 else TENSOR_HALVES_US
         conv = (start + TENSOR_K_US * k) / 1e3 + flop / (rate * LIBRARY_TENSOR * 1e9) + 2 * moved
-    split = spec.batch * spec.num_groups < device.sms and residency(spec, access_width(spec), device.sms) is None  # statistics first, in a kernel of its own
-    norm = _norm_ms((2 if split else 1) * math.prod(result) * itemsize + math.prod(spec.output_shape) * spec.result.itemsize, device)
-    return conv + norm + (_norm_ms(0, device) if split else 0.0)
+    return conv + norm_ms(spec, device)
+
+
+def norm_ms(spec: Spec, device: DeviceClass) -> float:
+    """The norm kernel behind a convolution that left its result in memory; where groups are few and long, statistics first, in a kernel of its own."""
+    result, itemsize = math.prod(spec.producer.output_shape), spec.precision.itemsize
+    split = spec.batch * spec.num_groups < device.sms and residency(spec, access_width(spec), device.sms) is None
+    norm = _norm_ms((2 if split else 1) * result * itemsize + math.prod(spec.output_shape) * spec.result.itemsize, device)
+    return norm + (_norm_ms(0, device) if split else 0.0)
 
 
 def _norm_ms(moved: float, device: DeviceClass, busy: float = 1.0) -> float:

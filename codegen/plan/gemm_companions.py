@@ -106,13 +106,13 @@ def row_scale_kernel(spec: Spec) -> RowScaleKernel:
 
 def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
     """The kernel that adds what the blocks of a tile left, in their order."""
-    values = spec.batch * spec.channels
+    values = math.prod(spec.producer.output_shape)
     width = math.gcd(4, values)
     blocks = math.ceil(values // width / ADD_THREADS)
     constants = (
         Constant("kSlices", str(slices), "parts of K whose sums lie behind each other"),
         Constant("kWidth", str(width), "values of a thread"),
-        Constant("kVectors", str(values // width), "batch * out_features / kWidth"),
+        Constant("kVectors", str(values // width), ("batch * out_features" if spec.spatial == 1 else f"{values} results") + " / kWidth"),
         Constant("kThreads", str(ADD_THREADS), "threads of a block"),
         Constant("kBlocks", str(blocks), "kVectors / kThreads, rounded up"),
     )

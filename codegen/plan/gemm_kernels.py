@@ -157,7 +157,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     if choice.aligned:
         arguments = tuple({"x": X_ROWS, keys["weight"]: WEIGHT_ROWS}.get(argument, argument) for argument in arguments)
     slice_k = slice_stages(arithmetic, tile, k, precision.itemsize, choice.slices) * tile.stage_k(precision.itemsize) if sliced else k
-    stages_per_chunk, stage_count = _stage_counts(arithmetic, tile, slice_k, precision.itemsize)
+    stages_per_chunk, stage_count = stage_counts(arithmetic, tile, slice_k, precision.itemsize)
     padded_k = choice.slices * stage_count * tile.stage_k(precision.itemsize)
     tiles_m, tiles_n = math.ceil(spec.batch / tile.m), math.ceil(spec.channels / choice.columns)
     raster = min(RASTER_ROWS, tiles_m)
@@ -212,7 +212,7 @@ def _summary(choice: Choice, arithmetic: Arithmetic) -> str:
     return f"x W^T by {arithmetic.summary}, {rest}"
 
 
-def _stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> tuple[int, int]:
+def stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> tuple[int, int]:
     """(stages in one partial sum, stages in all). Split products run whole partial sums, so their stage count is rounded up to them."""
     stages = math.ceil(k / tile.stage_k(itemsize))
     if arithmetic.name == "ffma":

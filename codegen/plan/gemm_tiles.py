@@ -192,20 +192,32 @@ def tile_ms(
     """Estimated milliseconds of the GEMM alone: the slowest of multiplier, L2, memory and the pipeline's own latency, and the epilogues behind it."""
     m, n, k = spec.batch, spec.channels, k or spec.input_shape[1]
     itemsize = spec.precision.itemsize
-    blocks = math.ceil(m / tile.m) * math.ceil(n / columns) * slices
-    per_sm = math.ceil(blocks / device.sms)
+    written = m * n * (4 * slices if slices > 1 else spec.result.itemsize)
+    product = product_ms(device, arithmetic, tile, m, n, k, columns, slices, itemsize, (m * k + n * k) * itemsize + written)
+    rounds = block_rounds(device, tile, math.ceil(m / tile.m) * math.ceil(n / columns) * slices)
+    epilogue = rounds * EPILOGUE_SHARE * epilogue_cycles(epilogue_of(spec, tile, columns, finished, arithmetic), tile, finished) / (CLOCK_GHZ * 1e6)
+    return product + epilogue
+
+
+def block_rounds(device: DeviceClass, tile: Tile, blocks: int) -> int:
+    """How many blocks an SM takes one after the other where as many as fit run at the same time."""
     resident = max(1, min(tile.blocks_per_sm, device.smem_per_sm // (tile.smem_bytes + 1024)))
-    rounds = math.ceil(blocks / (device.sms * resident))
+    return math.ceil(blocks / (device.sms * resident))
+
+
+def product_ms(
+    device: DeviceClass, arithmetic: Arithmetic, tile: Tile, m: int, n: int, k: int, columns: int, slices: int, itemsize: int, moved: float, products: int = 1,
+) -> float:  # fmt: skip
+    """Estimated milliseconds of `products` products of m x k and k x n values without their epilogues; `moved` bytes lie in memory."""
+    blocks = math.ceil(m / tile.m) * math.ceil(n / columns) * slices * products
+    per_sm = math.ceil(blocks / device.sms)
     stages = slice_stages(arithmetic, tile, k, itemsize, slices)
     flop = 2.0 * tile.m * tile.n * stages * tile.stage_k(itemsize) * len(arithmetic.products)
     multiply = per_sm * flop / (multiplier_rate(arithmetic, device) / device.sms * tile.share * 1e9)
     narrow = NARROW.get(math.gcd(16, k * itemsize), 1.0)
     level2 = narrow * per_sm * (tile.m + tile.n) * min(k, stages * tile.stage_k(itemsize)) * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
-    written = m * n * (4 * slices if slices > 1 else spec.result.itemsize)
-    memory = ((m * k + n * k) * itemsize + written) / (device.hbm * 1e6)
-    latency = rounds * (narrow * stages * STEP_CYCLES + FILL_CYCLES) / (CLOCK_GHZ * 1e6)
-    epilogue = rounds * EPILOGUE_SHARE * epilogue_cycles(epilogue_of(spec, tile, columns, finished, arithmetic), tile, finished) / (CLOCK_GHZ * 1e6)
-    return max(multiply, level2, memory, latency) + epilogue
+    latency = block_rounds(device, tile, blocks) * (narrow * stages * STEP_CYCLES + FILL_CYCLES) / (CLOCK_GHZ * 1e6)
+    return max(multiply, level2, moved / (device.hbm * 1e6), latency)
 
 
 def choose_tile(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> Choice:

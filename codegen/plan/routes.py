@@ -2,7 +2,8 @@
 
     cpu      torch's GEMM or convolution, then one C++ pass
     sm_80    our GEMM with the whole chain in its epilogue; our GEMM, then the norm kernel; torch's GEMM or convolution, then the norm kernel;
-             our convolution, which keeps a value of each pooling window and statistics, then a kernel that normalises them
+             our convolution, which keeps a value of each pooling window and statistics, then a kernel that normalises them;
+             our convolution as a product of windows and filters, then the norm kernel
     sm_90a   one wgmma kernel for the whole chain, of a linear or of a convolution
 
 What no fused kernel takes (a reduction, average pooling, a second pooling) follows in small kernels of its own: see stages.py.
@@ -10,6 +11,7 @@ What no fused kernel takes (a reduction, average pooling, a second pooling) foll
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -29,6 +31,10 @@ LIBRARY_ROWS, LIBRARY_ROWS_SHARE = 8, 0.28  # up to so many rows of x, operands 
 
 OTHER_MARGIN = 0.95  # sm_80's kernels, or the library's, are preferred to Hopper's where their estimate is below this share of the other
 LIBRARY_MARGIN = 0.95  # our GEMM is preferred to the vendor's when its estimate is below this share of the vendor's
+
+# Our convolutions for mma.sync, as a candidate names them.
+CONVOLUTIONS = {"one_pass": "the convolution in one pass", "windows": "the convolution as a product of windows and filters, then the norm kernel"}
+LIBRARY_CONVOLUTION = "torch's convolution, then the norm kernel"
 
 
 class PlanError(Exception):
@@ -121,31 +127,36 @@ def _sm_80(spec: Spec, target: Target, device: DeviceClass, candidate: Candidate
 
 
 def _conv_sm_80(spec: Spec, target: Target, device: DeviceClass, wanted: str | None) -> Plan:
-    """Our convolution where it serves the chain and its estimate is below the library's; `wanted` is "generated", "library" or neither."""
+    """The fastest, by estimate, of the ways that serve the chain; `wanted` is "library", "generated" (any of our own), one of CONVOLUTIONS, or nothing."""
     from codegen.plan.conv_estimates import library_ms
 
-    if wanted == "library":
-        return _library_route(spec, target, device, ("torch's convolution asked for, then the norm kernel",))
-    try:
-        ours, ours_ms = _one_pass_conv(spec, target, device)
-    except PlanError as reason:
-        if wanted == "generated":
-            raise PlanError(f"gemm: generated asks for a convolution in one pass, which cannot be: {reason}; gemm: library can") from None
-        return _library_route(spec, target, device, (f"torch's convolution, then the norm kernel; not in one pass: {reason}",))
-    other_ms = library_ms(spec, device)
-    if wanted == "generated" or ours_ms < other_ms * LIBRARY_MARGIN:
-        compared = f"{ours_ms:.3f} ms estimated, against {other_ms:.3f} ms with torch's convolution and the norm kernel"
-        return replace(ours, why=(*ours.why, f"the convolution in one pass: {compared}"))
-    return _library_route(
-        spec, target, device, (f"torch's convolution, then the norm kernel: {other_ms:.3f} ms estimated, against {ours_ms:.3f} ms in one pass of our own",)
-    )
+    ways = {"library": library_ms(spec, device)} if wanted in (None, "library") else {}
+    plans, reasons = {}, {}
+    for name in CONVOLUTIONS if wanted in (None, "generated") else [wanted] if wanted in CONVOLUTIONS else []:
+        try:
+            plans[name], ways[name] = _own_conv(name, spec, target, device)
+        except PlanError as reason:
+            reasons[name] = str(reason)
+    if not ways:
+        raise PlanError(f"gemm: {wanted} asks for a convolution of our own, which cannot be: {'; '.join(reasons.values())}; gemm: library can")
+    name = min(ways, key=lambda way: ways[way] * (LIBRARY_MARGIN if way == "library" else 1.0))
+    refused = tuple(f"not {CONVOLUTIONS[way]}: {reason}" for way, reason in reasons.items())
+    others = ", ".join(f"{ways[way]:.3f} ms with {CONVOLUTIONS.get(way, LIBRARY_CONVOLUTION)}" for way in ways if way != name)
+    compared = f"{CONVOLUTIONS.get(name, LIBRARY_CONVOLUTION)}: " + (f"{ways[name]:.3f} ms estimated, against {others}" if others else "asked for" if wanted else "the only way")
+    if name == "library":
+        return _library_route(spec, target, device, (compared, *refused))
+    return replace(plans[name], why=(*plans[name].why, compared, *refused))
 
 
-def _one_pass_conv(spec: Spec, target: Target, device: DeviceClass) -> tuple[Plan, float]:
-    """Our convolution for mma.sync and its estimate. Raises PlanError."""
-    from codegen.plan.conv_estimates import one_pass_ms
+def _own_conv(name: str, spec: Spec, target: Target, device: DeviceClass) -> tuple[Plan, float]:
+    """Our convolution of CONVOLUTIONS for mma.sync and its estimate, the norm's included. Raises PlanError."""
+    from codegen.plan.conv_estimates import norm_ms, one_pass_ms
+    from codegen.plan.conv_gemm import plan_conv_gemm
     from codegen.plan.conv_sm80 import plan_conv_sm_80
 
+    if name == "windows":
+        ours, front_ms = plan_conv_gemm(spec, target, device)
+        return ours, front_ms + norm_ms(spec, device)
     ours = plan_conv_sm_80(spec, target, device)
     return ours, one_pass_ms(spec, device, ours)
 
@@ -154,10 +165,11 @@ def sm_80_conv_ms(spec: Spec, device: DeviceClass) -> float:
     """Estimate of what sm_80's ways take for a chain that starts with `conv2d`, on any card that runs them."""
     from codegen.plan.conv_estimates import library_ms
 
-    try:
-        return min(_one_pass_conv(spec, TARGETS["sm_80"], device)[1], library_ms(spec, device))
-    except PlanError:
-        return library_ms(spec, device)
+    found = [library_ms(spec, device)]
+    for name in CONVOLUTIONS:
+        with contextlib.suppress(PlanError):
+            found.append(_own_conv(name, spec, TARGETS["sm_80"], device)[1])
+    return min(found)
 
 
 def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool, forced: bool) -> Plan:

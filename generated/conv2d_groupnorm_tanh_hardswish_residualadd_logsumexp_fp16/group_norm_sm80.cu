@@ -1,4 +1,4 @@
-// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp_fp16: merges a group's statistics, then normalises the 63504 values that were kept of it, and what follows
+// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp_fp16: GroupNorm and what follows; a block reads a group of 63504 values twice
 //
 //   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
@@ -9,7 +9,7 @@
 //   x (128, 8, 128, 128) -> y (128, 1, 126, 126), fp16
 //
 // Plan for sm_80 on h100:
-//   2048 blocks of 256 threads, 0 bytes of shared memory
+//   2048 blocks of 1024 threads, 512 bytes of shared memory
 //
 // Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml PRECISION=fp16
 
@@ -17,19 +17,22 @@
 #include <cuda_fp16.h>
 #include <cstdint>
 
-namespace conv_finish_sm80 {
+namespace group_norm_sm80 {
 namespace {
 
 constexpr int kNumGroups = 16;  // groups of a sample
 constexpr int kGroupChannels = 4;  // 64 channels / kNumGroups
-constexpr int kGroupSize = 63504;  // values of a group before pooling: kGroupChannels x 126 x 126
-constexpr int kSets = 84;  // moments of a group: kGroupChannels x 21 parts of a sample
-constexpr int kPooledPlane = 15876;  // values of a channel of y
-constexpr int kPooledSize = kGroupChannels * kPooledPlane;  // values of a group in y
-constexpr int kVector = 4;  // values of one access
-constexpr int kThreads = 256;  // threads of a block, which takes a group
-constexpr int kWarps = 8;  // kThreads / 32
+constexpr int kPlane = 15876;  // 126 x 126 positions of a channel
+constexpr int kGroupSize = 63504;  // 4 channels x 126 x 126: one contiguous span
+constexpr int kWidth = 4;  // values of one access: 16 bytes of the result
+constexpr int kGroupVectors = 15876;  // kGroupSize / kWidth
+constexpr int kVectors = 4;  // accesses that a thread has in flight
+constexpr int kThreads = 1024;  // threads of a block, which takes a group
+constexpr int kWarps = 32;  // kThreads / 32
+constexpr int kChunk = 4096;  // kThreads x kVectors: accesses of a block in flight
+constexpr int kLastChunk = 12288;  // where the group's last chunk starts
 constexpr int kBlocks = 2048;  // 128 samples x kNumGroups
+constexpr int kMinBlocks = 1;  // blocks that must fit on an SM
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 
 // On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
@@ -41,6 +44,19 @@ __device__ __forceinline__ void await_previous_kernel() {
 }
 
 __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+
+// The two values in a 32-bit word.
+__device__ __forceinline__ void unpack(uint32_t word, float& low, float& high) {
+  const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
+  low = pair.x;
+  high = pair.y;
+}
+
+__device__ __forceinline__ void load(const __half* from, float (&v)[4]) {
+  const uint2 t = *reinterpret_cast<const uint2*>(from);
+  unpack(t.x, v[0], v[1]);
+  unpack(t.y, v[2], v[3]);
+}
 
 __device__ __forceinline__ void store(float* to, const float (&v)[4]) {
   *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
@@ -61,7 +77,23 @@ __device__ __forceinline__ float hardswish(float v) {
   return v * (clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f);
 }
 
-// The norm and what follows it, for a value that was kept.
+// From the producer's value to the norm's input.
+__device__ __forceinline__ float prepare_value(float v, float c_conv_bias) {
+  v = v + c_conv_bias;  // conv2d's bias
+  return v;
+}
+
+// prepare_value on kWidth consecutive values, the first of which is the group's `index`-th.
+__device__ __forceinline__ void prepare(float (&v)[kWidth], int first_channel, int index, const __half* p_conv_bias) {
+  const int channel = first_channel + index / kPlane;
+  const float c_conv_bias = to_float(p_conv_bias[channel]);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+    v[e] = prepare_value(v[e], c_conv_bias);
+  }
+}
+
+// The norm and what follows it. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.
 __device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float rstd, float c_gamma, float c_beta) {
   const float conv_kept = v;
   v = (__fsub_rn(v, mean) - mean_rest) * rstd;
@@ -72,9 +104,9 @@ __device__ __forceinline__ float finish_value(float v, float mean, float mean_re
   return v;
 }
 
-// finish_value on kVector consecutive values, the first of which is the group's `index`-th.
+// finish_value on kWidth consecutive values, the first of which is the group's `index`-th.
 __device__ __forceinline__ void finish(
-    float (&v)[kVector],
+    float (&v)[kWidth],
     int first_channel,
     int index,
     float mean,
@@ -82,11 +114,11 @@ __device__ __forceinline__ void finish(
     float rstd,
     const __half* p_gamma,
     const __half* p_beta) {
-  const int channel = first_channel + index / kPooledPlane;
+  const int channel = first_channel + index / kPlane;
   const float c_gamma = to_float(p_gamma[channel]);
   const float c_beta = to_float(p_beta[channel]);
 #pragma unroll
-  for (int e = 0; e < kVector; ++e) {
+  for (int e = 0; e < kWidth; ++e) {
     v[e] = finish_value(v[e], mean, mean_rest, rstd, c_gamma, c_beta);
   }
 }
@@ -138,32 +170,79 @@ __device__ __forceinline__ Moments block_merge(Moments own) {
   return partial[0];
 }
 
-// A block takes a group: it merges the moments of the parts of its channels, then normalises what was kept of each pooling window.
-__global__ void __launch_bounds__(kThreads) conv_finish(
-    const float* __restrict__ kept,
-    const float4* __restrict__ statistics,
+// A block normalises a group that registers cannot hold: it reads the group twice, the second time from the L2 cache.
+__global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
+    const __half* __restrict__ input,
+    const __half* __restrict__ p_conv_bias,
     const __half* __restrict__ p_gamma,
     const __half* __restrict__ p_beta,
     float* __restrict__ output) {
   await_previous_kernel();
   const int first_channel = static_cast<int>(blockIdx.x) % kNumGroups * kGroupChannels;
+  const int64_t base = static_cast<int64_t>(blockIdx.x) * kGroupSize;
+  const __half* group_values = input + base;
+
+  // Statistics: two passes over each chunk's registers, differences from its first value, then from its mean, whose own mean corrects it.
+  // Chunks are merged.
   Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (int i = threadIdx.x; i < kSets; i += kThreads) {
-    const float4 set = statistics[static_cast<int64_t>(blockIdx.x) * kSets + i];
-    own = merge(own, {set.x, set.y, set.z, set.w});
+  for (int first = static_cast<int>(threadIdx.x); first < kGroupVectors; first += kChunk) {
+    float v[kVectors][kWidth];
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads < kGroupVectors) load(group_values + (first + r * kThreads) * kWidth, v[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads >= kGroupVectors) break;
+      prepare(v[r], first_channel, (first + r * kThreads) * kWidth, p_conv_bias);
+    }
+    const float shift = v[0][0];
+    float count = 0.0f;
+    float sum = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads >= kGroupVectors) break;
+      count += kWidth;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) sum += __fsub_rn(v[r][e], shift);
+    }
+    const float inverse = __fdividef(1.0f, count);
+    const float mean = fmaf(sum, inverse, shift);
+    float left = 0.0f;
+    float m2 = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads >= kGroupVectors) break;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float difference = __fsub_rn(v[r][e], mean);
+        left += difference;
+        m2 = fmaf(difference, difference, m2);
+      }
+    }
+    const float mean_rest = left * inverse;
+    own = merge(own, {count, mean, mean_rest, fmaf(-mean_rest, left, m2)});
   }
+
   const Moments total = block_merge(own);
   const float mean = total.mean;
   const float mean_rest = total.mean_rest;
   const float rstd = rsqrtf(total.m2 * (1.0f / kGroupSize) + kEps);
 
-  const float* from = kept + static_cast<int64_t>(blockIdx.x) * kPooledSize;
-  float* to = output + static_cast<int64_t>(blockIdx.x) * kPooledSize;
-  for (int index = threadIdx.x * kVector; index < kPooledSize; index += kThreads * kVector) {
-    const float4 loaded = *reinterpret_cast<const float4*>(from + index);
-    float v[kVector] = {loaded.x, loaded.y, loaded.z, loaded.w};
-    finish(v, first_channel, index, mean, mean_rest, rstd, p_gamma, p_beta);
-    store(to + index, v);
+  // Normalise and store, backwards: what was read last is the likeliest to be cached.
+  for (int first = kLastChunk + static_cast<int>(threadIdx.x); first >= 0; first -= kChunk) {
+    float v[kVectors][kWidth];
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads < kGroupVectors) load(group_values + (first + r * kThreads) * kWidth, v[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads >= kGroupVectors) break;
+      prepare(v[r], first_channel, (first + r * kThreads) * kWidth, p_conv_bias);
+      finish(v[r], first_channel, (first + r * kThreads) * kWidth, mean, mean_rest, rstd, p_gamma, p_beta);
+      store(output + base + (first + r * kThreads) * kWidth, v[r]);
+    }
   }
 }
 
@@ -185,17 +264,17 @@ struct DeviceScope {
 };
 
 }  // namespace
-}  // namespace conv_finish_sm80
+}  // namespace group_norm_sm80
 
-extern "C" int conv_finish_sm80_launch(
-    const float* kept,
-    const float4* statistics,
+extern "C" int group_norm_sm80_launch(
+    const __half* input,
+    const __half* p_conv_bias,
     const __half* p_gamma,
     const __half* p_beta,
     float* output,
     int device,
     cudaStream_t stream) {
-  using namespace conv_finish_sm80;
+  using namespace group_norm_sm80;
   const DeviceScope scope(device);
   if (scope.error != cudaSuccess) return scope.error;
   cudaLaunchConfig_t config = {};
@@ -210,5 +289,5 @@ extern "C" int conv_finish_sm80_launch(
   config.attrs = &early;
   config.numAttrs = architectures[0] >= 900 ? 1 : 0;
 #endif
-  return cudaLaunchKernelEx(&config, conv_finish, kept, statistics, p_gamma, p_beta, output);
+  return cudaLaunchKernelEx(&config, group_norm, input, p_conv_bias, p_gamma, p_beta, output);
 }
