@@ -31,7 +31,9 @@ SAMPLE, TILE, HOPPER_COSTLY, KEPT, WEIGHTS = 6.1, 0.0244, 0.016, 0.67, 0.43
 # idle ones, microseconds that each takes at least, and those for each k; the tensor cores' operands and results are turned around in memory.
 LIBRARY_CORES, LIBRARY_TENSOR, TURNED = 0.3, 0.35, 0.5
 FEW_CHANNELS, WHOLE_CHANNELS = 8, 32
-CORES_US, TENSOR_US, TENSOR_HALVES_US, TENSOR_K_US = 4.0, 10.0, 14.0, 0.003
+CORES_US, TENSOR_US, TENSOR_HALVES_US, CORES_K_US, TENSOR_K_US = 6.5, 8.0, 14.0, 0.04, 0.003
+GROUP_US = 7.0  # of each of conv2d's groups, on tensor cores
+ODD_HALVES = 1.7  # times as long where channels, in or out, are no whole pieces of 16 bytes
 
 
 def one_pass_ms(spec: Spec, device: DeviceClass, plan: Plan) -> float:
@@ -71,14 +73,16 @@ def library_ms(spec: Spec, device: DeviceClass) -> float:
     result, weight = spec.producer.output_shape, spec.producer.parameters[0].shape
     k, itemsize = math.prod(weight[1:]), spec.precision.itemsize
     moved = (math.prod(spec.input_shape) + math.prod(result)) * itemsize / (device.hbm * TURNED * 1e6)
-    flop = 2.0 * math.prod(result) * k
+    groups = spec.producer.values["groups"]
+    channels = result[1] // groups
+    flop = 2.0 * math.prod(result) * k * math.ceil(channels / WHOLE_CHANNELS) * WHOLE_CHANNELS / channels
     if spec.precision.name == "fp32" or spec.input_shape[1] <= FEW_CHANNELS:
-        flop *= math.ceil(result[1] / WHOLE_CHANNELS) * WHOLE_CHANNELS / result[1]
-        conv = CORES_US / 1e3 + max(flop / (device.fp32 * LIBRARY_CORES * 1e9), moved)
+        conv = CORES_US / 1e3 + max(flop / (device.fp32 * LIBRARY_CORES * 1e9), moved, CORES_K_US * k * groups / 1e3)
     else:
         rate = device.tf32 if spec.precision.name == "tf32" else device.fp16
-        start = TENSOR_US if itemsize == 4 else TENSOR_HALVES_US
-        conv = (start + TENSOR_K_US * k) / 1e3 + flop / (rate * LIBRARY_TENSOR * 1e9) + 2 * moved
+        start = (TENSOR_US if itemsize == 4 else TENSOR_HALVES_US) + (GROUP_US * groups if groups > 1 else 0.0)
+        odd = ODD_HALVES if itemsize == 2 and math.gcd(weight[1], channels) % 8 else 1.0
+        conv = (start + TENSOR_K_US * k) / 1e3 + odd * (flop / (rate * LIBRARY_TENSOR * 1e9) + (2 if itemsize == 2 else 1) * moved)
     return conv + norm_ms(spec, device)
 
 

@@ -30,7 +30,7 @@ SPLIT_MIN_K = 256  # of tf32x3, which leaves out the product of the lower parts:
 PIECE_BYTES = 16  # of one copy: neighbouring channels of a pixel
 COPY_THREADS = 256
 COPIED = 0.5  # of the memory's rate, at which x is turned around
-NORM_US = 1.5  # of a kernel that does nothing, about
+COPY_US, ADD_US = 2.0, 1.5  # of the kernels beside the product, at least
 INDICES = 1 << 31  # fewer pieces, results and copying threads than an int counts
 
 
@@ -178,12 +178,12 @@ def _choice(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile,
     pixels = math.prod(spec.input_shape) // spec.input_shape[1] * shape.groups * shape.pieces * PIECE_BYTES
     weights = spec.channels * shape.k * itemsize
     written = results * (4 * slices if slices > 1 else itemsize)
-    product = product_ms(device, arithmetic, tile, shape.m, shape.n, shape.k, tile.n, slices, itemsize, pixels + weights + written, shape.groups)
+    product = product_ms(device, arithmetic, tile, shape.m, shape.n, shape.k, tile.n, slices, itemsize, pixels + weights + written, shape.groups, tile.m + min(tile.n, shape.n))
     planes = _planes(spec, tile, slices)
     rounds = block_rounds(device, tile, math.ceil(shape.m / tile.m) * math.ceil(shape.n / tile.n) * slices * shape.groups)
-    cycles = tile.m // planes.round_rows * math.ceil(tile.n * planes.round_rows / tile.threads) * VALUE_CYCLES
-    copied = 2 * (pixels + weights) / (device.hbm * COPIED * 1e6) + (NORM_US + device.launch_us) / 1e3
-    added = results * (4 * slices + itemsize) / (device.hbm * COPIED * 1e6) + device.launch_us / 1e3 if slices > 1 else 0.0
+    cycles = tile.m // planes.round_rows * math.ceil(min(tile.n, shape.n) * planes.round_rows / tile.threads) * VALUE_CYCLES
+    copied = 2 * (pixels + weights) / (device.hbm * COPIED * 1e6) + COPY_US / 1e3
+    added = results * (4 * slices + itemsize) / (device.hbm * COPIED * 1e6) + ADD_US / 1e3 if slices > 1 else 0.0
     return Choice(tile, slices, product + rounds * EPILOGUE_SHARE * cycles / (CLOCK_GHZ * 1e6) + copied + added)
 
 

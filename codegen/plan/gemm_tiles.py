@@ -207,15 +207,17 @@ def block_rounds(device: DeviceClass, tile: Tile, blocks: int) -> int:
 
 def product_ms(
     device: DeviceClass, arithmetic: Arithmetic, tile: Tile, m: int, n: int, k: int, columns: int, slices: int, itemsize: int, moved: float, products: int = 1,
+    rows: int | None = None,
 ) -> float:  # fmt: skip
-    """Estimated milliseconds of `products` products of m x k and k x n values without their epilogues; `moved` bytes lie in memory."""
+    """Estimated milliseconds of `products` products of m x k and k x n values without their epilogues; `moved` bytes lie in memory, and a block reads
+    `rows` rows of both operands, unless said otherwise all that its tile has."""
     blocks = math.ceil(m / tile.m) * math.ceil(n / columns) * slices * products
     per_sm = math.ceil(blocks / device.sms)
     stages = slice_stages(arithmetic, tile, k, itemsize, slices)
     flop = 2.0 * tile.m * tile.n * stages * tile.stage_k(itemsize) * len(arithmetic.products)
     multiply = per_sm * flop / (multiplier_rate(arithmetic, device) / device.sms * tile.share * 1e9)
     narrow = NARROW.get(math.gcd(16, k * itemsize), 1.0)
-    level2 = narrow * per_sm * (tile.m + tile.n) * min(k, stages * tile.stage_k(itemsize)) * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
+    level2 = narrow * per_sm * (rows or tile.m + tile.n) * min(k, stages * tile.stage_k(itemsize)) * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
     latency = block_rounds(device, tile, blocks) * (narrow * stages * STEP_CYCLES + FILL_CYCLES) / (CLOCK_GHZ * 1e6)
     return max(multiply, level2, moved / (device.hbm * 1e6), latency)
 

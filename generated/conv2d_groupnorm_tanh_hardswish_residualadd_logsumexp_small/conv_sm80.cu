@@ -1,21 +1,22 @@
-// conv2d_add_scale_sigmoid_groupnorm_bf16: the convolution on tensor cores without im2col, in one read of x: statistics, and one value of each pooling window
+// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp_small: the convolution on tensor cores without im2col, in one read of x: statistics, and one value of each pooling window
 //
-//   conv2d(in_channels=8, out_channels=32, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
-//   add(shape=(32, 1, 1), init=randn)  # bias
-//   mul(shape=(32, 1, 1), init=randn)  # scale
-//   sigmoid()
+//   conv2d(in_channels=3, out_channels=16, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
 //   group_norm(num_groups=8, eps=1e-05, affine=True)  # group_norm
-//   x (128, 8, 256, 256) -> y (128, 32, 254, 254), bf16
+//   tanh()  # tanh
+//   hardswish()  # hard_swish
+//   add(from=conv)
+//   logsumexp(dim=1, keepdim=True)
+//   x (128, 3, 32, 32) -> y (128, 1, 30, 30), fp32
 //
 // Plan for sm_80 on h100:
-//   one bf16 product; a warp keeps the weights of 32 channels in registers and multiplies 32 pixels at a time
-//   a block takes parts of a sample in turn: 5 of 254 rows of y, 7 rows of x
-//   396 blocks of 128 threads, 67136 bytes of shared memory
+//   three fp16 products of scaled operands split in two; a warp keeps the weights of 16 channels in registers and multiplies 32 pixels at a time
+//   a block takes parts of a sample in turn: 3 of 30 rows of y, 5 rows of x
+//   528 blocks of 96 threads, 12624 bytes of shared memory
 //
-// Generated from specs/conv2d_add_scale_sigmoid_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/conv2d_add_scale_sigmoid_groupnorm.yaml PRECISION=bf16
+// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp_small.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp_small.yaml
 
 #include <cuda_runtime.h>
-#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cstdint>
 #include <mutex>
 
@@ -23,49 +24,58 @@ namespace conv_sm80 {
 namespace {
 
 constexpr int kBatch = 128;  // samples
-constexpr int kInChannels = 8;  // in_channels
-constexpr int kHeight = 256;  // rows of x
-constexpr int kWidth = 256;  // values of a row of x
+constexpr int kInChannels = 3;  // in_channels
+constexpr int kHeight = 32;  // rows of x
+constexpr int kWidth = 32;  // values of a row of x
 constexpr int kInPlane = kHeight * kWidth;  // values of a channel of x
 constexpr int kKernelHeight = 3;  // conv2d's kernel_size
 constexpr int kKernelWidth = 3;  // conv2d's kernel_size
 constexpr int kTaps = kKernelHeight * kKernelWidth;  // filter taps
-constexpr int kOutChannels = 32;  // out_channels
-constexpr int kOutHeight = 254;  // rows of the convolution's result
-constexpr int kOutWidth = 254;  // columns of the convolution's result
+constexpr int kOutChannels = 16;  // out_channels
+constexpr int kOutHeight = 30;  // rows of the convolution's result
+constexpr int kOutWidth = 30;  // columns of the convolution's result
 constexpr int kWindowHeight = 1;  // no pooling
 constexpr int kWindowWidth = 1;  // no pooling
-constexpr int kPooledHeight = 254;  // rows of a channel of y
-constexpr int kPooledWidth = 254;  // values of a row of y
+constexpr int kPooledHeight = 30;  // rows of a channel of y
+constexpr int kPooledWidth = 30;  // values of a row of y
 constexpr int kPooledPlane = kPooledHeight * kPooledWidth;  // values of a channel of y
 constexpr int kChannelWarps = 1;  // warps beside each other along the output channels
-constexpr int kColumnWarps = 4;  // warps that share a part's units
-constexpr int kThreads = 128;  // 32 x kChannelWarps x kColumnWarps
-constexpr int kMinBlocks = 3;  // blocks of an SM: 168 registers a thread
-constexpr int kRowTiles = 2;  // 16 output channels each: what one instruction multiplies
-constexpr int kChannels = 32;  // output channels of a block: 16 x kRowTiles x kChannelWarps
+constexpr int kColumnWarps = 3;  // warps that share a part's units
+constexpr int kThreads = 96;  // 32 x kChannelWarps x kColumnWarps
+constexpr int kMinBlocks = 4;  // blocks of an SM: 168 registers a thread
+constexpr int kRowTiles = 1;  // 16 output channels each: what one instruction multiplies
+constexpr int kChannels = 16;  // output channels of a block: 16 x kRowTiles x kChannelWarps
 constexpr int kOctets = 1;  // planes of 8 input channels: kInChannels / 8, rounded up
 constexpr int kHalves = kOctets * kTaps;  // halves of an instruction's K: a filter tap of 8 input channels each
 constexpr int kSteps = (kHalves + 1) / 2;  // instructions along K
 constexpr int kTileOctets = 4;  // 8 pixels each
 constexpr int kTileColumns = 32;  // columns of a tile
-constexpr int kUsedColumns = 32;  // of them, those that belong to it: whole windows
-constexpr int kColumnTiles = 8;  // tiles beside each other
-constexpr int kLastColumns = 30;  // columns of the last tile that exist
-constexpr int kStrips = 254;  // strips of a sample: kWindowHeight conv rows each, the last may be short
-constexpr int kPartStrips = 5;  // strips of a part, whose rows of x a block holds at once
-constexpr int kParts = 51;  // parts of a sample
-constexpr int kUnits = 40;  // units of a part: a tile's columns of a strip each
-constexpr int kPartRows = 7;  // rows of x of a part: kPartStrips x kWindowHeight + kKernelHeight - 1
-constexpr int kPitch = 256;  // pixels of a row in shared memory: kWidth
+constexpr int kUsedColumns = 30;  // of them, those that belong to it: whole windows
+constexpr int kLastColumns = 30;  // columns of the tile that exist
+constexpr int kStrips = 30;  // strips of a sample: kWindowHeight conv rows each, the last may be short
+constexpr int kPartStrips = 3;  // strips of a part, whose rows of x a block holds at once
+constexpr int kParts = 10;  // parts of a sample
+constexpr int kUnits = 3;  // units of a part: a tile's columns of a strip each
+constexpr int kPartRows = 5;  // rows of x of a part: kPartStrips x kWindowHeight + kKernelHeight - 1
+constexpr int kPitch = 32;  // pixels of a row in shared memory: kWidth
 constexpr int kPartPixels = kPartRows * kPitch;  // pixels of a plane
-constexpr int kLoads = 5;  // pixels that a thread has on their way
-constexpr int kZeroPixel = 1794;  // behind the planes: what an odd number of taps leaves over of K
+constexpr int kPlanePixels = 162;  // kPartPixels + 2 that the last tile reads and drops
+constexpr int kLoads = 2;  // pixels that a thread has on their way
+constexpr int kLowPlanes = kOctets * kPlanePixels;  // the low parts lie behind the high ones
+constexpr int kZeroPixel = 324;  // behind the planes: what an odd number of taps leaves over of K
 constexpr int kPiecePitch = 33;  // values from one channel's to the next's: odd, for the banks
-constexpr int kTileWindows = 32;  // pooling windows of a unit
+constexpr int kTileWindows = 30;  // pooling windows of a unit
 constexpr int kWindowPieces = 1;  // extremes of a window
-constexpr int kSharedAt = 28720;  // the planes and the zero pixel, 16 bytes a pixel
-constexpr int kSharedBytes = 67136;  // + struct Shared
+constexpr int kSharedAt = 5200;  // the planes and the zero pixel, 16 bytes a pixel
+constexpr int kSharedBytes = 12624;  // + struct Shared
+constexpr float kFirstScale = 64.0f;  // x is scaled by it before it becomes fp16, where that suits the part
+constexpr float kLargestFirst = 1023.0f;  // kFirstScale x it is below fp16's 65504
+constexpr float kSmallestFirst = 0.00390625f;  // a part whose largest value is below it would lose digits to fp16's range
+constexpr int kTargetExponent = 14;  // other scales bring the largest value to 2^14 or up to twice that
+constexpr int kLargestExponent = 48;  // beyond 2^48, or below 2^-48, scales would leave fp32's range: such parts are multiplied in fp32
+constexpr float kFaint = 0.015625f;  // 2^-6: scaled values below lose too many bits
+constexpr int kFaintLimit = kInChannels * kPartPixels / 8;  // with more such values of x a part gets a scale of its own, or is multiplied in fp32
+constexpr int kFaintWeights = kInChannels * kTaps / 8;  // with more such values in a channel of the weight x is multiplied in fp32
 
 // On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
 __device__ __forceinline__ void await_previous_kernel() {
@@ -74,32 +84,6 @@ __device__ __forceinline__ void await_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-
-// a / b for b >= 1, error at most 3 units; 0 for b > 2^126 on a GPU, whose fast division this is.
-__device__ __forceinline__ float divide(float a, float b) {
-  return __fdividef(a, b);
-}
-
-// e^v, error at most 3 units; results below 2^-126 may be 0.
-__device__ __forceinline__ float exponential(float v) {
-  return expf(v);
-}
-
-// 1 / (1 + e^-v), error at most 5 units; results below 2^-126 may be 0.
-__device__ __forceinline__ float sigmoid(float v) {
-  return divide(1.0f, 1.0f + exponential(-v));
-}
-
-// From the producer's value to the norm's input.
-__device__ __forceinline__ float prepare_value(float v, float c_conv_bias, float c_bias, float c_scale) {
-  v = v + c_conv_bias;  // conv2d's bias
-  v = v + c_bias;  // add(shape=(32, 1, 1), init=randn)
-  v = v * c_scale;  // mul(shape=(32, 1, 1), init=randn)
-  v = sigmoid(v);  // sigmoid()
-  return v;
-}
-
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 
 // --- instructions and numbers ---
 
@@ -112,13 +96,30 @@ __device__ __forceinline__ void load_matrices(uint32_t (&values)[4], uint32_t ro
 
 // sums (16x8) += a (16x16) b (16x8)
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Two operands in a word, the first in the lower half.
-__device__ __forceinline__ uint32_t pack(uint16_t low, uint16_t high) { return low | static_cast<uint32_t>(high) << 16; }
+// Two values as a pair of operands, rounded to nearest; the first in the lower half.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ float2 unpack(uint32_t word) { return __half22float2(*reinterpret_cast<const __half2*>(&word)); }
+
+// Of a positive number: its exponent, and the number 2^e, whose inverse is exact.
+__device__ __forceinline__ int exponent_of(float v) { return static_cast<int>(__float_as_uint(v) >> 23) - 127; }
+__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float(static_cast<uint32_t>(127 + e) << 23); }
+__device__ __forceinline__ float inverse_power(float power) { return __uint_as_float(0x7f000000u - __float_as_uint(power)); }
+
+// Whether scales can bring values, of which this is the largest, into fp16's range. Infinity is out of range; NaN never is the largest, and as
+// an operand it makes the same NaN.
+__device__ __forceinline__ bool fits_scales(float largest) { return largest == 0.0f || abs(exponent_of(largest)) <= kLargestExponent; }
+
+// Whether a scaled value loses more to fp16's range than the precision allows. Where many do, one far value has set the scale, and it may meet zeros
+// alone: what carries the result would be lost.
+__device__ __forceinline__ bool is_faint(float scaled) { return scaled != 0.0f && fabsf(scaled) < kFaint; }
 
 // Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
 // from it.
@@ -146,15 +147,16 @@ __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
 // What turns accumulators of a channel into the norm's input, which carries the channel's sign: the largest value of a window then decides.
 struct Channel {
   float sign;  // -1 where what follows the norm falls with its value
-  float c_conv_bias;
-  float c_bias;
-  float c_scale;
+  float scale;  // takes the weights' scale out again; with the sign
+  float origin;  // the bias, with the sign
 };
 
 struct Shared {
   Moments moments[kUnits][kChannels];
   Channel channels[kChannels];
   float extremes[kThreads / 32][16 * kRowTiles * kPiecePitch];  // of a warp's unit
+  uint32_t largest[2][kThreads / 32];  // the bits of the largest |x| that a warp has brought, at its first and its second attempt
+  uint32_t faint[2][kThreads / 32];  // how many of its values were faint
 };
 static_assert(kSharedAt + sizeof(Shared) <= kSharedBytes, "the plan reserves too little shared memory");
 
@@ -164,22 +166,29 @@ __device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(
 // --- x: the rows of a part, from channels beside each other in memory to 8 channels in a pixel ---
 
 // Pixel `pixel` of the planes of a part whose rows start at `first_row`; zeros outside x.
-__device__ __forceinline__ void load_pixel(uint16_t (&v)[8], const uint16_t* __restrict__ image, int first_row, int pixel) {
+__device__ __forceinline__ void load_pixel(float (&v)[8], const float* __restrict__ image, int first_row, int pixel) {
   const int place = pixel;
   const int row = first_row + place / kPitch;
   const int column = place % kPitch;
-  const bool there = pixel < kPartPixels && row < kHeight;
-  const uint16_t* from = image + row * kWidth + column;
+  const bool there = pixel < kPartPixels;
+  const float* from = image + row * kWidth + column;
 #pragma unroll
-  for (int e = 0; e < 8; ++e) v[e] = there ? from[e * kInPlane] : uint16_t{0};
+  for (int e = 0; e < 8; ++e) v[e] = there && e < kInChannels ? from[e * kInPlane] : float{0};
 }
 
-// Brings the part's rows.
-__device__ __forceinline__ void bring_rows(const uint16_t* __restrict__ image, int first_row) {
+// What a thread has met of a part: the largest |x|, and how many values its operands cannot carry beside zero.
+struct Brought {
+  float largest;
+  uint32_t faint;
+};
+
+// Brings the part's rows, multiplied by `scale`.
+__device__ __forceinline__ Brought bring_rows(const float* __restrict__ image, int first_row, float scale) {
   uint4* planes = reinterpret_cast<uint4*>(memory);
+  Brought own = {0.0f, 0u};
 #pragma unroll 1
   for (int first = threadIdx.x; first < kPartPixels; first += kLoads * kThreads) {
-    uint16_t v[kLoads][8];
+    float v[kLoads][8];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) load_pixel(v[i], image, first_row, first + i * kThreads);
 #pragma unroll
@@ -187,9 +196,41 @@ __device__ __forceinline__ void bring_rows(const uint16_t* __restrict__ image, i
       const int pixel = first + i * kThreads;
       if (pixel >= kPartPixels) break;
       const int to = pixel;
-      planes[to] = make_uint4(pack(v[i][0], v[i][1]), pack(v[i][2], v[i][3]), pack(v[i][4], v[i][5]), pack(v[i][6], v[i][7]));
+      uint32_t high[4], low[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        own.largest = fmaxf(own.largest, fmaxf(fabsf(v[i][2 * e]), fabsf(v[i][2 * e + 1])));
+        const float first_value = v[i][2 * e] * scale, second_value = v[i][2 * e + 1] * scale;
+        own.faint += is_faint(first_value) + is_faint(second_value);
+        high[e] = pack(first_value, second_value);
+        const float2 rounded = unpack(high[e]);
+        low[e] = pack(first_value - rounded.x, second_value - rounded.y);
+      }
+      planes[to] = make_uint4(high[0], high[1], high[2], high[3]);
+      planes[kLowPlanes + to] = make_uint4(low[0], low[1], low[2], low[3]);
     }
   }
+  return own;
+}
+
+// What the block's threads have met. __syncthreads() stands between the two; `attempt` tells apart what different scales have left.
+__device__ __forceinline__ void note(Shared& s, Brought own, int attempt) {
+  const uint32_t largest = __reduce_max_sync(0xffffffffu, __float_as_uint(own.largest));
+  const uint32_t faint = __reduce_add_sync(0xffffffffu, own.faint);
+  if (threadIdx.x % 32 == 0) {
+    s.largest[attempt][threadIdx.x / 32] = largest;
+    s.faint[attempt][threadIdx.x / 32] = faint;
+  }
+}
+__device__ __forceinline__ Brought noted(const Shared& s, int attempt) {
+  uint32_t largest = s.largest[attempt][0];
+  uint32_t faint = s.faint[attempt][0];
+#pragma unroll
+  for (int i = 1; i < kThreads / 32; ++i) {
+    largest = max(largest, s.largest[attempt][i]);
+    faint += s.faint[attempt][i];
+  }
+  return {__uint_as_float(largest), faint};
 }
 
 // --- weights: fragments in registers for the whole kernel ---
@@ -200,13 +241,16 @@ __device__ __forceinline__ int row_of(int m, int h) {
 }
 
 // A fragment's register i holds two neighbouring input channels, those of a lane's place in its quad, of row i % 2 and half 2 step + i / 2 of K.
-// The weights go through shared memory, whose planes are not in use yet.
-__device__ __forceinline__ void load_weights(uint32_t (&high)[kRowTiles][kSteps][4], const __nv_bfloat16* __restrict__ weight) {
+// The weights go through shared memory, whose planes are not in use yet. Returns whether they have scales; otherwise x is multiplied in fp32.
+__device__ __forceinline__ bool load_weights(
+    uint32_t (&high)[kRowTiles][kSteps][4],
+    uint32_t (&low)[kRowTiles][kSteps][4],
+    const float* __restrict__ weight) {
   constexpr int kChannelValues = kInChannels * kTaps;
-  const uint16_t* from = reinterpret_cast<const uint16_t*>(weight);
-  uint16_t* staged = reinterpret_cast<uint16_t*>(memory);
-  for (int i = threadIdx.x; i < kChannels * kChannelValues; i += kThreads) staged[i] = from[i];
+  float* staged = reinterpret_cast<float*>(memory);
+  for (int i = threadIdx.x; i < kChannels * kChannelValues; i += kThreads) staged[i] = weight[i];
   __syncthreads();
+  bool fits = true;
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -215,32 +259,45 @@ __device__ __forceinline__ void load_weights(uint32_t (&high)[kRowTiles][kSteps]
       const int channel = threadIdx.x % 4 * 2;  // the first of two, in its plane
       auto value = [&](int half, int next) {
         const int in = half / kTaps * 8 + channel + next;
-        return half < kHalves ? staged[row * kChannelValues + in * kTaps + half % kTaps] : uint16_t{0};
+        return half < kHalves && in < kInChannels ? staged[row * kChannelValues + in * kTaps + half % kTaps] : float{0};
       };
+      float largest = 0.0f;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) largest = fmaxf(largest, fmaxf(fabsf(value(half, 0)), fabsf(value(half, 1))));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      fits = fits && exponent_of(largest) <= kLargestExponent;
+      const float scale = power_of_two(kTargetExponent - min(max(exponent_of(largest), -kLargestExponent), kLargestExponent));
+      int faint = 0;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) faint += is_faint(value(half, 0) * scale) + is_faint(value(half, 1) * scale);
+      faint += __shfl_xor_sync(0xffffffffu, faint, 1);
+      faint += __shfl_xor_sync(0xffffffffu, faint, 2);
+      fits = fits && faint <= kFaintWeights;
+      if (threadIdx.x % 4 == 0 && threadIdx.x < 32 * kChannelWarps) shared().channels[row].scale = inverse_power(scale);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          high[m][step][2 * i + h] = pack(value(2 * step + i, 0), value(2 * step + i, 1));
+          const float first = value(2 * step + i, 0) * scale, second = value(2 * step + i, 1) * scale;
+          high[m][step][2 * i + h] = pack(first, second);
+          const float2 rounded = unpack(high[m][step][2 * i + h]);
+          low[m][step][2 * i + h] = pack(first - rounded.x, second - rounded.y);
         }
       }
     }
   }
-  __syncthreads();
+  return __syncthreads_and(fits);
 }
 
 // What the block's channels need: a thread each.
-__device__ __forceinline__ void load_channels(
-    const __nv_bfloat16* __restrict__ p_conv_bias,
-    const __nv_bfloat16* __restrict__ p_bias,
-    const __nv_bfloat16* __restrict__ p_scale) {
+__device__ __forceinline__ void load_channels(const float* __restrict__ p_conv_bias) {
   if (threadIdx.x >= kChannels) return;
   Channel& own = shared().channels[threadIdx.x];
   const int channel = static_cast<int>(threadIdx.x);
   own.sign = 1.0f;
-  own.c_conv_bias = to_float(p_conv_bias[channel]);
-  own.c_bias = to_float(p_bias[channel]);
-  own.c_scale = to_float(p_scale[channel]);
+  own.scale *= own.sign;
+  own.origin = own.sign * p_conv_bias[channel];
 }
 
 // --- a tile: 16 kRowTiles channels x 8 kTileOctets pixels. Of every 8 columns a lane holds two neighbours, of two channels in each fragment ---
@@ -280,8 +337,13 @@ __device__ __forceinline__ void multiply_step(Tile& acc, const uint32_t (&weight
   }
 }
 
-// acc = weights x pixels of the tile; `tile` is the address of this lane's pixel.
-__device__ __forceinline__ void multiply_tile(Tile& acc, uint32_t tile, const uint32_t (&high)[kRowTiles][kSteps][4]) {
+// acc = weights x pixels of the tile; `tile` is the address of this lane's pixel. Corrections come first: the tensor core truncates, and loses less
+// while the sum is small.
+__device__ __forceinline__ void multiply_tile(
+    Tile& acc,
+    uint32_t tile,
+    const uint32_t (&high)[kRowTiles][kSteps][4],
+    const uint32_t (&low)[kRowTiles][kSteps][4]) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -291,23 +353,71 @@ __device__ __forceinline__ void multiply_tile(Tile& acc, uint32_t tile, const ui
   for (int step = 0; step < kSteps; ++step) {
     uint32_t pixels[kTileOctets][2];
     load_pixels(pixels, tile, step);
+    multiply_step(acc, low, step, pixels);
+    load_pixels(pixels, tile + kLowPlanes * 16, step);
+    multiply_step(acc, high, step, pixels);
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    uint32_t pixels[kTileOctets][2];
+    load_pixels(pixels, tile, step);
     multiply_step(acc, high, step, pixels);
   }
 }
 
-// Accumulators -> the norm's input, with the channel's sign.
-__device__ __forceinline__ void transform_tile(Tile& acc, const Channel* channels) {
+// The same tile by fp32 multiply-adds straight from global memory: slow, and right for whatever values there are. `row` and `column` are those of
+// the tile's first conv position.
+__device__ __forceinline__ void exact_tile(Tile& acc, const float* __restrict__ image, const float* __restrict__ weight, int row, int column) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int j = 0; j < kTileOctets; ++j) acc[m][j][0] = acc[m][j][1] = acc[m][j][2] = acc[m][j][3] = 0.0f;
+  }
+#pragma unroll 1
+  for (int k = 0; k < kInChannels * kTaps; ++k) {
+    const float* plane = image + k / kTaps * kInPlane;
+    const int top = row + k % kTaps / kKernelWidth;
+    const int left = column + k % kTaps % kKernelWidth + threadIdx.x % 4 * 2;
+    float w[kRowTiles][2];
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int channel = row_of(m, h);
+        w[m][h] = weight[channel * kInChannels * kTaps + k];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kTileOctets; ++j) {
+      const int at_row = top;
+#pragma unroll
+      for (int next = 0; next < 2; ++next) {
+        const int at_column = left + j * 8 + next;
+        const float v = at_column < kWidth ? plane[at_row * kWidth + at_column] : 0.0f;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) acc[m][j][2 * h + next] = fmaf(v, w[m][h], acc[m][j][2 * h + next]);
+        }
+      }
+    }
+  }
+}
+
+// Accumulators -> the norm's input, with the channel's sign. `unscale` takes x's scale out again.
+__device__ __forceinline__ void transform_tile(Tile& acc, const Channel* channels, bool exact, float unscale) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const Channel own = channels[row_of(m, h)];
+      const float scale = exact ? own.sign : own.scale * unscale;
 #pragma unroll
       for (int j = 0; j < kTileOctets; ++j) {
 #pragma unroll
         for (int next = 0; next < 2; ++next) {
           float& v = acc[m][j][2 * h + next];
-          v = own.sign * prepare_value(v, own.c_conv_bias, own.c_bias, own.c_scale);
+          v = fmaf(v, scale, own.origin);
         }
       }
     }
@@ -437,11 +547,9 @@ __device__ __forceinline__ void store_extremes(float* __restrict__ kept, float* 
 
 // A block takes parts in turn: it brings their rows of x, its warps take their units, and the units' moments become the part's.
 __global__ void __launch_bounds__(kThreads, kMinBlocks) conv(
-    const __nv_bfloat16* __restrict__ x,
-    const __nv_bfloat16* __restrict__ weight,
-    const __nv_bfloat16* __restrict__ p_conv_bias,
-    const __nv_bfloat16* __restrict__ p_bias,
-    const __nv_bfloat16* __restrict__ p_scale,
+    const float* __restrict__ x,
+    const float* __restrict__ weight,
+    const float* __restrict__ p_conv_bias,
     float* __restrict__ kept,
     float4* __restrict__ statistics) {
   await_previous_kernel();
@@ -450,24 +558,36 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) conv(
   const int lane = threadIdx.x % 32;
   const int pixel = lane / 16 * 8 + lane % 8;  // of a tile's first two octets: the one that this lane names to ldmatrix
   uint32_t high[kRowTiles][kSteps][4];
-  load_weights(high, weight);
+  uint32_t low[kRowTiles][kSteps][4];
+  const bool weights_fit = load_weights(high, low, weight);
   if (threadIdx.x == 0) reinterpret_cast<uint4*>(memory)[kZeroPixel] = make_uint4(0u, 0u, 0u, 0u);
-  load_channels(p_conv_bias, p_bias, p_scale);
+  load_channels(p_conv_bias);
 
   for (int item = blockIdx.x; item < kBatch * kParts; item += gridDim.x) {
     const int sample = item / kParts;
     const int part = item % kParts;
     const int strips = min(kPartStrips, kStrips - part * kPartStrips);
     const int first_row = part * kPartStrips * kWindowHeight;
-    const uint16_t* image = reinterpret_cast<const uint16_t*>(x) + int64_t{sample} * kInChannels * kInPlane;
+    const float* image = x + int64_t{sample} * kInChannels * kInPlane;
 
-    bring_rows(image, first_row);
+    float scale = kFirstScale;
+    note(s, bring_rows(image, first_row, scale), 0);
     __syncthreads();
+    const Brought part_of_x = noted(s, 0);
+    const float largest = part_of_x.largest;
+    bool exact = !weights_fit || !fits_scales(largest);
+    if (!exact && largest != 0.0f && (largest > kLargestFirst || largest < kSmallestFirst || part_of_x.faint > kFaintLimit)) {
+      scale = power_of_two(kTargetExponent - exponent_of(largest));
+      note(s, bring_rows(image, first_row, scale), 1);
+      __syncthreads();
+      exact = noted(s, 1).faint > kFaintLimit;
+    }
+    const float unscale = inverse_power(scale);
 
-    const int units = strips * kColumnTiles;
+    const int units = strips;
     for (int unit = warp / kChannelWarps; unit < units; unit += kColumnWarps) {
-      const int strip = unit / kColumnTiles;
-      const int column = unit % kColumnTiles * kUsedColumns;
+      const int strip = unit;
+      const int column = 0;
       const int rows = min(kWindowHeight, kOutHeight - first_row - strip * kWindowHeight);
       const int columns = min(kUsedColumns, kOutWidth - column);
       uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + (strip * kWindowHeight * kPitch + column + pixel) * 16;
@@ -475,8 +595,12 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) conv(
 #pragma unroll 1
       for (int row = 0; row < rows; ++row, tile += kPitch * 16) {
         Tile acc;
-        multiply_tile(acc, tile, high);
-        transform_tile(acc, s.channels);
+        if (exact) {
+          exact_tile(acc, image, weight, first_row + strip * kWindowHeight + row, column);
+        } else {
+          multiply_tile(acc, tile, high, low);
+        }
+        transform_tile(acc, s.channels, exact, unscale);
         if (row == 0) start_unit(seen, acc);
         take_tile(seen, acc, columns);
       }
@@ -546,11 +670,9 @@ int prepare(int device, int& blocks) {
 }  // namespace conv_sm80
 
 extern "C" int conv_sm80_launch(
-    const __nv_bfloat16* x,
-    const __nv_bfloat16* weight,
-    const __nv_bfloat16* p_conv_bias,
-    const __nv_bfloat16* p_bias,
-    const __nv_bfloat16* p_scale,
+    const float* x,
+    const float* weight,
+    const float* p_conv_bias,
     float* kept,
     float4* statistics,
     int device,
@@ -565,5 +687,5 @@ extern "C" int conv_sm80_launch(
   config.blockDim = kThreads;
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, conv, x, weight, p_conv_bias, p_bias, p_scale, kept, statistics);
+  return cudaLaunchKernelEx(&config, conv, x, weight, p_conv_bias, kept, statistics);
 }

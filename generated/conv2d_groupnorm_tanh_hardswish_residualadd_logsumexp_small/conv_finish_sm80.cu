@@ -1,29 +1,29 @@
-// conv2d_add_scale_sigmoid_groupnorm_bf16: merges a group's statistics, then normalises the 258064 values that were kept of it, and what follows
+// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp_small: merges a group's statistics, then normalises the 1800 values that were kept of it, and what follows
 //
-//   conv2d(in_channels=8, out_channels=32, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
-//   add(shape=(32, 1, 1), init=randn)  # bias
-//   mul(shape=(32, 1, 1), init=randn)  # scale
-//   sigmoid()
+//   conv2d(in_channels=3, out_channels=16, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
 //   group_norm(num_groups=8, eps=1e-05, affine=True)  # group_norm
-//   x (128, 8, 256, 256) -> y (128, 32, 254, 254), bf16
+//   tanh()  # tanh
+//   hardswish()  # hard_swish
+//   add(from=conv)
+//   logsumexp(dim=1, keepdim=True)
+//   x (128, 3, 32, 32) -> y (128, 1, 30, 30), fp32
 //
 // Plan for sm_80 on h100:
 //   1024 blocks of 256 threads, 0 bytes of shared memory
 //
-// Generated from specs/conv2d_add_scale_sigmoid_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/conv2d_add_scale_sigmoid_groupnorm.yaml PRECISION=bf16
+// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp_small.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp_small.yaml
 
 #include <cuda_runtime.h>
-#include <cuda_bf16.h>
 #include <cstdint>
 
 namespace conv_finish_sm80 {
 namespace {
 
 constexpr int kNumGroups = 8;  // groups of a sample
-constexpr int kGroupChannels = 4;  // 32 channels / kNumGroups
-constexpr int kGroupSize = 258064;  // values of a group before pooling: kGroupChannels x 254 x 254
-constexpr int kSets = 204;  // moments of a group: kGroupChannels x 51 parts of a sample
-constexpr int kPooledPlane = 64516;  // values of a channel of y
+constexpr int kGroupChannels = 2;  // 16 channels / kNumGroups
+constexpr int kGroupSize = 1800;  // values of a group before pooling: kGroupChannels x 30 x 30
+constexpr int kSets = 20;  // moments of a group: kGroupChannels x 10 parts of a sample
+constexpr int kPooledPlane = 900;  // values of a channel of y
 constexpr int kPooledSize = kGroupChannels * kPooledPlane;  // values of a group in y
 constexpr int kVector = 4;  // values of one access
 constexpr int kThreads = 256;  // threads of a block, which takes a group
@@ -39,22 +39,33 @@ __device__ __forceinline__ void await_previous_kernel() {
 #endif
 }
 
-__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-
-// Two values, rounded to nearest, in a 32-bit word.
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
+__device__ __forceinline__ void store(float* to, const float (&v)[4]) {
+  *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
 }
 
-__device__ __forceinline__ void store(__nv_bfloat16* to, const float (&v)[4]) {
-  *reinterpret_cast<uint2*>(to) = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
+// tanh(v), error at most 6 units.
+__device__ __forceinline__ float hyperbolic_tangent(float v) {
+  return tanhf(v);
+}
+
+// min(max(v, lo), hi); both comparisons are false for NaN, so NaN goes through.
+__device__ __forceinline__ float clamp(float v, float lo, float hi) {
+  return v < lo ? lo : (v > hi ? hi : v);
+}
+
+// v relu6(v + 3) / 6.
+__device__ __forceinline__ float hardswish(float v) {
+  return v * (clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f);
 }
 
 // The norm and what follows it, for a value that was kept.
 __device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float rstd, float c_gamma, float c_beta) {
+  const float conv_kept = v;
   v = (__fsub_rn(v, mean) - mean_rest) * rstd;
   v = fmaf(v, c_gamma, c_beta);
+  v = hyperbolic_tangent(v);  // tanh()
+  v = hardswish(v);  // hardswish()
+  v = v + conv_kept;  // add(from=conv)
   return v;
 }
 
@@ -66,11 +77,11 @@ __device__ __forceinline__ void finish(
     float mean,
     float mean_rest,
     float rstd,
-    const __nv_bfloat16* p_gamma,
-    const __nv_bfloat16* p_beta) {
+    const float* p_gamma,
+    const float* p_beta) {
   const int channel = first_channel + index / kPooledPlane;
-  const float c_gamma = to_float(p_gamma[channel]);
-  const float c_beta = to_float(p_beta[channel]);
+  const float c_gamma = p_gamma[channel];
+  const float c_beta = p_beta[channel];
 #pragma unroll
   for (int e = 0; e < kVector; ++e) {
     v[e] = finish_value(v[e], mean, mean_rest, rstd, c_gamma, c_beta);
@@ -128,9 +139,9 @@ __device__ __forceinline__ Moments block_merge(Moments own) {
 __global__ void __launch_bounds__(kThreads) conv_finish(
     const float* __restrict__ kept,
     const float4* __restrict__ statistics,
-    const __nv_bfloat16* __restrict__ p_gamma,
-    const __nv_bfloat16* __restrict__ p_beta,
-    __nv_bfloat16* __restrict__ output) {
+    const float* __restrict__ p_gamma,
+    const float* __restrict__ p_beta,
+    float* __restrict__ output) {
   await_previous_kernel();
   const int first_channel = static_cast<int>(blockIdx.x) % kNumGroups * kGroupChannels;
   Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -144,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) conv_finish(
   const float rstd = rsqrtf(total.m2 * (1.0f / kGroupSize) + kEps);
 
   const float* from = kept + static_cast<int64_t>(blockIdx.x) * kPooledSize;
-  __nv_bfloat16* to = output + static_cast<int64_t>(blockIdx.x) * kPooledSize;
+  float* to = output + static_cast<int64_t>(blockIdx.x) * kPooledSize;
   for (int index = threadIdx.x * kVector; index < kPooledSize; index += kThreads * kVector) {
     const float4 loaded = *reinterpret_cast<const float4*>(from + index);
     float v[kVector] = {loaded.x, loaded.y, loaded.z, loaded.w};
@@ -176,9 +187,9 @@ struct DeviceScope {
 extern "C" int conv_finish_sm80_launch(
     const float* kept,
     const float4* statistics,
-    const __nv_bfloat16* p_gamma,
-    const __nv_bfloat16* p_beta,
-    __nv_bfloat16* output,
+    const float* p_gamma,
+    const float* p_beta,
+    float* output,
     int device,
     cudaStream_t stream) {
   using namespace conv_finish_sm80;

@@ -1,0 +1,309 @@
+// conv2d_add_scale_sigmoid_groupnorm_fp16: GroupNorm and what follows; a block reads a group of 258064 values twice
+//
+//   conv2d(in_channels=8, out_channels=32, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   add(shape=(32, 1, 1), init=randn)  # bias
+//   mul(shape=(32, 1, 1), init=randn)  # scale
+//   sigmoid()
+//   group_norm(num_groups=8, eps=1e-05, affine=True)  # group_norm
+//   x (128, 8, 256, 256) -> y (128, 32, 254, 254), fp16
+//
+// Plan for sm_80 on h100:
+//   1024 blocks of 1024 threads, 512 bytes of shared memory
+//
+// Generated from specs/conv2d_add_scale_sigmoid_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/conv2d_add_scale_sigmoid_groupnorm.yaml PRECISION=fp16
+
+#include <cuda_runtime.h>
+#include <cuda_fp16.h>
+#include <cstdint>
+
+namespace group_norm_sm80 {
+namespace {
+
+constexpr int kNumGroups = 8;  // groups of a sample
+constexpr int kGroupChannels = 4;  // 32 channels / kNumGroups
+constexpr int kPlane = 64516;  // 254 x 254 positions of a channel
+constexpr int kGroupSize = 258064;  // 4 channels x 254 x 254: one contiguous span
+constexpr int kWidth = 4;  // values of one access: 8 bytes
+constexpr int kGroupVectors = 64516;  // kGroupSize / kWidth
+constexpr int kVectors = 4;  // accesses that a thread has in flight
+constexpr int kThreads = 1024;  // threads of a block, which takes a group
+constexpr int kWarps = 32;  // kThreads / 32
+constexpr int kChunk = 4096;  // kThreads x kVectors: accesses of a block in flight
+constexpr int kLastChunk = 61440;  // where the group's last chunk starts
+constexpr int kBlocks = 1024;  // 128 samples x kNumGroups
+constexpr int kMinBlocks = 1;  // blocks that must fit on an SM
+constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
+
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+
+// The two values in a 32-bit word.
+__device__ __forceinline__ void unpack(uint32_t word, float& low, float& high) {
+  const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&word));
+  low = pair.x;
+  high = pair.y;
+}
+
+// Two values, rounded to nearest, in a 32-bit word.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ void load(const __half* from, float (&v)[4]) {
+  const uint2 t = *reinterpret_cast<const uint2*>(from);
+  unpack(t.x, v[0], v[1]);
+  unpack(t.y, v[2], v[3]);
+}
+
+__device__ __forceinline__ void store(__half* to, const float (&v)[4]) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
+}
+
+// a / b for b >= 1, error at most 3 units; 0 for b > 2^126 on a GPU, whose fast division this is.
+__device__ __forceinline__ float divide(float a, float b) {
+  return __fdividef(a, b);
+}
+
+// e^v, error at most 3 units; results below 2^-126 may be 0.
+__device__ __forceinline__ float exponential(float v) {
+  return expf(v);
+}
+
+// 1 / (1 + e^-v), error at most 5 units; results below 2^-126 may be 0.
+__device__ __forceinline__ float sigmoid(float v) {
+  return divide(1.0f, 1.0f + exponential(-v));
+}
+
+// From the producer's value to the norm's input.
+__device__ __forceinline__ float prepare_value(float v, float c_conv_bias, float c_bias, float c_scale) {
+  v = v + c_conv_bias;  // conv2d's bias
+  v = v + c_bias;  // add(shape=(32, 1, 1), init=randn)
+  v = v * c_scale;  // mul(shape=(32, 1, 1), init=randn)
+  v = sigmoid(v);  // sigmoid()
+  return v;
+}
+
+// prepare_value on kWidth consecutive values, the first of which is the group's `index`-th.
+__device__ __forceinline__ void prepare(
+    float (&v)[kWidth],
+    int first_channel,
+    int index,
+    const __half* p_conv_bias,
+    const __half* p_bias,
+    const __half* p_scale) {
+  const int channel = first_channel + index / kPlane;
+  const float c_conv_bias = to_float(p_conv_bias[channel]);
+  const float c_bias = to_float(p_bias[channel]);
+  const float c_scale = to_float(p_scale[channel]);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+    v[e] = prepare_value(v[e], c_conv_bias, c_bias, c_scale);
+  }
+}
+
+// The norm and what follows it. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.
+__device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float rstd, float c_gamma, float c_beta) {
+  v = (__fsub_rn(v, mean) - mean_rest) * rstd;
+  v = fmaf(v, c_gamma, c_beta);
+  return v;
+}
+
+// finish_value on kWidth consecutive values, the first of which is the group's `index`-th.
+__device__ __forceinline__ void finish(
+    float (&v)[kWidth],
+    int first_channel,
+    int index,
+    float mean,
+    float mean_rest,
+    float rstd,
+    const __half* p_gamma,
+    const __half* p_beta) {
+  const int channel = first_channel + index / kPlane;
+  const float c_gamma = to_float(p_gamma[channel]);
+  const float c_beta = to_float(p_beta[channel]);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) {
+    v[e] = finish_value(v[e], mean, mean_rest, rstd, c_gamma, c_beta);
+  }
+}
+
+// Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
+// from it.
+struct Moments {
+  float count;
+  float mean;
+  float mean_rest;
+  float m2;
+};
+
+// Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error of two units in the last place scales differences of
+// means alone: where `a` is empty, the share is 1 exactly.
+__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
+  const float count = a.count + b.count;
+  const float share = a.count == 0.0f ? 1.0f : __fdividef(b.count, count);
+  const float delta = __fsub_rn(b.mean, a.mean);
+  const float delta_rest = b.mean_rest - a.mean_rest;
+  const float mean = fmaf(delta, share, a.mean);
+  const float between = (delta + delta_rest) * (a.count * share) * (delta + delta_rest);
+  return {count, mean, a.mean_rest + fmaf(delta_rest, share, fmaf(delta, share, __fsub_rn(a.mean, mean))), a.m2 + b.m2 + between};
+}
+
+// Lane 0 receives the moments of the warp's values.
+__device__ __forceinline__ Moments warp_merge(Moments own) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const Moments other = {__shfl_down_sync(0xffffffffu, own.count, offset), __shfl_down_sync(0xffffffffu, own.mean, offset),
+                           __shfl_down_sync(0xffffffffu, own.mean_rest, offset), __shfl_down_sync(0xffffffffu, own.m2, offset)};
+    own = merge(own, other);
+  }
+  return own;
+}
+
+// Every thread receives the moments of the block's values.
+__device__ __forceinline__ Moments block_merge(Moments own) {
+  __shared__ Moments partial[kWarps];
+  own = warp_merge(own);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = own;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    own = warp_merge(threadIdx.x < kWarps ? partial[threadIdx.x] : Moments{0.0f, 0.0f, 0.0f, 0.0f});
+    __syncwarp();
+    if (threadIdx.x == 0) partial[0] = own;
+  }
+  __syncthreads();
+  return partial[0];
+}
+
+// A block normalises a group that registers cannot hold: it reads the group twice, the second time from the L2 cache.
+__global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
+    const __half* __restrict__ input,
+    const __half* __restrict__ p_conv_bias,
+    const __half* __restrict__ p_bias,
+    const __half* __restrict__ p_scale,
+    const __half* __restrict__ p_gamma,
+    const __half* __restrict__ p_beta,
+    __half* __restrict__ output) {
+  await_previous_kernel();
+  const int first_channel = static_cast<int>(blockIdx.x) % kNumGroups * kGroupChannels;
+  const int64_t base = static_cast<int64_t>(blockIdx.x) * kGroupSize;
+  const __half* group_values = input + base;
+
+  // Statistics: two passes over each chunk's registers, differences from its first value, then from its mean, whose own mean corrects it.
+  // Chunks are merged.
+  Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int first = static_cast<int>(threadIdx.x); first < kGroupVectors; first += kChunk) {
+    float v[kVectors][kWidth];
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads < kGroupVectors) load(group_values + (first + r * kThreads) * kWidth, v[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads >= kGroupVectors) break;
+      prepare(v[r], first_channel, (first + r * kThreads) * kWidth, p_conv_bias, p_bias, p_scale);
+    }
+    const float shift = v[0][0];
+    float count = 0.0f;
+    float sum = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads >= kGroupVectors) break;
+      count += kWidth;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) sum += __fsub_rn(v[r][e], shift);
+    }
+    const float inverse = __fdividef(1.0f, count);
+    const float mean = fmaf(sum, inverse, shift);
+    float left = 0.0f;
+    float m2 = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads >= kGroupVectors) break;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float difference = __fsub_rn(v[r][e], mean);
+        left += difference;
+        m2 = fmaf(difference, difference, m2);
+      }
+    }
+    const float mean_rest = left * inverse;
+    own = merge(own, {count, mean, mean_rest, fmaf(-mean_rest, left, m2)});
+  }
+
+  const Moments total = block_merge(own);
+  const float mean = total.mean;
+  const float mean_rest = total.mean_rest;
+  const float rstd = rsqrtf(total.m2 * (1.0f / kGroupSize) + kEps);
+
+  // Normalise and store, backwards: what was read last is the likeliest to be cached.
+  for (int first = kLastChunk + static_cast<int>(threadIdx.x); first >= 0; first -= kChunk) {
+    float v[kVectors][kWidth];
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads < kGroupVectors) load(group_values + (first + r * kThreads) * kWidth, v[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+      if (first + r * kThreads >= kGroupVectors) break;
+      prepare(v[r], first_channel, (first + r * kThreads) * kWidth, p_conv_bias, p_bias, p_scale);
+      finish(v[r], first_channel, (first + r * kThreads) * kWidth, mean, mean_rest, rstd, p_gamma, p_beta);
+      store(output + base + (first + r * kThreads) * kWidth, v[r]);
+    }
+  }
+}
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+}  // namespace
+}  // namespace group_norm_sm80
+
+extern "C" int group_norm_sm80_launch(
+    const __half* input,
+    const __half* p_conv_bias,
+    const __half* p_bias,
+    const __half* p_scale,
+    const __half* p_gamma,
+    const __half* p_beta,
+    __half* output,
+    int device,
+    cudaStream_t stream) {
+  using namespace group_norm_sm80;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kBlocks;
+  config.blockDim = kThreads;
+  config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
+  return cudaLaunchKernelEx(&config, group_norm, input, p_conv_bias, p_bias, p_scale, p_gamma, p_beta, output);
+}
