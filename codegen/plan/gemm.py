@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from codegen.numerics import ARITHMETICS, Arithmetic
 from codegen.plan.gemm_companions import SCALES, SLICES, WEIGHT_ROWS, X_ROWS, add_slices_kernel, align_rows_kernel, row_scale_kernel
-from codegen.plan.gemm_kernels import STATISTICS, gemm_kernel
+from codegen.plan.gemm_kernels import STATISTICS, gemm_kernel, rounds_early
 from codegen.plan.gemm_tiles import Choice, aligned_k, choose_tile
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm import TileStatistics
@@ -27,8 +27,8 @@ class GemmPlan:
     """The launches up to the norm and what they leave behind.
 
     `finished`: "y" holds the chain's result; otherwise it holds the values before the norm, in the spec's storage type, and where
-    `statistics` is set each row's and tile's moments lie in its buffer. `sliced`: "t0" holds the bare product instead, without bias. `why` holds the reasons, one
-    sentence each.
+    `statistics` is set each row's and tile's moments lie in its buffer. `bare`: "y" holds the linear's result, for the norm kernel to apply the operators in
+    between. `sliced`: "t0" holds the product instead, without bias. `why` holds the reasons, one sentence each.
     """
 
     steps: tuple[Launch, ...]
@@ -37,6 +37,7 @@ class GemmPlan:
     statistics: TileStatistics | None
     why: tuple[str, ...]
     sliced: bool = False
+    bare: bool = False
 
 
 def choose_arithmetic(spec: Spec, device: DeviceClass) -> Arithmetic:
@@ -62,7 +63,8 @@ def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arith
     choice = recorded or choose_tile(spec, device, arithmetic)
     tile = choice.tile
     statistics = None
-    if not choice.finished and choice.slices == 1 and spec.group_channels > HELD_BY_NORM and spec.group_channels % tile.n == 0:
+    bare = rounds_early(spec, choice)
+    if not choice.finished and not bare and choice.slices == 1 and spec.group_channels > HELD_BY_NORM and spec.group_channels % tile.n == 0:
         statistics = TileStatistics(tile.n, spec.channels // tile.n, STATISTICS)
     why = _why(spec, device, arithmetic, choice, recorded is not None)
     front: tuple[Launch, ...] = ()
@@ -81,7 +83,7 @@ def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arith
         buffers.append(Buffer(SCALES, (spec.batch + spec.channels,), "float32"))
     if statistics is not None:
         buffers.append(Buffer(STATISTICS, (spec.batch, statistics.tiles, 4), "float32"))
-    return GemmPlan(tuple(steps), tuple(buffers), choice.finished, statistics, why)
+    return GemmPlan(tuple(steps), tuple(buffers), choice.finished, statistics, why, bare=bare)
 
 
 def _tail_ms(spec: Spec, device: DeviceClass) -> float:

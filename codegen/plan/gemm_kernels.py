@@ -143,7 +143,8 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     tile, precision = choice.tile, spec.precision
     k = aligned_k(spec.input_shape[1]) if choice.aligned else spec.input_shape[1]
     sliced = choice.slices > 1
-    before = () if sliced else applies(spec, spec.before_norm)
+    bare = sliced or rounds_early(spec, choice)
+    before = () if bare else applies(spec, spec.before_norm)
     after = applies(spec, spec.after_norm) if choice.finished else ()
     keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters if not sliced or p.suffix == "weight"}
     affine = norm_operands(spec) if choice.finished else ()
@@ -165,7 +166,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
         spec = replace(spec, gives=FP32)
     epilogue = epilogue_of(spec, tile, choice.columns, choice.finished, arithmetic)
     kernel = GemmKernel(
-        name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic),
+        name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic, bare),
         smem_bytes=max(tile.smem_bytes, epilogue.round_rows * epilogue.pitch * 4 * tile.warps_k), max_registers=tile.max_registers,
         threads=tile.threads, blocks=tiles_m * tiles_n * choice.slices, pointers=pointers, tile=tile, arithmetic=arithmetic, storage=precision.c_type, result=spec.result,
         copy_bytes=math.gcd(16, k * precision.itemsize), ragged_m=spec.batch % tile.m != 0,
@@ -173,11 +174,17 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
         ragged_outputs=tiles_n * choice.columns != spec.channels, raster_remainder=tiles_m % raster != 0,
         finished=choice.finished, statistics=statistics, bias=named_operand(keys["bias"]) if "bias" in keys else None,
         weight=named_operand(keys["weight"]).pointer, affine=affine, before=before, after=after, epilogue=epilogue, notes=notes,
-        kept_lines=((), (), ()) if sliced else _kept_lines(spec, choice.finished), slices=choice.slices,
+        kept_lines=((), (), ()) if bare else _kept_lines(spec, choice.finished), slices=choice.slices,
     )  # fmt: skip
     constants = _shape_constants(spec, choice, k) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)
     constants += _epilogue_constants(spec, kernel) + unique_constants(before + after)
     return replace(kernel, constants=constants)
+
+
+def rounds_early(spec: Spec, choice: Choice) -> bool:
+    """Whether values would be rounded to 16 bits between the operators in front of the norm and the norm itself. Where a sigmoid or a bound has brought them
+    near one another, rounding leaves of their differences nothing that the norm could find again, so the linear's own result is rounded instead, as PyTorch's is."""
+    return not choice.finished and bool(spec.before_norm) and spec.result.itemsize == 2
 
 
 def _statements(items: tuple[Apply, ...]) -> tuple[str, ...]:
@@ -205,10 +212,10 @@ def _template(arithmetic: Arithmetic, tile: Tile) -> str:
     return "mma" if arithmetic.parts == 1 else "mma_presplit" if tile.presplit else "mma_split"
 
 
-def _summary(choice: Choice, arithmetic: Arithmetic) -> str:
+def _summary(choice: Choice, arithmetic: Arithmetic, bare: bool) -> str:
     if choice.slices > 1:
         return f"x W^T by {arithmetic.summary}, {choice.slices} parts of K apart"
-    rest = "the whole chain in its epilogue" if choice.finished else "bias and the operators before the norm in its epilogue"
+    rest = "the whole chain in its epilogue" if choice.finished else "bias in its epilogue" if bare else "bias and the operators before the norm in its epilogue"
     return f"x W^T by {arithmetic.summary}, {rest}"
 
 

@@ -27,7 +27,8 @@ from codegen.targets import DeviceClass, Target
 
 THREADS = 256  # of a block
 REPEATED_WINDOWS = 4  # that a value belongs to, from which on it is computed once and written in between
-WARP_WINDOW = 32  # values of a pooling window from which on a warp takes it
+WARP_WINDOW, MANY_WINDOW = 32, 256  # values of a pooling window from which on a warp takes it: the second where windows alone keep the card busy
+MANY_THREADS = 512  # of an SM: that many windows do
 SLICE_CHANNELS = 4  # of a slice, at least
 BUSY_THREADS = 1024  # on an SM
 ROW_VALUES = 16  # of a lane, about
@@ -290,8 +291,8 @@ def _windows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass
     size, stride, padding = values["kernel_size"], values["stride"], values["padding"]
     dilation = values.get("dilation", (1, 1))
     window = math.prod(size)
-    lanes = 32 if window >= WARP_WINDOW else 1
     outputs = math.prod(output)
+    lanes = 32 if window >= (MANY_WINDOW if outputs >= device.sms * MANY_THREADS else WARP_WINDOW) else 1
     per_block = THREADS // lanes
     blocks = -(-outputs // per_block)
     constants = [

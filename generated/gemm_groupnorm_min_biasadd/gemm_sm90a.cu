@@ -454,6 +454,7 @@ __device__ __forceinline__ float dot(float4 a, float4 b) { return fmaf(a.x, b.x,
 // A warp's sums of products straight from x and W, two channels and two samples a lane at a time: right for every value, a hundred times
 // slower.
 __device__ __forceinline__ void recompute(float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile, const Consumer& self) {
+  constexpr int kPartialK = 128;  // of a partial sum: a sum of all of K one after the other would be less accurate than PyTorch's
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     const float* weights[2] = {weight_row(arguments, tile.channel + self.channel(block, 0)), weight_row(arguments, tile.channel + self.channel(block, 1))};
@@ -463,11 +464,17 @@ __device__ __forceinline__ void recompute(float (&v)[kBlocks][kAccumulators], co
       const float* inputs[2] = {input_row(arguments, sample), input_row(arguments, sample + 1)};
       float sums[4] = {};
 #pragma unroll 1
-      for (int k = 0; k < kInFeatures; k += 4) {
+      for (int first = 0; first < kInFeatures; first += kPartialK) {
+        float partial[4] = {};
+#pragma unroll 1
+        for (int k = first; k < min(first + kPartialK, kInFeatures); k += 4) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          sums[e] += dot(*reinterpret_cast<const float4*>(weights[e / 2] + k), *reinterpret_cast<const float4*>(inputs[e % 2] + k));
+          for (int e = 0; e < 4; ++e) {
+            partial[e] += dot(*reinterpret_cast<const float4*>(weights[e / 2] + k), *reinterpret_cast<const float4*>(inputs[e % 2] + k));
+          }
         }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[e] += partial[e];
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) v[block][i + e] = sums[e];

@@ -204,3 +204,13 @@ def test_rows_of_an_odd_pitch_are_copied_where_k_is_long(precision, tmp_path):
     assert short.kernels[0].name == "gemm" and short.kernels[0].copy_bytes == 2
     for kernel in long.kernels[:2]:
         assert not (found := faults(long, kernel, tmp_path)), found
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_halves_are_rounded_in_front_of_the_operators_before_the_norm(tmp_path, precision):
+    """Behind a sigmoid, rounding to 16 bits leaves little of the differences that the norm divides by: bf16 of hardswish(sigmoid(hardswish(v))) was 2.2 off."""
+    case = Case("saturated", 4066, 1024, 5438, 1, before=("hardswish", "sigmoid", "hardswish"), after=("silu",))
+    planned = plan(case.spec(tmp_path, precision, arithmetic := {"fp32": "tf32x3"}.get(precision, precision)), "sm_80", "a100", candidate=Candidate("sm_80", "generated", arithmetic, (64, 64), False))
+    gemm, norm = planned.kernels[-2:]
+    assert bool(gemm.before) == (precision == "fp32") and (norm.prepare is not None) == (precision != "fp32")
+    assert gemm.bias is not None

@@ -38,8 +38,10 @@ SMALL = {
         Case("low_groups", 275, 24, 40, 5, after=("silu",), norm={"affine": False}),
         Case("reduced", 20, 48, 64, 8, after=("silu", {"mean": {"dim": 1}})),
         Case("tiles_merged", 3, 16, 8448, 1, before=(bias(1), "relu"), after=("sigmoid",)),
+        Case("tiles_alone", 3, 16, 8448, 1, after=("sigmoid",)),
         Case("blocks_share_a_group", 2, 8, 36008, 1),
         Case("longer_than_registers", 3, 33000, 16, 2),
+        Case("saturated", 70, 136, 170, 1, before=("hardswish", "sigmoid", "hardswish"), after=("silu",)),
         Case("slices_odd", 7, 3863, 51, 3, before=("relu",), after=("sigmoid",)),
         Case("slices_even", 16, 4096, 64, 4, linear={"bias": False}),
         Case("slices_half", 35, 2050, 66, 3, before=(bias(66), "silu")),
@@ -93,8 +95,8 @@ ONCE = (
     Entry("tiles_merged", (64, 256), False), Entry("odd_pitch", (128, 128)),
 )  # fmt: skip
 FURTHER = {
-    "fp16": (*LONGER, *SLICED_HALVES, Entry("blocks_share_a_group")),
-    "bf16": (*SLICED_HALVES, Entry("blocks_share_a_group", sms=1)),  # in front of the kernel that streams
+    "fp16": (*LONGER, *SLICED_HALVES, Entry("saturated", (64, 64), False), Entry("tiles_alone", (16, 256), False), Entry("blocks_share_a_group")),
+    "bf16": (*SLICED_HALVES, Entry("saturated", (64, 64), False), Entry("tiles_alone", (16, 256), False), Entry("blocks_share_a_group", sms=1)),  # in front of the kernel that streams
     "tf32": (*LONGER, *SLICED),
     "fp16x3": (*LONGER, *ONCE, Entry("longer_than_registers")),
     "tf32x3": (*LONGER, *SLICED, Entry("slices_half", (16, 32), False, 4)),

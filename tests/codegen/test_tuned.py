@@ -98,8 +98,8 @@ def test_every_candidate_is_planned_and_has_a_name_of_its_own(device):
         for candidate in found:
             try:
                 plans.append(plan(spec, candidate.target, device, candidate=candidate))
-            except PlanError:
-                assert candidate.target == "sm_90a"
+            except PlanError as reason:
+                assert candidate.target == "sm_90a" or candidate.gemm == "windows" and "too short" in str(reason)
         assert plans
 
 

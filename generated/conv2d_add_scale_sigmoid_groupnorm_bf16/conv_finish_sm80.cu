@@ -1,0 +1,200 @@
+// conv2d_add_scale_sigmoid_groupnorm_bf16: merges a group's statistics, then normalises the 258064 values that were kept of it, and what follows
+//
+//   conv2d(in_channels=8, out_channels=32, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   add(shape=(32, 1, 1), init=randn)  # bias
+//   mul(shape=(32, 1, 1), init=randn)  # scale
+//   sigmoid()
+//   group_norm(num_groups=8, eps=1e-05, affine=True)  # group_norm
+//   x (128, 8, 256, 256) -> y (128, 32, 254, 254), bf16
+//
+// Plan for sm_80 on h100:
+//   1024 blocks of 256 threads, 0 bytes of shared memory
+//
+// Generated from specs/conv2d_add_scale_sigmoid_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/conv2d_add_scale_sigmoid_groupnorm.yaml PRECISION=bf16
+
+#include <cuda_runtime.h>
+#include <cuda_bf16.h>
+#include <cstdint>
+
+namespace conv_finish_sm80 {
+namespace {
+
+constexpr int kNumGroups = 8;  // groups of a sample
+constexpr int kGroupChannels = 4;  // 32 channels / kNumGroups
+constexpr int kGroupSize = 258064;  // values of a group before pooling: kGroupChannels x 254 x 254
+constexpr int kSets = 204;  // moments of a group: kGroupChannels x 51 parts of a sample
+constexpr int kPooledPlane = 64516;  // values of a channel of y
+constexpr int kPooledSize = kGroupChannels * kPooledPlane;  // values of a group in y
+constexpr int kVector = 4;  // values of one access
+constexpr int kThreads = 256;  // threads of a block, which takes a group
+constexpr int kWarps = 8;  // kThreads / 32
+constexpr int kBlocks = 1024;  // 128 samples x kNumGroups
+constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
+
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+// Two values, rounded to nearest, in a 32-bit word.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ void store(__nv_bfloat16* to, const float (&v)[4]) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(pack(v[0], v[1]), pack(v[2], v[3]));
+}
+
+// The norm and what follows it, for a value that was kept.
+__device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float rstd, float c_gamma, float c_beta) {
+  v = (__fsub_rn(v, mean) - mean_rest) * rstd;
+  v = fmaf(v, c_gamma, c_beta);
+  return v;
+}
+
+// finish_value on kVector consecutive values, the first of which is the group's `index`-th.
+__device__ __forceinline__ void finish(
+    float (&v)[kVector],
+    int first_channel,
+    int index,
+    float mean,
+    float mean_rest,
+    float rstd,
+    const __nv_bfloat16* p_gamma,
+    const __nv_bfloat16* p_beta) {
+  const int channel = first_channel + index / kPooledPlane;
+  const float c_gamma = to_float(p_gamma[channel]);
+  const float c_beta = to_float(p_beta[channel]);
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) {
+    v[e] = finish_value(v[e], mean, mean_rest, rstd, c_gamma, c_beta);
+  }
+}
+
+// Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
+// from it.
+struct Moments {
+  float count;
+  float mean;
+  float mean_rest;
+  float m2;
+};
+
+// Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error of two units in the last place scales differences of
+// means alone: where `a` is empty, the share is 1 exactly.
+__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
+  const float count = a.count + b.count;
+  const float share = a.count == 0.0f ? 1.0f : __fdividef(b.count, count);
+  const float delta = __fsub_rn(b.mean, a.mean);
+  const float delta_rest = b.mean_rest - a.mean_rest;
+  const float mean = fmaf(delta, share, a.mean);
+  const float between = (delta + delta_rest) * (a.count * share) * (delta + delta_rest);
+  return {count, mean, a.mean_rest + fmaf(delta_rest, share, fmaf(delta, share, __fsub_rn(a.mean, mean))), a.m2 + b.m2 + between};
+}
+
+// Lane 0 receives the moments of the warp's values.
+__device__ __forceinline__ Moments warp_merge(Moments own) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    const Moments other = {__shfl_down_sync(0xffffffffu, own.count, offset), __shfl_down_sync(0xffffffffu, own.mean, offset),
+                           __shfl_down_sync(0xffffffffu, own.mean_rest, offset), __shfl_down_sync(0xffffffffu, own.m2, offset)};
+    own = merge(own, other);
+  }
+  return own;
+}
+
+// Every thread receives the moments of the block's values.
+__device__ __forceinline__ Moments block_merge(Moments own) {
+  __shared__ Moments partial[kWarps];
+  own = warp_merge(own);
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = own;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    own = warp_merge(threadIdx.x < kWarps ? partial[threadIdx.x] : Moments{0.0f, 0.0f, 0.0f, 0.0f});
+    __syncwarp();
+    if (threadIdx.x == 0) partial[0] = own;
+  }
+  __syncthreads();
+  return partial[0];
+}
+
+// A block takes a group: it merges the moments of the parts of its channels, then normalises what was kept of each pooling window.
+__global__ void __launch_bounds__(kThreads) conv_finish(
+    const float* __restrict__ kept,
+    const float4* __restrict__ statistics,
+    const __nv_bfloat16* __restrict__ p_gamma,
+    const __nv_bfloat16* __restrict__ p_beta,
+    __nv_bfloat16* __restrict__ output) {
+  await_previous_kernel();
+  const int first_channel = static_cast<int>(blockIdx.x) % kNumGroups * kGroupChannels;
+  Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int i = threadIdx.x; i < kSets; i += kThreads) {
+    const float4 set = statistics[static_cast<int64_t>(blockIdx.x) * kSets + i];
+    own = merge(own, {set.x, set.y, set.z, set.w});
+  }
+  const Moments total = block_merge(own);
+  const float mean = total.mean;
+  const float mean_rest = total.mean_rest;
+  const float rstd = rsqrtf(total.m2 * (1.0f / kGroupSize) + kEps);
+
+  const float* from = kept + static_cast<int64_t>(blockIdx.x) * kPooledSize;
+  __nv_bfloat16* to = output + static_cast<int64_t>(blockIdx.x) * kPooledSize;
+  for (int index = threadIdx.x * kVector; index < kPooledSize; index += kThreads * kVector) {
+    const float4 loaded = *reinterpret_cast<const float4*>(from + index);
+    float v[kVector] = {loaded.x, loaded.y, loaded.z, loaded.w};
+    finish(v, first_channel, index, mean, mean_rest, rstd, p_gamma, p_beta);
+    store(to + index, v);
+  }
+}
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+}  // namespace
+}  // namespace conv_finish_sm80
+
+extern "C" int conv_finish_sm80_launch(
+    const float* kept,
+    const float4* statistics,
+    const __nv_bfloat16* p_gamma,
+    const __nv_bfloat16* p_beta,
+    __nv_bfloat16* output,
+    int device,
+    cudaStream_t stream) {
+  using namespace conv_finish_sm80;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kBlocks;
+  config.blockDim = kThreads;
+  config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
+  return cudaLaunchKernelEx(&config, conv_finish, kept, statistics, p_gamma, p_beta, output);
+}
