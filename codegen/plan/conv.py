@@ -16,6 +16,8 @@ from codegen.spec import Spec, Step
 MATH = {"fp32": "fp16x3", "tf32": "fp16", "fp16": "fp16", "bf16": "bf16"}
 FEWEST_HALVES = 4  # of K, 8 each, at fp32: a lone tap's result was off by 6e-7 on an H200 where large values cancel, twice what is allowed
 
+FEWEST_PRODUCTS = 64  # of a sum in fp32 in front of operators that the norm follows: 27 in two parts were 1.1 times as far off as PyTorch's, which a sigmoid lets through
+
 ONE_READ = "one read of x: the sign of a channel's factors decides whether a window's largest or smallest value counts, before the statistics are known"
 
 
@@ -80,6 +82,8 @@ def arithmetic_of(spec: Spec) -> Arithmetic:
         raise PlanError(
             f"{taps} tap{'s' if taps > 1 else ''} of {channels} channels are too few for fp32: what the tensor core cuts off does not average out"
         )
+    if arithmetic.parts == 2 and spec.before_norm and channels * taps < FEWEST_PRODUCTS:
+        raise PlanError(f"sums of {channels * taps} products in two parts are no more accurate than fp32's, and operators before the norm may magnify what they lose")
     return arithmetic
 
 

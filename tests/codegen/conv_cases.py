@@ -31,5 +31,5 @@ STRIDED = {
     "stride_across": chain(cin=5, cout=16, size=(22, 75), kernel=(2, 3), groups=2, pool=3, stride=[1, 2], padding=[1, 2], batch=40),
     "dilated": chain(cin=16, cout=64, size=(24, 30), kernel=2, groups=4, pool=2, dilation=3, after=("relu",), batch=40),
     "both": chain(cin=8, cout=40, size=(47, 41), kernel=3, groups=5, pool=2, stride=2, dilation=[2, 3], padding=[2, 3], batch=40),
-    "beyond_windows": chain(cin=4, cout=16, size=(31, 33), kernel=2, groups=2, pool=0, stride=3, before=("mish",), batch=40),
+    "beyond_windows": chain(cin=16, cout=16, size=(31, 33), kernel=2, groups=2, pool=0, stride=3, before=("mish",), batch=40),
 }

@@ -101,6 +101,7 @@ def test_cut_covers_the_sample(tmp_path_factory, cin, cout, height, width, kerne
         ({"pool": {"kernel_size": [1, 33]}}, "wider than a warp's tile"),
         ({"cin": 128}, "registers"),
         ({"kernel": 1}, "too few for fp32"),
+        ({"cin": 3, "before": ("sigmoid",)}, "no more accurate than fp32"),
     ],
 )
 def test_other_chains_are_left_to_other_ways_and_say_why(tmp_path, change, says):
