@@ -24,7 +24,7 @@ from bench.jobs import EXAMINED
 from bench.machine import cards, choose_device, describe
 from bench.measure import save_machine
 from bench.peers import CHOICES, EVIDENCE
-from bench.records import NOT_PREPARED, PREPARED, RESULTS, Record, bundle, path_of, read, with_backward_of, write_json
+from bench.records import NOT_PREPARED, PREPARED, RESULTS, Record, bundle, path_of, read, with_backward_of, with_peers_of, write_json
 from bench.run import ceilings_line
 from bench.subject import Emitted, emit, target_to_emit
 from bench.timing import measure_ceilings
@@ -158,7 +158,8 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         nonlocal wrong
         if "failure" in result:
             return fail(job, result["failure"])
-        write_json(pending[job].at, with_backward_of(result, read(pending[job].at)))
+        before = read(pending[job].at)
+        write_json(pending[job].at, with_backward_of(with_peers_of(result, before), before))
         wrong += not result["verified"]
         if archive:
             bundle(results, machine.slug, archive)

@@ -171,6 +171,16 @@ def with_backward_of(record: Record, before: Record | None) -> Record:
     return {**record, "backward": before["backward"]} if before and "backward" in before else record
 
 
+def with_peers_of(record: Record, before: Record | None) -> Record:
+    """A new record with the peers that its old one timed on the same card and torch and that were not asked this time: they know nothing of our sources, and a
+    table without the strongest of them would flatter us. Our time beside them is the new one, and `kept` says so."""
+    same = ("spec", "precision", "batch", "weights", "torch", "gpu")
+    if not before or any(record.get(key) != before.get(key) for key in same):
+        return record
+    kept = {name: row | {"ours_ms": record["ours"]["ms"], "kept": True} for name, row in before["peers"].items() if name not in record["peers"]}
+    return conclude({**record, "peers": record["peers"] | kept}) if kept else record
+
+
 def state_of(record: Record | None, keys: dict[str, str]) -> str:
     """Does the record hold for sources with these keys? See `Status.state`."""
     if record is None:

@@ -16,7 +16,7 @@ from bench.faults import sentences
 from bench.machine import Machine, choose_device, describe
 from bench.measure import measure, save_machine
 from bench.peers import AUTOTUNED, CHOICES, EVIDENCE
-from bench.records import NOT_PREPARED, PREPARED, Record, path_of, read, with_backward_of, write_json
+from bench.records import NOT_PREPARED, PREPARED, Record, path_of, read, with_backward_of, with_peers_of, write_json
 from bench.subject import Subject, built_target, construct, emit, target_to_emit
 from bench.timing import Ceilings, measure_ceilings
 from bench.verify import verdict, verify
@@ -131,7 +131,7 @@ def main(specs, precisions, prepack, target, device, peers, seconds, out, result
                         findings = verify(Subject(size, ours, where)) if verifying else []
                         record = measure(size, ours, where, machine, ceilings, names, seconds, report) | (verdict(findings) if verifying else {})
                         show(console, record)
-                        record = with_backward_of(record, before)
+                        record = with_backward_of(with_peers_of(record, before), before)
                     if backward:
                         timed = measure_backward(size, ours, where, machine, names, seconds, report)
                         show_backward(console, size.label, spec.precision.name, machine.gpu, timed)

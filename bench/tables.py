@@ -42,7 +42,7 @@ def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
     lines += [
         "*Torch's best* is the fastest of eager, eager in a CUDA graph and torch.compile at that precision. *Best peer* is the fastest of those that were timed (`make "
         "evidence-peers` adds max-autotune, Triton and the library with our tail) and that compute the whole chain with equal or better accuracy: an error of at most 1.1 times the larger of ours and eager's. "
-        "A peer's time is the fastest that any record of the package on that card has. "
+        "A peer's time is the fastest that any record of the package on that card has; one that was not timed again with new sources keeps its time. "
         f"Weights are not prepared beforehand{_exception(shown)}. *Target* is what the loader picks on that card; `make report` also shows "
         "what was measured of the others."
     ]

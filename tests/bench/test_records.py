@@ -168,3 +168,13 @@ def test_the_readme_claims_no_kernel_that_is_unverified(monkeypatch):
 ])  # fmt: skip
 def test_a_cards_folder(card, slug):
     assert slug_of(card) == slug
+
+
+def test_a_peer_that_was_not_timed_again_stays():
+    """New sources of ours change nothing about a peer, and the table is not to lose the strongest one with them; another card's or torch's is no peer."""
+    same = {"spec": "s", "precision": "fp32", "batch": 8, "weights": "plain", "torch": "2.11", "gpu": "a card"}
+    before = same | {"ours": {"ms": 1.0, "rel_error": 1e-7}, "peers": {"eager": {"ms": 4.0, "rel_error": 1e-7}, "triton": {"ms": 2.0, "rel_error": 1e-7}}}
+    new = same | {"ours": {"ms": 0.8, "rel_error": 1e-7}, "peers": {"eager": {"ms": 4.4, "rel_error": 1e-7}}}
+    found = records.with_peers_of(new, before)
+    assert found["best_peer"] == "triton" and found["speedup"] == 2.5 and found["peers"]["eager"]["ms"] == 4.4 and found["peers"]["triton"]["kept"]
+    assert records.with_peers_of(new, before | {"gpu": "another"}) is new and records.with_peers_of(new, None) is new

@@ -7,6 +7,7 @@ import pytest
 from codegen.emit import make_package
 from codegen.index import entries
 from codegen.plan import PlanError, plan, tuned
+from codegen.plan.routes import CONVOLUTIONS
 from codegen.plan.candidates import Candidate, candidate_of, candidates
 from codegen.render import render
 from codegen.report import explain
@@ -99,7 +100,7 @@ def test_every_candidate_is_planned_and_has_a_name_of_its_own(device):
             try:
                 plans.append(plan(spec, candidate.target, device, candidate=candidate))
             except PlanError as reason:
-                assert candidate.target == "sm_90a" or candidate.gemm == "windows" and "too short" in str(reason)
+                assert candidate.target == "sm_90a" or candidate.gemm in CONVOLUTIONS and ("too short" in str(reason) or "no more accurate" in str(reason))
         assert plans
 
 
