@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from codegen.chain import costly
 from codegen.plan.gemm_sm90a_epilogue import epilogue, vector_count
-from codegen.plan.gemm_sm90a_kernels import gemm_kernel
+from codegen.plan.gemm_sm90a_kernels import gemm_kernel, ragged_result, result_pitch
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, by_rows, memory
 from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, padded_columns, split_kernel
 from codegen.plan.gemm_sm90a_window import WEIGHT_SHIFT
 from codegen.plan.model import Buffer, Launch, Plan
+from codegen.plan.norm_flat import access_width, residency
 from codegen.plan.routes import PlanError, floor
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
@@ -70,7 +71,12 @@ def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool 
     if chosen.statistics == "none":
         from codegen.plan.norm import plan_norm
 
-        tail = plan_norm(spec, target, device, source="y", apply_before=True, producer_bias=None, statistics=None)
+        pitch = result_pitch(spec)
+        source = "t0" if pitch else "y"
+        if pitch:
+            steps[-1] = Launch(gemm, result=source)
+            buffers = [*buffers, Buffer(source, (spec.batch, pitch), spec.precision.dtype)]
+        tail = plan_norm(spec, target, device, source=source, apply_before=True, producer_bias=None, statistics=None, pitch=pitch)
         steps, buffers, why = steps + list(tail.steps), buffers + list(tail.buffers), why + tail.why
     return Plan(spec, target, device, tuple(steps), tuple(buffers), floor(spec, device, PRODUCTS[spec.precision.name], device.fp16), why)
 
@@ -119,6 +125,8 @@ def layouts(spec: Spec, form: Form) -> list[Layout]:
     """Every way to lay the chain out, the preferred first. The last resort leaves the norm to its own kernel."""
     width, tile = spec.group_channels, form.tile_channels
     clusters = ((2, "weight"), (2, "input"), (1, "none"))
+    if ragged_result(spec):
+        return [Layout(cluster, share, 1, "none") for cluster, share in clusters]
     power_of_two = width & (width - 1) == 0
     if power_of_two and width < 16:
         return [Layout(cluster, share, 1, "lanes") for cluster, share in clusters]
@@ -147,7 +155,7 @@ def _check(spec: Spec) -> None:
         raise PlanError(f"math: {spec.math} asked for, which this target does not have")
     if spec.precision.itemsize == 2 and k % 8:
         raise PlanError(f"in_features: {k} is no multiple of 8, and rows of x and W that do not start at multiples of 16 bytes are out of the copy engine's reach")
-    if spec.precision.itemsize == 2 and spec.channels % 8:
+    if ragged_result(spec) and (spec.gives or residency(spec, access_width(spec)) is None):
         raise PlanError(f"out_features: {spec.channels} is no multiple of 8, and rows of y must start at multiples of 16 bytes for the copy engine")
     if k < LEAST_STEPS * TILE_K:
         raise PlanError(f"in_features: {k} gives fewer than {LEAST_STEPS} stages of {TILE_K}, too few to fill the ring; sm_80 serves it as well")

@@ -60,6 +60,7 @@ class GemmSm90aKernel(Kernel):
     producer_bias: bool = False
     result_type: str = "float"
     in_features: int = 0
+    result_pitch: int = 0  # values from one row of the result to the next, where that is not out_features
 
     input_unscale = X_UNSCALE
     weight_unscale = WEIGHT_UNSCALE
@@ -218,6 +219,16 @@ class GemmSm90aKernel(Kernel):
         return self.statistics == "strips" and in_warpgroup(self.form, self.group_width)
 
 
+def ragged_result(spec: Spec) -> bool:
+    """Whether rows of 16-bit results do not start at multiples of 16 bytes, as the copy engine needs them."""
+    return spec.precision.itemsize == 2 and spec.channels % 8 != 0
+
+
+def result_pitch(spec: Spec) -> int:
+    """Values from one row to the next of the temporary that such results are left in, for the norm kernel to read; 0 for all others."""
+    return math.ceil(spec.channels / 8) * 8 if ragged_result(spec) else 0
+
+
 def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int, debug: bool, notes: tuple[str, ...]) -> GemmSm90aKernel:
     """The multiplication of `spec` in the given form and layout, which must fit (see `memory`)."""
     precision = spec.precision
@@ -258,6 +269,7 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
         batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
         channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
         tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), "bias" in keys, spec.result.c_type, spec.input_shape[1],
+        result_pitch(spec),
     )  # fmt: skip
 
 
@@ -276,6 +288,7 @@ def _constants(
         ("kInFeatures", k, "columns of x and W"),
         *([("kPitch", padded_columns(k), "from one row of a split operand to the next: multiples of 16 bytes")] if spec.precision.itemsize == 4 and k % 8 else []),
         ("kOutFeatures", channels, "rows of W, columns of y"),
+        *([("kResultPitch", result_pitch(spec), "from one row of the result to the next: multiples of 16 bytes")] if ragged_result(spec) else []),
     ]
     if layout.statistics != "none":
         rows.append(("kGroupWidth", width, "out_features / num_groups"))

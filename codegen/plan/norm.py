@@ -34,13 +34,13 @@ class NormPlan:
 
 
 def plan_norm(
-    spec: Spec, target: Target, device: DeviceClass, *, source: str, apply_before: bool, producer_bias: str | None, statistics: TileStatistics | None,
+    spec: Spec, target: Target, device: DeviceClass, *, source: str, apply_before: bool, producer_bias: str | None, statistics: TileStatistics | None, pitch: int = 0,
 ) -> NormPlan:  # fmt: skip
     """Kernels from the producer's result to y.
 
     `source` is the buffer with the producer's result, (batch, channels, spatial...) contiguous in the storage type; "y" means in place.
     `apply_before`: apply the operators between the producer and the norm too, after adding `producer_bias` (a state_dict key), if given, to
-    each channel. `statistics`: what the producer left, instead of computing it. Parameters must start at multiples of 16 bytes.
+    each channel. `statistics`: what the producer left, instead of computing it. `pitch`: values from one sample of `source` to the next, if there are others between them. Parameters must start at multiples of 16 bytes.
     Raises PlanError for a chain that no kernel here covers, ValueError for one with two poolings and for statistics whose tiles do not divide the groups.
     """
     from codegen.plan import norm_flat, norm_pool
@@ -63,8 +63,10 @@ def plan_norm(
         return NormPlan((Launch(kernel),), (), (f"the GEMM's statistics of {pieces} tile{'s' if pieces > 1 else ''} of a group are merged, not computed anew",))
     how = norm_flat.residency(spec, norm_flat.access_width(spec), device.sms)
     if how is not None:
-        kernel = norm_flat.resident_kernel(spec, how, source, apply_before, producer_bias)
+        kernel = norm_flat.resident_kernel(spec, how, source, apply_before, producer_bias, pitch)
         return NormPlan((Launch(kernel),), (), (f"a group's {spec.group_size} values stay in the registers of {how.lanes} threads: one read, one write",))
+    if pitch:
+        raise PlanError("rows with a pitch of their own are read by kernels that hold a group in registers")
     if spec.batch * spec.num_groups < device.sms:
         steps, buffer = norm_flat.plan_split(spec, device, source, apply_before, producer_bias)
         reason = f"{spec.batch * spec.num_groups} groups of {spec.group_size} values leave SMs idle, so several blocks share a group: statistics first"

@@ -71,6 +71,7 @@ class FlatKernel(NormKernel):
     ragged: bool
     partial_block: bool = False
     cooperative: bool = False
+    pitch: int = 0  # values from one sample of the input to the next, where that is not kNumGroups * kGroupSize
 
     @property
     def uses_channels(self) -> bool:
@@ -164,8 +165,8 @@ def blocks_per_sm(spec: Spec, values: int, width: int, threads: int) -> int:
     return blocks_within(threads, registers)
 
 
-def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool, producer_bias: str | None) -> FlatKernel:
-    """A group per `how.lanes` threads, read once and written once."""
+def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool, producer_bias: str | None, pitch: int = 0) -> FlatKernel:
+    """A group per `how.lanes` threads, read once and written once; `pitch`: values from one sample of the input to the next, 0 where none lie between."""
     groups = spec.batch * spec.num_groups
     shared = _shared(spec, source, apply_before, producer_bias, how.width)
     warp = how.lanes <= 32
@@ -174,6 +175,8 @@ def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool,
     blocks = -(-groups // per_block)
     min_blocks = blocks_per_sm(spec, how.vectors * how.width, how.width, threads)
     layout = [Constant("kVectors", str(how.vectors), "accesses of a thread")]
+    if pitch:
+        layout.append(Constant("kPitch", str(pitch), "values from one sample of the input to the next"))
     if warp:
         layout += [
             Constant("kLanes", str(how.lanes), "threads of a group"),
@@ -198,7 +201,7 @@ def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool,
         ),
         summary=f"GroupNorm and what follows; {holder} hold{'s' if not warp or how.lanes == 1 else ''} a group of {spec.group_size} values",
         threads=threads, blocks=blocks, min_blocks=min_blocks, max_registers=register_limit(threads, min_blocks), vectors=how.vectors,
-        ragged=how.ragged, partial_block=warp and blocks * per_block != groups, smem_bytes=0 if warp else 3 * threads // 32 * 4, **shared,
+        ragged=how.ragged, pitch=pitch, partial_block=warp and blocks * per_block != groups, smem_bytes=0 if warp else 3 * threads // 32 * 4, **shared,
     )  # fmt: skip
 
 

@@ -56,6 +56,8 @@ EXAMPLES = (
     Example(Case("alone", 130, 576, 640, 5, linear={"bias": False}, norm={"affine": False}), ("fp32",), Layout(*ALONE, 1, "strips")),
     Example(Case("lanes", 200, 336, 328, 41, after=("relu",)), ("fp32", "fp16"), Layout(*INPUT, 1, "lanes")),
     Example(Case("norm_kernel", 200, 336, 320, 16, mish(320), ("silu",)), ("fp32", "bf16"), Layout(*WEIGHT, 1, "none")),
+    Example(Case("odd_result", 200, 336, 333, 9, ("silu",), ("silu",)), ("fp16", "bf16")),
+    Example(Case("odd_rows", 150, 272, 1030, 1, after=("relu",), linear={"bias": False}), ("fp16",)),
     Example(Case("exchange", 256, 256, 1024, 1, after=("silu",)), ("fp32",), Layout(*INPUT, 4, "strips", exchange=True)),
     Example(Case("exchange_at_once", 256, 336, 1024, 2, ("relu",), ("silu",)), ("bf16",), Layout(*INPUT, 1, "strips", exchange=True)),
     Example(Case("exchange_waits", 256, 272, 1024, 1, ("relu",), ("relu",)), ("fp16",), Layout(*INPUT, 2, "strips", exchange=True)),
