@@ -168,10 +168,17 @@ def test_this_target_is_taken_where_it_is_estimated_to_finish_first(shape, extra
         assert plan(replace(spec, gemm="generated"), "sm_90a", "h200") and plan(spec, "sm_90a", "h200", candidate=Candidate("sm_90a"))
 
 
-def test_odd_pitches_of_y_are_refused_for_halves_only(tmp_path):
-    assert plan_sm_90a(spec_of(tmp_path, 1024, 1024, 4100, 41), TARGET, DEVICE)
-    with pytest.raises(PlanError, match="multiple of 8"):
-        plan_sm_90a(spec_of(tmp_path, 1024, 1024, 4100, 41, "fp16"), TARGET, DEVICE)
+def test_odd_rows_of_halves_are_left_in_a_temporary_with_a_pitch(tmp_path):
+    """The copy engine writes rows that start at multiples of 16 bytes; the norm kernel reads them from there. Results of 32 bits leave by threads."""
+    assert not [b for b in plan_sm_90a(spec_of(tmp_path, 1024, 1024, 4100, 41), TARGET, DEVICE).buffers if b.name == "t0"]
+    halves = plan_sm_90a(spec_of(tmp_path, 1024, 1024, 4100, 41, "fp16"), TARGET, DEVICE)
+    (buffer,) = halves.buffers
+    gemm, norm = halves.steps
+    assert buffer.shape == (1024, 4104) and gemm.result == buffer.name and gemm.kernel.statistics == "none"
+    assert norm.arguments[0] == buffer.name and norm.arguments[-1] == "y" and norm.kernel.pitch == 4104
+    assert 100 % norm.kernel.width == 0
+    with pytest.raises(PlanError, match="multiple of 8"):  # a group that no block holds
+        plan_sm_90a(spec_of(tmp_path, 1024, 1024, 65537, 1, "fp16"), TARGET, DEVICE)
 
 
 def test_groups_that_match_no_tile_go_to_the_norm_kernel(tmp_path):
