@@ -62,7 +62,7 @@ def plan_norm(
         kernel = norm_flat.apply_kernel(spec, source, apply_before, producer_bias, statistics.buffer, pieces)
         return NormPlan((Launch(kernel),), (), (f"the GEMM's statistics of {pieces} tile{'s' if pieces > 1 else ''} of a group are merged, not computed anew",))
     how = norm_flat.residency(spec, norm_flat.access_width(spec), device.sms)
-    if how is not None:
+    if how is not None and (pitch or not norm_flat.shared_instead(spec, how, device.sms)):
         kernel = norm_flat.resident_kernel(spec, how, source, apply_before, producer_bias, pitch)
         return NormPlan((Launch(kernel),), (), (f"a group's {spec.group_size} values stay in the registers of {how.lanes} threads: one read, one write",))
     if pitch:

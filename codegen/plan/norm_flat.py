@@ -46,6 +46,7 @@ FEW_GROUPS = 2  # for an SM, at most: their threads wait for their own instructi
 # What a value costs a thread then, in cycles: its access, an operator of comparisons and products, one of exponentials or divisions; and what threads
 # cost that meet: a level of shuffles for each of three sums, a block's barriers.
 VALUE_CYCLES, SPARING_CYCLES, COSTLY_CYCLES, LEVEL_CYCLES, BARRIER_CYCLES = 20, 10, 250, 90, 1000
+SHARED_CYCLES = 16000  # of a group in registers, from which on many blocks share it although it would fit: two kernels of less than half of that
 SPLIT_BLOCKS = 8  # blocks on an SM that split groups should give work to
 
 
@@ -104,9 +105,10 @@ def residency(spec: Spec, width: int, sms: int = 0) -> Residency | None:
         if vectors * width > min(MAX_VALUES, register_limit(lanes, 1) - _overhead(spec, width)):
             continue
         if few:
-            cost = vectors * width * _value_cycles(spec) + LEVEL_CYCLES * math.log2(min(lanes, 32)) + (BARRIER_CYCLES if lanes > 32 else 0)
+            how = Residency(lanes, vectors, width, group_vectors)
+            cost = resident_cycles(spec, how)
             if best is None or cost < best[0]:
-                best = (cost, Residency(lanes, vectors, width, group_vectors))
+                best = (cost, how)
             continue
         cost = lanes * vectors / group_vectors
         cost += 0.15 * max(0.0, math.log2(128 / (min(lanes, 32) * width * spec.precision.itemsize)))
@@ -115,6 +117,16 @@ def residency(spec: Spec, width: int, sms: int = 0) -> Residency | None:
         if best is None or cost < best[0] - 1e-9:
             best = (cost, Residency(lanes, vectors, width, group_vectors))
     return best[1] if best else None
+
+
+def shared_instead(spec: Spec, how: Residency, sms: int) -> bool:
+    """Whether so few blocks hold groups, for so long, that the card is faster with all of its SMs at work: statistics first, then another kernel."""
+    return 4 * spec.batch * spec.num_groups < sms and resident_cycles(spec, how) > SHARED_CYCLES
+
+
+def resident_cycles(spec: Spec, how: Residency) -> float:
+    """What a thread that holds its part of a group spends on it, where nothing else runs on its SM."""
+    return how.vectors * how.width * _value_cycles(spec) + LEVEL_CYCLES * math.log2(min(how.lanes, 32)) + (BARRIER_CYCLES if how.lanes > 32 else 0)
 
 
 def _value_cycles(spec: Spec) -> int:

@@ -42,6 +42,7 @@ SMALL = {
         Case("blocks_share_a_group", 2, 8, 36008, 1),
         Case("longer_than_registers", 3, 33000, 16, 2),
         Case("saturated", 70, 136, 170, 1, before=("hardswish", "sigmoid", "hardswish"), after=("silu",)),
+        Case("few_costly", 4, 48, 16872, 1, before=("elu", "celu"), after=("softplus", "elu", "tanh")),
         Case("slices_odd", 7, 3863, 51, 3, before=("relu",), after=("sigmoid",)),
         Case("slices_even", 16, 4096, 64, 4, linear={"bias": False}),
         Case("slices_half", 35, 2050, 66, 3, before=(bias(66), "silu")),
@@ -95,7 +96,7 @@ ONCE = (
     Entry("tiles_merged", (64, 256), False), Entry("odd_pitch", (128, 128)),
 )  # fmt: skip
 FURTHER = {
-    "fp16": (*LONGER, *SLICED_HALVES, Entry("saturated", (64, 64), False), Entry("tiles_alone", (16, 256), False), Entry("blocks_share_a_group")),
+    "fp16": (*LONGER, *SLICED_HALVES, Entry("saturated", (64, 64), False), Entry("tiles_alone", (16, 256), False), Entry("few_costly"), Entry("blocks_share_a_group")),
     "bf16": (*SLICED_HALVES, Entry("saturated", (64, 64), False), Entry("tiles_alone", (16, 256), False), Entry("blocks_share_a_group", sms=1)),  # in front of the kernel that streams
     "tf32": (*LONGER, *SLICED),
     "fp16x3": (*LONGER, *ONCE, Entry("longer_than_registers")),
