@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.chain import Constant
-from codegen.numerics import ARITHMETICS, FP32, Arithmetic, Precision
+from codegen.numerics import ARITHMETICS, FP32, Arithmetic
 from codegen.plan.gemm_companions import SLICES, WEIGHT_ROWS, Pointer, add_slices_kernel
-from codegen.plan.gemm_kernels import RASTER_ROWS, stage_counts
+from codegen.plan.gemm_kernels import RASTER_ROWS, TiledKernel, panel_constants, stage_counts, warp_constants
 from codegen.plan.gemm_tiles import (
     CLOCK_GHZ, EPILOGUE_SHARE, SLICE_MARGIN, SLICE_STAGES, SLICES as SLICE_COUNTS, Tile, block_rounds, product_ms, slice_stages, tiles_for,
 )  # fmt: skip
@@ -64,27 +64,16 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class ConvGemmKernel(Kernel):
-    """The product. `strides`, `paddings` and `dilations` are (height, width); `padded` says that windows reach beyond x, `ragged_*` that tiles reach beyond
-    the results (m), a group's channels (n) or K; `result` is the type of what it stores."""
+class ConvGemmKernel(TiledKernel):
+    """The product. `strides`, `paddings` and `dilations` are (height, width); `padded` says that windows reach beyond x."""
 
-    pointers: tuple[Pointer, ...] = ()
-    tile: Tile | None = None
-    arithmetic: Arithmetic | None = None
-    storage: str = "float"
-    result: Precision = FP32
     epilogue: Planes | None = None
-    slices: int = 1
     strides: tuple[int, int] = (1, 1)
     paddings: tuple[int, int] = (0, 0)
     dilations: tuple[int, int] = (1, 1)
     grouped: bool = False
-    ragged_m: bool = False
-    ragged_n: bool = False
-    ragged_k: bool = False
-    raster_remainder: bool = False
-    copy_bytes: int = PIECE_BYTES
-    scaled: bool = False
+
+    scaled = False
 
     @property
     def padded(self) -> bool:
@@ -94,35 +83,6 @@ class ConvGemmKernel(Kernel):
     def ragged(self) -> bool:
         """Whether a copy may find nothing to read."""
         return self.ragged_n or self.ragged_k or self.padded
-
-    @property
-    def sliced(self) -> bool:
-        return self.slices > 1
-
-    @property
-    def layered(self) -> bool:
-        return self.tile.warps_k > 1
-
-    @property
-    def copy_rows(self) -> int:
-        """Rows that the block's threads copy at once, a piece each."""
-        return self.tile.threads * PIECE_BYTES // self.tile.row_bytes
-
-    def guard_copy(self, rows: int) -> bool:
-        """Whether the block's threads outnumber the pieces of `rows` rows of a panel."""
-        return self.copy_rows > rows
-
-    @property
-    def declarations(self) -> list[str]:
-        return [p.declaration() for p in self.pointers]
-
-    @property
-    def names(self) -> list[str]:
-        return [p.name for p in self.pointers]
-
-    def restricted(self, pointers: tuple[Pointer, ...]) -> list[str]:
-        """Parameter declarations of a CUDA function."""
-        return [p.declaration(restrict=True) for p in pointers]
 
 
 @dataclass(frozen=True)
@@ -286,19 +246,10 @@ def _tile_constants(
         c("kTilesM", "(kResults + kTileM - 1) / kTileM", f"results / tile_m, rounded up: {tiles[0]}"),
         c("kTilesN", "(kGroupOutChannels + kTileN - 1) / kTileN", f"channels / tile_n, rounded up: {tiles[1]}"),
         c("kRaster", str(tiles[2]), "tiles of windows that pass by one tile of W before the next"),
-        c("kWarpsM", str(tile.warps_m), "warps along the tile's rows"),
-        c("kWarpsN", str(tile.warps_n), "warps along the tile's columns"),
-        c("kWarpsK", str(tile.warps_k), "layers of warps, each with its own part of K"),
-        c("kThreads", str(tile.threads), "32 * warps_m * warps_n" + deep),
-        c("kBlocksPerSm", str(tile.blocks_per_sm), f"leaves {tile.max_registers} registers a thread"),
-        c("kWarpM", str(tile.warp_m), "tile_m / warps_m: rows of a warp's part"),
-        c("kWarpN", str(tile.warp_n), "tile_n / warps_n: columns of a warp's part"),
+        *warp_constants(tile),
         c("kBlocksM", str(tile.warp_m // 16), "warp_m / 16: multiplies along the rows"),
         c("kBlocksN", str(tile.warp_n // 8), "warp_n / 8: multiplies along the columns"),
-        c("kRowBytes", str(tile.row_bytes), "one row of a panel in shared memory"),
-        c("kPanelK", str(tile.panel_k(itemsize)), f"row_bytes / {itemsize}: values of K in a panel"),
-        c("kStageK", str(tile.stage_k(itemsize)), f"panel_k{deep}: values of K in a stage, " + ("one panel for each layer of warps" if deep else "one panel")),
-        c("kStages", str(tile.stages), "stages in flight"),
+        *panel_constants(tile, itemsize),
         c("kStageCount", str(stage_count), f"K / {'slices / ' if kernel.sliced else ''}stage_k, rounded up" + (" to whole partial sums" if kernel.arithmetic.parts == 2 else "")),
         c("kCopyRows", str(kernel.copy_rows), "rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes"),
         c("kWindows", "(kTileM + kCopyRows - 1) / kCopyRows", f"of which a thread copies its piece: {math.ceil(tile.m / kernel.copy_rows)}"),

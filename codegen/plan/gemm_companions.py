@@ -35,6 +35,25 @@ class Pointer:
 
 
 @dataclass(frozen=True)
+class PointerKernel(Kernel):
+    """A kernel whose arguments are listed as C pointers."""
+
+    pointers: tuple[Pointer, ...] = ()
+
+    def restricted(self, pointers: tuple[Pointer, ...]) -> list[str]:
+        """Parameter declarations of a CUDA function."""
+        return [p.declaration(restrict=True) for p in pointers]
+
+    @property
+    def declarations(self) -> list[str]:
+        return [p.declaration() for p in self.pointers]
+
+    @property
+    def names(self) -> list[str]:
+        return [p.name for p in self.pointers]
+
+
+@dataclass(frozen=True)
 class AddSlicesKernel(Kernel):
     """Sums of parts of K, `width` values a thread, which become the storage type; `ragged`: the last block has threads without any."""
 
@@ -50,26 +69,13 @@ class AlignRowsKernel(Kernel):
 
 
 @dataclass(frozen=True)
-class RowScaleKernel(Kernel):
+class RowScaleKernel(PointerKernel):
     """Power-of-two scales of the rows of x and W. `held`: each thread keeps its part of the row in registers between the two readings."""
 
-    pointers: tuple[Pointer, ...] = ()
     vector: int = 4
     held: bool = True
     ragged: bool = False
     weight: str = ""
-
-    def restricted(self, pointers: tuple[Pointer, ...]) -> list[str]:
-        """Parameter declarations of the CUDA kernel."""
-        return [p.declaration(restrict=True) for p in pointers]
-
-    @property
-    def declarations(self) -> list[str]:
-        return [p.declaration() for p in self.pointers]
-
-    @property
-    def names(self) -> list[str]:
-        return [p.name for p in self.pointers]
 
 
 def row_scale_kernel(spec: Spec) -> RowScaleKernel:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, parameter_keys, unique_constants
 from codegen.numerics import FP32, Arithmetic, Precision, float_literal
-from codegen.plan.gemm_companions import SCALES, WEIGHT_ROWS, X_ROWS, Pointer
+from codegen.plan.gemm_companions import SCALES, WEIGHT_ROWS, X_ROWS, Pointer, PointerKernel
 from codegen.plan.gemm_epilogue import Epilogue, epilogue_of
 from codegen.plan.gemm_tiles import Choice, Tile, aligned_k, partial_sum_stages, slice_stages
-from codegen.plan.model import Kernel
 from codegen.plan.norm_chain import Operand, kept_in_front, named_operand, norm_operands, operand_of
 from codegen.spec import Spec
 
@@ -20,11 +19,10 @@ STATISTICS = "tile_statistics"
 
 
 @dataclass(frozen=True)
-class GemmKernel(Kernel):
-    """One GEMM with its epilogue. `affine`: gamma and beta, or nothing; `copy_bytes` is the widest copy that every row of x and W allows; `result` is the type of y; the `ragged_*` flags say whether a
-    tile can reach beyond the operands' rows or K."""
+class TiledKernel(PointerKernel):
+    """A product by tiles. `copy_bytes` is the widest copy that every row of both operands allows; `storage` is their type, `result` that of what is stored; the `ragged_*` flags say whether a
+    tile can reach beyond the operands' rows or K, `raster_remainder` whether the last tiles of x that pass by one tile of W are fewer."""
 
-    pointers: tuple[Pointer, ...] = ()
     tile: Tile | None = None
     arithmetic: Arithmetic | None = None
     storage: str = "float"
@@ -33,8 +31,39 @@ class GemmKernel(Kernel):
     ragged_m: bool = False
     ragged_n: bool = False
     ragged_k: bool = False
-    ragged_outputs: bool = False
     raster_remainder: bool = False
+    slices: int = 1
+
+    @property
+    def sliced(self) -> bool:
+        """Whether several blocks share a tile, each with its own part of K, and leave the sums of that part."""
+        return self.slices > 1
+
+    @property
+    def layered(self) -> bool:
+        """Whether the block's warps form several layers, each with its own part of K."""
+        return self.tile.warps_k > 1
+
+    @property
+    def access_bytes(self) -> int:
+        """Of one copy to shared memory. Where neighbouring threads take neighbouring words, narrow ones meet as few lines of the cache as wide ones."""
+        return self.copy_bytes if self.copy_bytes in (4, 8) and not self.tile.presplit else 16
+
+    @property
+    def copy_rows(self) -> int:
+        """Rows that the block's threads copy at once, an access each."""
+        return self.tile.threads * self.access_bytes // self.tile.row_bytes
+
+    def guard_copy(self, rows: int) -> bool:
+        """Whether the block's threads outnumber the accesses to `rows` rows of a panel."""
+        return self.copy_rows > rows
+
+
+@dataclass(frozen=True)
+class GemmKernel(TiledKernel):
+    """One GEMM with its epilogue. `affine`: gamma and beta, or nothing."""
+
+    ragged_outputs: bool = False
     finished: bool = False
     statistics: bool = False
     bias: Operand | None = None
@@ -44,33 +73,14 @@ class GemmKernel(Kernel):
     after: tuple[Apply, ...] = ()
     epilogue: Epilogue | None = None
     kept_lines: tuple[tuple[str, ...], ...] = ((), (), ())
-    slices: int = 1
-
-    @property
-    def sliced(self) -> bool:
-        """Whether several blocks share a tile, each with its own part of K, and leave the sums of that part."""
-        return self.slices > 1
 
     @property
     def ragged(self) -> bool:
         return self.ragged_m or self.ragged_n or self.ragged_k
 
     @property
-    def layered(self) -> bool:
-        """Whether the block's warps form several layers, each with its own part of K."""
-        return self.tile.warps_k > 1
-
-    @property
     def scaled(self) -> bool:
         return self.arithmetic.name == "fp16x3"
-
-    @property
-    def declarations(self) -> list[str]:
-        return [p.declaration() for p in self.pointers]
-
-    @property
-    def names(self) -> list[str]:
-        return [p.name for p in self.pointers]
 
     @property
     def tail_pointers(self) -> tuple[Pointer, ...]:
@@ -118,24 +128,6 @@ class GemmKernel(Kernel):
         """C statements on the normalised `v`."""
         affine = ("v = fmaf(v, {}[e], {}[e]);".format(*(operand.value for operand in self.affine)),) if self.affine else ()
         return (*self.kept_lines[1], *affine, *self.kept_lines[2], *_statements(self.after))
-
-    def restricted(self, pointers: tuple[Pointer, ...]) -> list[str]:
-        """Parameter declarations of a CUDA function."""
-        return [p.declaration(restrict=True) for p in pointers]
-
-    @property
-    def access_bytes(self) -> int:
-        """Of one copy to shared memory. Where neighbouring threads take neighbouring words, narrow ones meet as few lines of the cache as wide ones."""
-        return self.copy_bytes if self.copy_bytes in (4, 8) and not self.tile.presplit else 16
-
-    @property
-    def copy_rows(self) -> int:
-        """Rows that the block's threads copy at once, an access each."""
-        return self.tile.threads * self.access_bytes // self.tile.row_bytes
-
-    def guard_copy(self, rows: int) -> bool:
-        """Whether the block's threads outnumber the accesses to `rows` rows of a panel."""
-        return self.copy_rows > rows
 
 
 def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
@@ -245,6 +237,31 @@ def _shape_constants(spec: Spec, choice: Choice, k: int) -> tuple[Constant, ...]
     )
 
 
+def warp_constants(tile: Tile) -> tuple[Constant, ...]:
+    """How a block's warps share its tile."""
+    deep = " * warps_k" if tile.warps_k > 1 else ""
+    return (
+        Constant("kWarpsM", str(tile.warps_m), "warps along the tile's rows"),
+        Constant("kWarpsN", str(tile.warps_n), "warps along the tile's columns"),
+        Constant("kWarpsK", str(tile.warps_k), "layers of warps, each with its own part of K"),
+        Constant("kThreads", str(tile.threads), "32 * warps_m * warps_n" + deep),
+        Constant("kBlocksPerSm", str(tile.blocks_per_sm), f"leaves {tile.max_registers} registers a thread"),
+        Constant("kWarpM", str(tile.warp_m), "tile_m / warps_m: rows of a warp's part"),
+        Constant("kWarpN", str(tile.warp_n), "tile_n / warps_n: columns of a warp's part"),
+    )
+
+
+def panel_constants(tile: Tile, itemsize: int) -> tuple[Constant, ...]:
+    """The panels and stages of shared memory, of operands of `itemsize` bytes."""
+    deep = " * warps_k" if tile.warps_k > 1 else ""
+    return (
+        Constant("kRowBytes", str(tile.row_bytes), "one row of a panel in shared memory" + (", 16-bit parts" if tile.presplit else "")),
+        Constant("kPanelK", str(tile.panel_k(itemsize)), f"row_bytes / {2 if tile.presplit else itemsize}: values of K in a panel"),
+        Constant("kStageK", str(tile.stage_k(itemsize)), f"panel_k{deep}: values of K in a stage, " + ("one panel for each layer of warps" if deep else "one panel")),
+        *(() if tile.presplit else (Constant("kStages", str(tile.stages), "stages in flight"),)),
+    )
+
+
 def _tile_constants(
     spec: Spec, kernel: GemmKernel, choice: Choice, tiles_m: int, tiles_n: int, raster: int, stage_count: int, stages_per_chunk: int
 ) -> tuple[Constant, ...]:  # fmt: skip
@@ -259,19 +276,10 @@ def _tile_constants(
         Constant("kTilesM", "(kBatch + kTileM - 1) / kTileM", f"batch / tile_m, rounded up: {tiles_m}"),
         Constant("kTilesN", "(kOutFeatures + kTileColumns - 1) / kTileColumns", f"out_features / tile_columns, rounded up: {tiles_n}"),
         Constant("kRaster", str(raster), "tiles of x that pass by one tile of W before the next"),
-        Constant("kWarpsM", str(tile.warps_m), "warps along the tile's rows"),
-        Constant("kWarpsN", str(tile.warps_n), "warps along the tile's columns"),
-        Constant("kWarpsK", str(tile.warps_k), "layers of warps, each with its own part of K"),
-        Constant("kThreads", str(tile.threads), "32 * warps_m * warps_n" + deep),
-        Constant("kBlocksPerSm", str(tile.blocks_per_sm), f"leaves {tile.max_registers} registers a thread"),
-        Constant("kWarpM", str(tile.warp_m), "tile_m / warps_m: rows of a warp's part"),
-        Constant("kWarpN", str(tile.warp_n), "tile_n / warps_n: columns of a warp's part"),
+        *warp_constants(tile),
         Constant("kRowsPerThread", str(tile.warp_m // 8), "warp_m / 8 lanes") if ffma else Constant("kBlocksM", str(tile.warp_m // 16), "warp_m / 16: multiplies along the rows"),
         Constant("kColumnsPerThread", str(tile.warp_n // 4), "warp_n / 4 lanes") if ffma else Constant("kBlocksN", str(tile.warp_n // 8), "warp_n / 8: multiplies along the columns"),
-        Constant("kRowBytes", str(tile.row_bytes), "one row of a panel in shared memory" + (", 16-bit parts" if tile.presplit else "")),
-        Constant("kPanelK", str(tile.panel_k(itemsize)), f"row_bytes / {2 if tile.presplit else itemsize}: values of K in a panel"),
-        Constant("kStageK", str(tile.stage_k(itemsize)), f"panel_k{deep}: values of K in a stage, " + ("one panel for each layer of warps" if deep else "one panel")),
-        *(() if tile.presplit else (Constant("kStages", str(tile.stages), "stages in flight"),)),
+        *panel_constants(tile, itemsize),
         Constant("kStageCount", str(stage_count), f"in_features / {'slices / ' if kernel.sliced else ''}stage_k, rounded up" + (" to whole partial sums" if kernel.arithmetic.parts == 2 else "")),
         Constant("kCopyRows", str(kernel.copy_rows), f"rows that the block's threads copy at once, {kernel.access_bytes} bytes each: threads * {kernel.access_bytes} / row_bytes"),
         Constant("kStageBytes", str(tile.stage_bytes), f"(tile_m + tile_n) * row_bytes{deep}" + (" * 2 parts" if tile.presplit else "")),
