@@ -172,12 +172,12 @@ def with_backward_of(record: Record, before: Record | None) -> Record:
 
 
 def with_peers_of(record: Record, before: Record | None) -> Record:
-    """A new record with the peers that its old one timed on the same card and torch and that were not asked this time: they know nothing of our sources, and a
-    table without the strongest of them would flatter us. Our time beside them is the new one, and `kept` says so."""
-    same = ("spec", "precision", "batch", "weights", "torch", "gpu")
+    """A new record with the peers that its old one timed on the same card and torch and that were not asked this time: they know nothing of our sources (but for
+    those with our tail, which do not stay), and a table without the strongest of them would flatter us. Our time beside them is the new one, and `kept` says so."""
+    same = ("spec", "precision", "batch", "weights", "torch", "gpu", "flop", "bytes")
     if not before or any(record.get(key) != before.get(key) for key in same):
         return record
-    kept = {name: row | {"ours_ms": record["ours"]["ms"], "kept": True} for name, row in before["peers"].items() if name not in record["peers"]}
+    kept = {name: row | {"ours_ms": record["ours"]["ms"], "kept": True} for name, row in before["peers"].items() if name not in record["peers"] and "our tail" not in name}
     return conclude({**record, "peers": record["peers"] | kept}) if kept else record
 
 

@@ -23,4 +23,9 @@ MODULE = frozenset(
     """.split()
 )
 
-RESERVED = CPP | OURS | MODULE
+# Buffers of a call, which the runtime finds by name beside the parameters: one of the same name would be written over.
+BUFFERS = frozenset(
+    "kept norm_statistics part_statistics pixels row_scales sliced_sums t0 tile_statistics weight_rows weight_split weight_unscale x_rows x_split x_unscale".split()
+)
+
+RESERVED = CPP | OURS | BUFFERS | MODULE

@@ -14,7 +14,7 @@ from codegen.numerics import ARITHMETICS, FP32, Arithmetic
 from codegen.plan.gemm_companions import SLICES, WEIGHT_ROWS, Pointer, add_slices_kernel
 from codegen.plan.gemm_kernels import RASTER_ROWS, TiledKernel, panel_constants, stage_counts, warp_constants
 from codegen.plan.gemm_tiles import (
-    CLOCK_GHZ, EPILOGUE_SHARE, SLICE_MARGIN, SLICE_STAGES, SLICES as SLICE_COUNTS, Tile, block_rounds, product_ms, slice_stages, tiles_for,
+    CLOCK_GHZ, EPILOGUE_SHARE, SINGLE, SLICE_MARGIN, SLICE_STAGES, SLICES as SLICE_COUNTS, Tile, block_rounds, product_ms, slice_stages, tiles_for,
 )  # fmt: skip
 from codegen.plan.gemm_epilogue import VALUE_CYCLES
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
@@ -174,7 +174,7 @@ def plan_conv_gemm(spec: Spec, target: Target, device: DeviceClass, choice: Choi
 def _check_sizes(spec: Spec, shape: Shape) -> None:
     """Raises PlanError where an index would leave an int."""
     pixels = math.prod(spec.input_shape) // spec.input_shape[1] * shape.groups * shape.pieces
-    if max(pixels + math.prod(spec.input_shape[3:]) * shape.pieces, shape.m, spec.channels * shape.k, pixels * 2) >= INDICES:
+    if max(pixels + math.prod(spec.input_shape[3:]) * shape.pieces, shape.m + max(tile.m for tile in SINGLE), spec.channels * shape.k, pixels * 2) >= INDICES:
         raise PlanError("x, the filters or the result have more pieces than an int counts")
 
 

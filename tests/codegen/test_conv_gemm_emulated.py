@@ -1,9 +1,12 @@
 """The convolution as a product of windows and filters without a GPU: the emitted sources in an emulation, against float64. Strides, padding, dilation, groups,
 channels that fill no piece, planes of any width, every kind of tile, slices of K."""
 
+import contextlib
+import itertools
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +14,9 @@ import torch
 from codegen.numerics import ARITHMETICS
 from codegen.plan.conv_gemm import Choice, arithmetic_of, plan_conv_gemm, shape_of, tile_choices
 from codegen.plan.gemm_tiles import tiles_for
-from codegen.plan.routes import PlanError
-from codegen.spec import load_spec
+from codegen.plan.routes import PlanError, plan
+from codegen.reserved import BUFFERS
+from codegen.spec import SpecError, load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.gemm_promise import relative, round_to_tf32
 from tests.codegen.gemm_sm80_emulated import Layer, build
@@ -20,6 +24,7 @@ from tests.codegen.gemm_sm80_emulated import Layer, build
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 TARGET, H100 = TARGETS["sm_80"], DEVICES["h100"]
+FOLDER = Path(__file__).resolve().parents[2] / "codegen/specs"
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 
 
@@ -186,7 +191,6 @@ def test_short_sums_in_fp32_and_foreign_arithmetics_are_refused(tmp_path):
 def test_what_the_cases_meet():
     """Of every choice of the templates both sides."""
     import tempfile
-    from pathlib import Path
 
     with tempfile.TemporaryDirectory() as folder:
         kernels = [k for p in PRECISIONS for _, plan in made(Path(folder), p) for k in plan.kernels if k.template == "conv_gemm/conv_gemm.cu.j2"]
@@ -194,3 +198,18 @@ def test_what_the_cases_meet():
         assert {bool(getattr(kernel, name)) for kernel in kernels} == {True, False}, name
     assert {kernel.guard_copy(kernel.tile.m) for kernel in kernels} == {True, False} and {kernel.epilogue.vector for kernel in kernels} >= {1, 2, 4}
     assert {kernel.epilogue.round_rows == kernel.tile.m for kernel in kernels} == {True, False}
+
+
+@pytest.mark.parametrize("name", ["pixels", "weight_rows", "sliced_sums", "kept", "part_statistics", "x_split"])
+def test_a_parameter_cannot_take_the_name_of_a_buffer(tmp_path, name):
+    """The runtime finds both by name: a parameter called pixels had the convolution's pixels written over it, and over what lies behind it."""
+    with pytest.raises(SpecError, match="meaning of its own"):
+        Case(2, (32, 64), (5, 5), (3, 3), after=({"mul": {"name": name, "shape": [64, 1, 1]}},)).spec(tmp_path, "fp16", "named")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_buffer_has_a_reserved_name(tmp_path, precision):
+    specs = [load_spec(str(path), precision) for path in sorted(FOLDER.glob("*.yaml"))] + [case.spec(tmp_path, precision, name) for name, case in CASES.items()]
+    for spec, target in itertools.product([*specs, *(replace(spec, prepack=True) for spec in specs)], ("sm_80", "sm_90a")):
+        with contextlib.suppress(PlanError):
+            assert {b.name for b in plan(spec, target).buffers if ":" not in b.name} <= BUFFERS
