@@ -127,7 +127,7 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
             wrong += not old["verified"]
             continue
         if times_again and old and old.get("autotuned") and not autotuned:
-            console.print(f"{emitted.label} ({name}): has times of autotuned peers, which would be lost; add --autotuned to time it again")
+            console.print(f"{emitted.label} ({name}): has times of autotuned peers, which would stay as they are; add --autotuned to time it again")
             continue
         known = old and old["key"] == emitted.key(name) and old.get("verification") and (autotuned or times_again)
         task = {"path": path, "precision": precision, "batch": emitted.spec.batch, "verdict": {k: old[k] for k in ("verified", "verification")} if known else None}

@@ -172,7 +172,7 @@ def with_backward_of(record: Record, before: Record | None) -> Record:
 
 
 def with_peers_of(record: Record, before: Record | None) -> Record:
-    """A new record with the peers that its old one timed on the same card and torch and that were not asked this time: they know nothing of our sources (but for
+    """A new record with the peers that its old one timed on the same card and torch and that have no time now (not asked, or failed this time): they know nothing of our sources (but for
     those with our tail, which do not stay), and a table without the strongest of them would flatter us. Our time beside them is the new one, and `kept` says so."""
     same = ("spec", "precision", "batch", "weights", "torch", "gpu", "flop", "bytes")
     if not before or any(record.get(key) != before.get(key) for key in same):

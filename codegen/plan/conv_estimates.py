@@ -10,7 +10,7 @@ import math
 
 from codegen.chain import applies, costly
 from codegen.plan.model import Plan
-from codegen.plan.norm_flat import access_width, residency
+from codegen.plan.norm_flat import split_groups
 from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
@@ -90,7 +90,7 @@ def library_ms(spec: Spec, device: DeviceClass) -> float:
 def norm_ms(spec: Spec, device: DeviceClass) -> float:
     """The norm kernel behind a convolution that left its result in memory; where groups are few and long, statistics first, in a kernel of its own."""
     result, itemsize = math.prod(spec.producer.output_shape), spec.precision.itemsize
-    split = spec.batch * spec.num_groups < device.sms and residency(spec, access_width(spec), device.sms) is None
+    split = split_groups(spec, device.sms)
     norm = _norm_ms((2 if split else 1) * result * itemsize + math.prod(spec.output_shape) * spec.result.itemsize, device)
     return norm + (_norm_ms(0, device) if split else 0.0)
 

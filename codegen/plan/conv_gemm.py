@@ -14,7 +14,7 @@ from codegen.numerics import ARITHMETICS, FP32, Arithmetic
 from codegen.plan.gemm_companions import SLICES, WEIGHT_ROWS, Pointer, add_slices_kernel
 from codegen.plan.gemm_kernels import RASTER_ROWS, TiledKernel, panel_constants, stage_counts, warp_constants
 from codegen.plan.gemm_tiles import (
-    CLOCK_GHZ, EPILOGUE_SHARE, SINGLE, SLICE_MARGIN, SLICE_STAGES, SLICES as SLICE_COUNTS, Tile, block_rounds, product_ms, slice_stages, tiles_for,
+    CLOCK_GHZ, EPILOGUE_SHARE, SINGLE, SLICE_MARGIN, Tile, block_rounds, product_ms, slice_counts, slice_stages, tiles_for,
 )  # fmt: skip
 from codegen.plan.gemm_epilogue import VALUE_CYCLES
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
@@ -26,11 +26,12 @@ from codegen.targets import DeviceClass, Target
 
 PIXELS = "pixels"
 MATH = {"fp32": "tf32x3", "tf32": "tf32", "fp16": "fp16", "bf16": "bf16"}
-SPLIT_MIN_K = 256  # of tf32x3, which leaves out the product of the lower parts: shorter sums do not average it away
+LEAST_K = 256  # of tf32x3, zeros of padded channels counted: it leaves out the product of the lower parts, which shorter sums do not average away
 PIECE_BYTES = 16  # of one copy: neighbouring channels of a pixel
 COPY_THREADS = 256
-COPIED = 0.5  # of the memory's rate, at which x is turned around
+COPY_SHARE = 0.5  # of the memory's rate, at which x is turned around
 COPY_US, ADD_US = 2.0, 1.5  # of the kernels beside the product, at least
+PLANE_PAD = 4  # floats behind a staged channel: a warp's stores meet no bank twice
 INDICES = 1 << 31  # fewer pieces, results and copying threads than an int counts
 
 
@@ -101,7 +102,7 @@ def arithmetic_of(spec: Spec) -> Arithmetic:
     if spec.math not in served:
         raise PlanError(f"math: {spec.math} is not among the convolution's arithmetics for {spec.precision.name} as a product of windows and filters")
     arithmetic = ARITHMETICS[spec.math or wanted]
-    if arithmetic.parts == 2 and shape_of(spec).k < SPLIT_MIN_K:
+    if arithmetic.parts == 2 and shape_of(spec).k < LEAST_K:
         raise PlanError(f"sums of {shape_of(spec).k} products are too short for {arithmetic.name}, which leaves out the products of the lower parts")
     return arithmetic
 
@@ -119,15 +120,7 @@ def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> lis
     whole = [_choice(spec, device, arithmetic, tile, 1) for tile in tiles_for(arithmetic)]
     least = min(choice.ms for choice in whole)
     itemsize, k = spec.precision.itemsize, shape_of(spec).k
-    sliced = []
-    for tile in tiles_for(arithmetic):
-        for count in SLICE_COUNTS:
-            stages = slice_stages(arithmetic, tile, k, itemsize, count)
-            if stages < SLICE_STAGES:
-                break
-            slices = math.ceil(math.ceil(k / tile.stage_k(itemsize)) / stages)  # none is empty
-            if slices > 1:
-                sliced.append(_choice(spec, device, arithmetic, tile, slices))
+    sliced = [_choice(spec, device, arithmetic, tile, slices) for tile in tiles_for(arithmetic) for slices in slice_counts(arithmetic, tile, k, itemsize)]
     found = whole + [choice for choice in sliced if choice.ms < SLICE_MARGIN * least]
     return sorted(found, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))
 
@@ -142,8 +135,8 @@ def _choice(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile,
     planes = _planes(spec, tile, slices)
     rounds = block_rounds(device, tile, math.ceil(shape.m / tile.m) * math.ceil(shape.n / tile.n) * slices * shape.groups)
     cycles = tile.m // planes.round_rows * math.ceil(min(tile.n, shape.n) * planes.round_rows / tile.threads) * VALUE_CYCLES
-    copied = 2 * (pixels + weights) / (device.hbm * COPIED * 1e6) + COPY_US / 1e3
-    added = results * (4 * slices + itemsize) / (device.hbm * COPIED * 1e6) + ADD_US / 1e3 if slices > 1 else 0.0
+    copied = 2 * (pixels + weights) / (device.hbm * COPY_SHARE * 1e6) + COPY_US / 1e3
+    added = results * (4 * slices + itemsize) / (device.hbm * COPY_SHARE * 1e6) + ADD_US / 1e3 if slices > 1 else 0.0
     return Choice(tile, slices, product + rounds * EPILOGUE_SHARE * cycles / (CLOCK_GHZ * 1e6) + copied + added)
 
 
@@ -205,9 +198,9 @@ def conv_gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, notes: 
 def _planes(spec: Spec, tile: Tile, slices: int) -> Planes:
     vector = math.gcd(math.prod(spec.producer.output_shape[2:]), PIECE_BYTES // (4 if slices > 1 else spec.precision.itemsize))
     rows = tile.warp_m
-    while rows < tile.m and tile.n * (2 * rows + 4) * 4 * tile.warps_k <= tile.smem_bytes:
+    while rows < tile.m and tile.n * (2 * rows + PLANE_PAD) * 4 * tile.warps_k <= tile.smem_bytes:
         rows *= 2
-    return Planes(vector, rows, rows + 4)
+    return Planes(vector, rows, rows + PLANE_PAD)
 
 
 def _shape_constants(spec: Spec, shape: Shape) -> tuple[Constant, ...]:
@@ -263,7 +256,7 @@ def _tile_constants(
         *([c("kStagesPerSum", str(stages_per_chunk), f"K = {stages_per_chunk * tile.panel_k(itemsize)} in one partial sum of a warp")] if kernel.arithmetic.parts == 2 else []),
         c("kRoundRows", str(planes.round_rows), "results of each channel staged at once: what fits into the stages' memory"),
         *([c("kRounds", "kTileM / kRoundRows", str(tile.m // planes.round_rows))] if planes.round_rows != tile.m else []),
-        c("kPitch", str(planes.pitch), "round_rows + 4: a staged channel in floats, so that a warp's stores meet no bank twice"),
+        c("kPitch", str(planes.pitch), f"round_rows + {PLANE_PAD}: a staged channel in floats, so that a warp's stores meet no bank twice"),
         c("kVector", str(planes.vector), "results of one store: the most that a channel's plane allows, 16 bytes at most"),
     ]  # fmt: skip
     return tuple(constants)
@@ -276,7 +269,7 @@ def channels_last_kernel(spec: Spec) -> ChannelsLastKernel:
     channels, plane = spec.input_shape[1] // shape.groups, math.prod(spec.input_shape[2:])
     taps = math.prod(spec.producer.values["kernel_size"])
     pixel_pieces = shape.groups * shape.pieces
-    lanes = next(lanes for lanes in (precision.itemsize, 2, 1) if lanes <= max(1, pixel_pieces))
+    lanes = next(lanes for lanes in (precision.itemsize, 2, 1) if lanes <= pixel_pieces)  # as many pieces as leave a sector of 32 bytes of neighbouring pixels in each channel
     piece_warps = math.ceil(pixel_pieces / lanes)
     warps = math.ceil(spec.batch * plane / (32 // lanes)) * piece_warps
     pixel_blocks = math.ceil(warps / (COPY_THREADS // 32))

@@ -158,7 +158,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
         spec = replace(spec, gives=FP32)
     epilogue = epilogue_of(spec, tile, choice.columns, choice.finished, arithmetic)
     kernel = GemmKernel(
-        name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic, bare),
+        name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic, [what for what, there in (("bias", "bias" in keys), ("the operators before the norm", not bare)) if there]),
         smem_bytes=max(tile.smem_bytes, epilogue.round_rows * epilogue.pitch * 4 * tile.warps_k), max_registers=tile.max_registers,
         threads=tile.threads, blocks=tiles_m * tiles_n * choice.slices, pointers=pointers, tile=tile, arithmetic=arithmetic, storage=precision.c_type, result=spec.result,
         copy_bytes=math.gcd(16, k * precision.itemsize), ragged_m=spec.batch % tile.m != 0,
@@ -204,11 +204,11 @@ def _template(arithmetic: Arithmetic, tile: Tile) -> str:
     return "mma" if arithmetic.parts == 1 else "mma_presplit" if tile.presplit else "mma_split"
 
 
-def _summary(choice: Choice, arithmetic: Arithmetic, bare: bool) -> str:
+def _summary(choice: Choice, arithmetic: Arithmetic, front: list[str]) -> str:
     if choice.slices > 1:
         return f"x W^T by {arithmetic.summary}, {choice.slices} parts of K apart"
-    rest = "the whole chain in its epilogue" if choice.finished else "bias in its epilogue" if bare else "bias and the operators before the norm in its epilogue"
-    return f"x W^T by {arithmetic.summary}, {rest}"
+    inside = "the whole chain" if choice.finished else " and ".join(front)
+    return f"x W^T by {arithmetic.summary}" + (f", {inside} in its epilogue" if inside else "")
 
 
 def stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> tuple[int, int]:

@@ -186,6 +186,17 @@ def slice_stages(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int, slic
     return math.ceil(stages / partial) * partial if slices > 1 else stages
 
 
+def slice_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> list[int]:
+    """Into how many slices K may be cut, more than one: none is empty, and each has enough stages."""
+    found = []
+    for slices in SLICES:
+        stages = slice_stages(arithmetic, tile, k, itemsize, slices)
+        if stages < SLICE_STAGES:
+            break
+        found.append(math.ceil(math.ceil(k / tile.stage_k(itemsize)) / stages))
+    return [count for count in found if count > 1]
+
+
 def tile_ms(
     spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, columns: int, finished: bool, slices: int = 1, k: int | None = None
 ) -> float:  # fmt: skip
@@ -266,12 +277,7 @@ def _sliced(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tail: float
     itemsize = spec.precision.itemsize
     found = []
     for tile in tiles_for(arithmetic):
-        for slices in SLICES:
-            stages = slice_stages(arithmetic, tile, k, itemsize, slices)
-            if stages < SLICE_STAGES:
-                break
-            slices = math.ceil(math.ceil(k / tile.stage_k(itemsize)) / stages)  # none is empty
+        for slices in slice_counts(arithmetic, tile, k, itemsize):
             add = (slices * 4 + itemsize) * spec.batch * spec.channels / (device.hbm * 1e6) + device.launch_us / 1e3
-            if slices > 1:
-                found.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, False, slices, k) + add + tail, slices))
+            found.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, False, slices, k) + add + tail, slices))
     return found

@@ -61,13 +61,13 @@ def plan_norm(
         pieces = group_width // statistics.tile_n
         kernel = norm_flat.apply_kernel(spec, source, apply_before, producer_bias, statistics.buffer, pieces)
         return NormPlan((Launch(kernel),), (), (f"the GEMM's statistics of {pieces} tile{'s' if pieces > 1 else ''} of a group are merged, not computed anew",))
-    how = norm_flat.residency(spec, norm_flat.access_width(spec), device.sms)
-    if how is not None and (pitch or not norm_flat.shared_instead(spec, how, device.sms)):
+    how = norm_flat.residency(spec, norm_flat.access_width(spec), device.sms) if pitch else norm_flat.holder(spec, device.sms)
+    if how is not None:
         kernel = norm_flat.resident_kernel(spec, how, source, apply_before, producer_bias, pitch)
         return NormPlan((Launch(kernel),), (), (f"a group's {spec.group_size} values stay in the registers of {how.lanes} threads: one read, one write",))
     if pitch:
         raise PlanError("rows with a pitch of their own are read by kernels that hold a group in registers")
-    if spec.batch * spec.num_groups < device.sms:
+    if norm_flat.split_groups(spec, device.sms):
         steps, buffer = norm_flat.plan_split(spec, device, source, apply_before, producer_bias)
         reason = f"{spec.batch * spec.num_groups} groups of {spec.group_size} values leave SMs idle, so several blocks share a group: statistics first"
         return NormPlan(steps, (buffer,), (reason,))

@@ -119,9 +119,17 @@ def residency(spec: Spec, width: int, sms: int = 0) -> Residency | None:
     return best[1] if best else None
 
 
-def shared_instead(spec: Spec, how: Residency, sms: int) -> bool:
-    """Whether so few blocks hold groups, for so long, that the card is faster with all of its SMs at work: statistics first, then another kernel."""
-    return 4 * spec.batch * spec.num_groups < sms and resident_cycles(spec, how) > SHARED_CYCLES
+def holder(spec: Spec, sms: int) -> Residency | None:
+    """How groups are held in registers, or None: none can be, or so few blocks would hold them, for so long, that a card of `sms` SMs is faster with all of
+    them at work."""
+    how = residency(spec, access_width(spec), sms)
+    crowded = how is not None and 4 * spec.batch * spec.num_groups < sms and resident_cycles(spec, how) > SHARED_CYCLES
+    return None if crowded else how
+
+
+def split_groups(spec: Spec, sms: int) -> bool:
+    """Whether several blocks share a group that none holds: statistics first, in a kernel of their own."""
+    return spec.batch * spec.num_groups < sms and holder(spec, sms) is None
 
 
 def resident_cycles(spec: Spec, how: Residency) -> float:

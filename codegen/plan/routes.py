@@ -11,9 +11,8 @@ What no fused kernel takes (a reduction, average pooling, a second pooling) foll
 
 from __future__ import annotations
 
-import contextlib
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from codegen.numerics import ARITHMETICS
 from codegen.plan import tuned
@@ -35,7 +34,7 @@ LIBRARY_MARGIN = 0.95  # our GEMM is preferred to the vendor's when its estimate
 # Our convolutions for mma.sync, as a candidate names them.
 CONVOLUTIONS = {"one_pass": "the convolution in one pass", "windows": "the convolution as a product of windows and filters, then the norm kernel"}
 LIBRARY_CONVOLUTION = "torch's convolution, then the norm kernel"
-CONVOLUTION_SHARES = {"library": LIBRARY_MARGIN, "one_pass": 0.9, "windows": 1.0}  # of the estimates, at which they are compared: what the shipped ones took on an H200
+CONVOLUTION_SHARES = {"library": LIBRARY_MARGIN, "one_pass": 0.9, "windows": 1.0}  # by which estimates are multiplied to be compared: that of one pass was too high for the shipped chains
 
 
 class PlanError(Exception):
@@ -127,26 +126,49 @@ def _sm_80(spec: Spec, target: Target, device: DeviceClass, candidate: Candidate
     )  # fmt: skip
 
 
-def _conv_sm_80(spec: Spec, target: Target, device: DeviceClass, wanted: str | None) -> Plan:
-    """The fastest, by estimate, of the ways that serve the chain; `wanted` is "library", "generated" (any of our own), one of CONVOLUTIONS, or nothing."""
+@dataclass(frozen=True)
+class _Ways:
+    """sm_80's ways to serve a convolution: estimates of those that can, the plans of ours, and why others cannot."""
+
+    ms: dict[str, float]
+    plans: dict[str, Plan]
+    reasons: dict[str, str]
+
+    @property
+    def compared(self) -> dict[str, float]:
+        """The estimates as they are compared."""
+        return {way: ms * CONVOLUTION_SHARES[way] for way, ms in self.ms.items()}
+
+    @property
+    def fastest(self) -> str:
+        return min(self.compared, key=self.compared.get)
+
+
+def _conv_ways(spec: Spec, target: Target, device: DeviceClass, wanted: str | None) -> _Ways:
+    """`wanted` is "library", "generated" (any of our own), one of CONVOLUTIONS, or nothing. Raises PlanError where no way is left."""
     from codegen.plan.conv_estimates import library_ms
 
-    ways = {"library": library_ms(spec, device)} if wanted in (None, "library") else {}
-    plans, reasons = {}, {}
+    ways = _Ways({"library": library_ms(spec, device)} if wanted in (None, "library") else {}, {}, {})
     for name in CONVOLUTIONS if wanted in (None, "generated") else [wanted] if wanted in CONVOLUTIONS else []:
         try:
-            plans[name], ways[name] = _own_conv(name, spec, target, device)
+            ways.plans[name], ways.ms[name] = _own_conv(name, spec, target, device)
         except PlanError as reason:
-            reasons[name] = str(reason)
-    if not ways:
-        raise PlanError(f"gemm: {wanted} asks for a convolution of our own, which cannot be: {'; '.join(reasons.values())}; gemm: library can")
-    name = min(ways, key=lambda way: ways[way] * CONVOLUTION_SHARES[way])
-    refused = tuple(f"not {CONVOLUTIONS[way]}: {reason}" for way, reason in reasons.items())
-    others = ", ".join(f"{ways[way]:.3f} ms with {CONVOLUTIONS.get(way, LIBRARY_CONVOLUTION)}" for way in ways if way != name)
-    compared = f"{CONVOLUTIONS.get(name, LIBRARY_CONVOLUTION)}: " + (f"{ways[name]:.3f} ms estimated, against {others}" if others else "asked for" if wanted else "the only way")
+            ways.reasons[name] = str(reason)
+    if not ways.ms:
+        raise PlanError(f"gemm: {wanted} asks for a convolution of our own, which cannot be: {'; '.join(ways.reasons.values())}; gemm: library can")
+    return ways
+
+
+def _conv_sm_80(spec: Spec, target: Target, device: DeviceClass, wanted: str | None) -> Plan:
+    """The fastest, by estimate, of the ways that are wanted and serve the chain."""
+    ways = _conv_ways(spec, target, device, wanted)
+    name = ways.fastest
+    refused = tuple(f"not {CONVOLUTIONS[way]}: {reason}" for way, reason in ways.reasons.items())
+    others = ", ".join(f"{ms:.3f} ms with {CONVOLUTIONS.get(way, LIBRARY_CONVOLUTION)}" for way, ms in ways.ms.items() if way != name)
+    compared = f"{CONVOLUTIONS.get(name, LIBRARY_CONVOLUTION)}: " + (f"{ways.ms[name]:.3f} ms estimated, against {others}" if others else "asked for" if wanted else "the only way")
     if name == "library":
         return _library_route(spec, target, device, (compared, *refused))
-    return replace(plans[name], why=(*plans[name].why, compared, *refused))
+    return replace(ways.plans[name], why=(*ways.plans[name].why, compared, *refused))
 
 
 def _own_conv(name: str, spec: Spec, target: Target, device: DeviceClass) -> tuple[Plan, float]:
@@ -163,14 +185,8 @@ def _own_conv(name: str, spec: Spec, target: Target, device: DeviceClass) -> tup
 
 
 def sm_80_conv_ms(spec: Spec, device: DeviceClass) -> float:
-    """Estimate of what sm_80's ways take for a chain that starts with `conv2d`, on any card that runs them."""
-    from codegen.plan.conv_estimates import library_ms
-
-    found = [library_ms(spec, device)]
-    for name in CONVOLUTIONS:
-        with contextlib.suppress(PlanError):
-            found.append(_own_conv(name, spec, TARGETS["sm_80"], device)[1])
-    return min(found)
+    """Estimate, as it is compared, of what sm_80 takes for a chain that starts with `conv2d`, on any card that runs it."""
+    return min(_conv_ways(spec, TARGETS["sm_80"], device, None).compared.values())
 
 
 def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool, forced: bool) -> Plan:
