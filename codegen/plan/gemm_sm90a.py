@@ -11,12 +11,15 @@ import math
 from dataclasses import replace
 
 from codegen.chain import costly
+from codegen.plan.gemm_companions import SLICES, add_slices_kernel
 from codegen.plan.gemm_sm90a_epilogue import epilogue, vector_count
 from codegen.plan.gemm_sm90a_kernels import gemm_kernel, ragged_result, result_pitch
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, by_rows, memory
 from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, padded_columns, split_kernel
 from codegen.plan.gemm_sm90a_window import WEIGHT_SHIFT
+from codegen.plan.gemm_tiles import SLICE_MARGIN
 from codegen.plan.model import Buffer, Launch, Plan
+from codegen.plan.norm import plan_norm
 from codegen.plan.norm_flat import access_width, residency
 from codegen.plan.routes import PlanError, floor
 from codegen.spec import Spec
@@ -25,6 +28,9 @@ from codegen.targets import DeviceClass, Target
 WIDEST_HELD = 4  # tiles of one group that a CTA computes before it normalises them
 LEAST_STEPS = 4  # of K: shorter products are a matter of memory and launch times
 LANES_MS = 0.02  # that a tile's epilogue takes longer where groups lie in the lanes of a warp, and as much again where results are fp32
+CLUSTERS = ((2, "weight"), (2, "input"), (1, "none"))  # CTAs, and the operand that they share
+SLICES_OF_K = (2, 3, 4, 5, 6, 8, 10, 12, 16)  # that CTAs of one tile may share
+FILL_MS = 0.003  # that a slice waits for its first stages, and its sums for the copy to memory
 CONVERSION_MARGIN = 0.95  # W is converted on every call where the estimate is below this share of the other
 CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
 
@@ -58,7 +64,8 @@ def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool 
     _check(spec)
     forms = [form] if form else _forms(spec)[: 1 if layout else None]
     ways = [(form, layout or choose_layout(spec, target, device, form)) for form in forms]
-    form, chosen = _faster(spec, device, ways)
+    whole = _faster(spec, device, ways)
+    form, chosen = whole if layout else _sliced(spec, device, forms, whole)
     rounds, busy = _rounds(spec, form, chosen, device.sms)
     notes = _notes(spec, form, chosen, rounds)
     gemm = gemm_kernel(spec, target, form, chosen, device.sms, debug, notes)
@@ -68,10 +75,14 @@ def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool 
         steps += split
     steps.append(Launch(gemm))
     why = _why(spec, device, ways, form, chosen, busy)
-    if chosen.statistics == "none":
-        from codegen.plan.norm import plan_norm
-
-        pitch = result_pitch(spec)
+    if chosen.slices > 1:
+        steps[-1:] = [Launch(gemm, result=SLICES), Launch(add_slices_kernel(spec, chosen.slices))]
+        buffers = [*buffers, Buffer(SLICES, (chosen.slices, spec.batch, spec.channels), "float32"), Buffer("t0", spec.producer.output_shape, spec.precision.dtype)]
+        bias = next((spec.producer.key(p) for p in spec.producer.parameters if p.suffix == "bias"), None)
+        tail = plan_norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias, statistics=None)
+        steps, buffers, why = steps + list(tail.steps), buffers + list(tail.buffers), why + tail.why
+    elif chosen.statistics == "none":
+        pitch = result_pitch(spec, chosen)
         source = "t0" if pitch else "y"
         if pitch:
             steps[-1] = Launch(gemm, result=source)
@@ -83,7 +94,9 @@ def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool 
 
 def hopper_linear_ms(spec: Spec, target: Target, device: DeviceClass) -> float:
     """Estimate of what this target's kernels take for the chain, a norm kernel behind them not counted beyond its share of a tile's time."""
-    return estimated_ms(spec, device, *_faster(spec, device, [(form, choose_layout(spec, target, device, form)) for form in _forms(spec)]))
+    forms = _forms(spec)
+    whole = _faster(spec, device, [(form, choose_layout(spec, target, device, form)) for form in forms])
+    return estimated_ms(spec, device, *_sliced(spec, device, forms, whole))
 
 
 def _faster(spec: Spec, device: DeviceClass, ways: list[tuple[Form, Layout]]) -> tuple[Form, Layout]:
@@ -91,6 +104,31 @@ def _faster(spec: Spec, device: DeviceClass, ways: list[tuple[Form, Layout]]) ->
     if len(ways) > 1 and estimated_ms(spec, device, *ways[1]) < CONVERSION_MARGIN * estimated_ms(spec, device, *ways[0]):
         return ways[1]
     return ways[0]
+
+
+def _sliced(spec: Spec, device: DeviceClass, forms: list[Form], whole: tuple[Form, Layout]) -> tuple[Form, Layout]:
+    """`whole`, or tiles whose K several CTAs share, where that saves more than its estimate can be off by."""
+    found = [(form, layout) for form in _sliced_forms(forms) for layout in sliced_layouts(spec, form)]
+    best = min(found, key=lambda way: estimated_ms(spec, device, *way), default=whole)
+    return best if estimated_ms(spec, device, *best) < SLICE_MARGIN * estimated_ms(spec, device, *whole) else whole
+
+
+def _sliced_forms(forms: list[Form]) -> list[Form]:
+    """The forms, and tiles of half as many channels and twice as many samples where one product comes from shared memory: some results fill them better."""
+    narrow = [replace(form, tile_channels=128, tile_samples=256) for form in forms if not form.registers and form.parts == 1]
+    return forms + narrow
+
+
+def sliced_layouts(spec: Spec, form: Form) -> list[Layout]:
+    """Every way to cut K into parts, none of them empty."""
+    k = spec.input_shape[1]
+    found = []
+    for wanted in SLICES_OF_K:
+        steps = math.ceil(math.ceil(k / TILE_K) / wanted)
+        slices = math.ceil(math.ceil(k / TILE_K) / steps)
+        if steps >= LEAST_STEPS and slices > 1:
+            found += [Layout(cluster, share, 1, "none", slices=slices) for cluster, share in CLUSTERS]
+    return list(dict.fromkeys(found))
 
 
 def choose_layout(spec: Spec, target: Target, device: DeviceClass, form: Form) -> Layout:
@@ -111,20 +149,23 @@ def estimated_ms(spec: Spec, device: DeviceClass, form: Form, layout: Layout) ->
     precision, converts = spec.precision.name, _converts(spec, form)
     rounds, _ = _rounds(spec, form, layout, device.sms)
     products = PRODUCTS[precision]
-    k = math.ceil(spec.input_shape[1] / TILE_K) * TILE_K
+    k = layout.slice_steps(spec.input_shape[1]) * TILE_K
     pace = device.fp16 * 1e9 * PACE[precision, converts] / device.sms
     multiply = rounds * 2 * form.tile_channels * form.tile_samples * k * products / pace
     conversion = spec.channels * spec.input_shape[1] * (4 + 2 * form.parts) / (device.hbm * 1e6) if converts and not spec.prepack else 0.0
     if layout.statistics == "lanes":
         multiply += rounds * LANES_MS * (2 if spec.gives else 1)
-    launches = 1 + (spec.precision.itemsize == 4) + (layout.statistics == "none") + (conversion > 0)
+    if layout.slices > 1:  # sums are written and read, their total too
+        moved = (8 * layout.slices + spec.precision.itemsize * 2 + spec.result.itemsize) * spec.batch * spec.channels
+        multiply += rounds * FILL_MS + moved / (device.hbm * 1e6)
+    launches = 1 + (spec.precision.itemsize == 4) + (layout.statistics == "none") + (layout.slices > 1) + (conversion > 0)
     return max(multiply, floor(spec, device, products, device.fp16).memory_ms) + conversion + launches * device.launch_us / 1e3
 
 
 def layouts(spec: Spec, form: Form) -> list[Layout]:
     """Every way to lay the chain out, the preferred first. The last resort leaves the norm to its own kernel."""
     width, tile = spec.group_channels, form.tile_channels
-    clusters = ((2, "weight"), (2, "input"), (1, "none"))
+    clusters = CLUSTERS
     if ragged_result(spec):
         return [Layout(cluster, share, 1, "none") for cluster, share in clusters]
     power_of_two = width & (width - 1) == 0
@@ -200,11 +241,11 @@ def _rounds(spec: Spec, form: Form, layout: Layout, sms: int) -> tuple[float, fl
     sample_tiles, channel_tiles = math.ceil(spec.batch / form.tile_samples), math.ceil(spec.channels / form.tile_channels)
     samples = layout.cluster if layout.share == "weight" else 1
     channels = (layout.cluster if layout.share == "input" else 1) * layout.unit_tiles
-    units = math.ceil(sample_tiles / samples) * math.ceil(channel_tiles / channels)
+    units = math.ceil(sample_tiles / samples) * math.ceil(channel_tiles / channels) * layout.slices
     rounds = math.ceil(units / (sms // layout.cluster)) * layout.unit_tiles
-    busy = sample_tiles * channel_tiles / (rounds * sms)
+    busy = sample_tiles * channel_tiles * layout.slices / (rounds * sms)
     uncached = 0.05 * rounds if layout.cluster == 1 else 0.0  # operands fetched twice
-    return rounds * (1.1 if layout.statistics == "none" else 1.0) + uncached, busy
+    return rounds * (1.1 if layout.statistics == "none" and layout.slices == 1 else 1.0) + uncached, busy
 
 
 def _held_tail(spec: Spec, form: Form, layout: Layout) -> bool:
@@ -271,6 +312,9 @@ def _why(spec: Spec, device: DeviceClass, ways: list[tuple[Form, Layout]], form:
             reasons.append(f"W is converted by a kernel of its own on every call: of in_features {spec.input_shape[1]} the multiplication could not read it in planes of 16")
     if layout.exchange:
         reasons.append("the statistics of a group meet through distributed shared memory, so that the chain ends in this kernel")
+    elif layout.slices > 1:
+        parts, whole = estimated_ms(spec, device, form, layout), estimated_ms(spec, device, *_faster(spec, device, ways))
+        reasons.append(f"K is cut into {layout.slices} parts, whose sums are added in front of the norm kernel: {parts:.3f} ms estimated, against {whole:.3f} ms with whole tiles")
     elif layout.statistics == "none":
         reasons.append(f"groups of {spec.group_channels} channels do not match the tiles, so the norm kernel follows")
     else:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, c_identifier, costly, unique_constants
-from codegen.numerics import float_literal
+from codegen.numerics import FP32, float_literal
 from codegen.plan.gemm_sm90a_epilogue import PIECE, distinct, epilogue, in_pieces, line, vector_count
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks
 from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, padded_columns
@@ -80,6 +80,11 @@ class GemmSm90aKernel(Kernel):
     @property
     def statistics(self) -> str:
         return self.layout.statistics
+
+    @property
+    def sliced(self) -> bool:
+        """Whether several CTAs or clusters share a tile, each with its own part of K."""
+        return self.layout.slices > 1
 
     @property
     def held(self) -> bool:
@@ -224,18 +229,22 @@ def ragged_result(spec: Spec) -> bool:
     return spec.precision.itemsize == 2 and spec.channels % 8 != 0
 
 
-def result_pitch(spec: Spec) -> int:
+def result_pitch(spec: Spec, layout: Layout) -> int:
     """Values from one row to the next of the temporary that such results are left in, for the norm kernel to read; 0 for all others."""
-    return math.ceil(spec.channels / 8) * 8 if ragged_result(spec) else 0
+    return math.ceil(spec.channels / 8) * 8 if ragged_result(spec) and layout.slices == 1 else 0
 
 
 def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int, debug: bool, notes: tuple[str, ...]) -> GemmSm90aKernel:
-    """The multiplication of `spec` in the given form and layout, which must fit (see `memory`)."""
+    """The multiplication of `spec` in the given form and layout, which must fit (see `memory`). Slices leave fp32 sums without the bias."""
+    if layout.slices > 1:
+        spec = replace(spec, gives=FP32)
     precision = spec.precision
     batch = spec.input_shape[0]
     channels, width = spec.channels, spec.group_channels
     before, after, before_vectors, after_vectors = epilogue(spec, layout.statistics != "none")
-    keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters}
+    keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters if layout.slices == 1 or p.suffix == "weight"}
+    if layout.slices > 1:
+        before_vectors = []  # its bias
     norm = {p.suffix: spec.norm.key(p) for p in spec.norm.parameters} if layout.statistics != "none" else {}
     before_lines = ([f"value + {c_identifier(keys['bias'])}_c[h]"] if "bias" in keys else []) + [line(a) for a in before]
     affine = [f"value * {c_identifier(norm['weight'])}_c[h] + {c_identifier(norm['bias'])}_c[h]"] if norm else []
@@ -258,7 +267,7 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
     cluster_samples = layout.cluster if layout.share == "weight" else 1
     cluster_channels = layout.cluster if layout.share == "input" else 1
     sample_blocks = math.ceil(sample_tiles / cluster_samples)
-    units = sample_blocks * math.ceil(channel_tiles / (cluster_channels * layout.unit_tiles))
+    units = sample_blocks * math.ceil(channel_tiles / (cluster_channels * layout.unit_tiles)) * layout.slices
     clusters = balanced(units, sms // layout.cluster)
     constants = _constants(spec, form, layout, where, before + after, sample_blocks, units, clusters)
     return GemmSm90aKernel(
@@ -269,11 +278,13 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
         batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
         channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
         tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), "bias" in keys, spec.result.c_type, spec.input_shape[1],
-        result_pitch(spec),
+        result_pitch(spec, layout),
     )  # fmt: skip
 
 
 def summary(spec: Spec, layout: Layout) -> str:
+    if layout.slices > 1:
+        return f"x W^T, {layout.slices} parts of K apart: TMA, warp-specialised wgmma" + (", clusters" if layout.cluster > 1 else "")
     steps = [step.operator.name for step in (spec.chain if layout.statistics != "none" else spec.chain[:1])]
     return " -> ".join(steps) + " in one kernel: TMA, warp-specialised wgmma" + (", clusters" if layout.cluster > 1 else "")
 
@@ -283,12 +294,13 @@ def _constants(
 ) -> tuple[Constant, ...]:  # fmt: skip
     batch, k = spec.input_shape
     channels, width = spec.channels, spec.group_channels
+    steps = layout.slice_steps(k)
     rows = [
         ("kBatch", batch, "rows of x and y"),
         ("kInFeatures", k, "columns of x and W"),
         *([("kPitch", padded_columns(k), "from one row of a split operand to the next: multiples of 16 bytes")] if spec.precision.itemsize == 4 and k % 8 else []),
         ("kOutFeatures", channels, "rows of W, columns of y"),
-        *([("kResultPitch", result_pitch(spec), "from one row of the result to the next: multiples of 16 bytes")] if ragged_result(spec) else []),
+        *([("kResultPitch", pitch, "from one row of the result to the next: multiples of 16 bytes")] if (pitch := result_pitch(spec, layout)) else []),
     ]
     if layout.statistics != "none":
         rows.append(("kGroupWidth", width, "out_features / num_groups"))
@@ -296,11 +308,13 @@ def _constants(
         ("kTileChannels", form.tile_channels, "channels of a tile: rows of W, operand A"),
         ("kTileSamples", form.tile_samples, "samples of a tile: rows of x, operand B"),
         ("kTileK", TILE_K, "k of a stage"),
-        ("kSteps", math.ceil(k / TILE_K), "ceil(in_features / kTileK)"),
+        ("kSteps", steps, "ceil(in_features / kTileK)" + (", over kSlices" if layout.slices > 1 else "")),
+        *([("kSlices", layout.slices, "CTAs or clusters that share a tile, each with its own part of K"), ("kSliceK", steps * TILE_K, "values of K in a slice")] if layout.slices > 1 else []),
         ("kStages", form.stages, "of the ring"),
         ("kCluster", layout.cluster, {"weight": "CTAs that share rows of W", "input": "CTAs that share rows of x", "none": "no cluster"}[layout.share]),
         ("kUnitTiles", layout.unit_tiles, "tiles a CTA computes before their groups are complete"),
         ("kSampleBlocks", sample_blocks, "clusters side by side along the batch"),
+        *([("kSliceUnits", units // layout.slices, "units of a slice")] if layout.slices > 1 else []),
         ("kUnits", units, "pieces of work, one a cluster at a time"),
         ("kGrid", clusters * layout.cluster, f"CTAs: {clusters} clusters take {math.ceil(units / clusters)} units each at most"),
         ("kThreads", THREADS, "one warpgroup that fetches, two that multiply"),
@@ -358,7 +372,7 @@ def _constants(
     rows += [("kBarriersAt", where.barriers_at, "full, empty"), ("kSharedBytes", where.total, "in all")]
     constants = [Constant(name, str(value), why) for name, value, why in rows]
     if form.registers:
-        constants += window(form, k)
+        constants += window(form, min(k, steps * TILE_K), steps * TILE_K * layout.slices - k, "in_features" if layout.slices == 1 else "kSliceK")
     if layout.statistics != "none":
         constants.append(Constant("kEps", float_literal(spec.norm.values["eps"]), "inside the root", "float"))
     return (*constants, *unique_constants(items))

@@ -37,13 +37,18 @@ class Form:
 class Layout:
     """How tiles make up the result: `share` names the operand that the CTAs of a cluster fetch for each other, `unit_tiles` the tiles that a
     CTA computes before their groups are complete, `statistics` who merges a group: "lanes" of a warp, "strips" of 16 channels through shared
-    memory, or "none" (the norm kernel). `exchange`: the cluster's CTAs hold parts of one group."""
+    memory, or "none" (the norm kernel). `exchange`: the cluster's CTAs hold parts of one group. `slices` CTAs share a tile, each with its own part of K."""
 
     cluster: int
     share: str
     unit_tiles: int
     statistics: str
     exchange: bool = False
+    slices: int = 1
+
+    def slice_steps(self, k: int) -> int:
+        """Stages of the ring in a slice; those behind the last value of K multiply zeros."""
+        return math.ceil(math.ceil(k / TILE_K) / self.slices)
 
 
 def strip_blocks(form: Form, group_width: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from codegen.chain import Constant
 from codegen.numerics import FAINT, FAINT_SHARE, float_literal
-from codegen.plan.gemm_sm90a_layout import TILE_K, Form
+from codegen.plan.gemm_sm90a_layout import Form
 
 WEIGHT_SHIFT = 12  # W is multiplied by 2^12 before its split in registers: rows whose largest value lies in [2^-12, 16) fit
 ROUNDED_SMALLEST = 2.0**-11  # largest value of a row of W below which rounding to half loses more than TF32 would
@@ -20,9 +20,10 @@ def row_limits(form: Form, columns: int) -> list[Constant]:
     ]
 
 
-def window(form: Form, k: int) -> list[Constant]:
-    """What decides whether a row of W survives its conversion in registers, and the scale that it gets there."""
-    faint, limit, padding = FAINT[form.parts], k // FAINT_SHARE, -k % TILE_K
+def window(form: Form, k: int, padding: int, what: str) -> list[Constant]:
+    """What decides whether `k` values of a row of W, `what` in the text, survive their conversion in registers, and the scale that they get there; `padding`
+    zeros may stand behind them."""
+    faint, limit = FAINT[form.parts], k // FAINT_SHARE
     shift = WEIGHT_SHIFT if form.parts == 2 else 0
     scale = [
         Constant("kWeightScale", float_literal(2.0**shift), "brings W's low parts into the range of halves", "float"),
@@ -36,7 +37,7 @@ def window(form: Form, k: int) -> list[Constant]:
         *(scale if form.parts == 2 else rounded),
         Constant("kFaint", float_literal(2.0 ** (faint - shift)), f"2^{faint}{' / kWeightScale' if shift else ''}: values below lose too many bits", "float"),
         Constant("kFaintHalves", _twice(faint), f"2^{faint}, twice, as halves", "uint32_t"),
-        Constant("kFaintLimit", float_literal(float(limit)), f"in_features / {FAINT_SHARE}: with more such values a row is computed again", "float"),
+        Constant("kFaintLimit", float_literal(float(limit)), f"{what} / {FAINT_SHARE}: with more such values a row is computed again", "float"),
         # A count in halves is exact up to 2048.
         Constant("kFaintSeen", float_literal(float(min(limit, 2047) + padding)), "with more zeros or such values a row is looked at again", "float"),
     ]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codegen.plan.candidates import Candidate
-from codegen.plan.gemm_sm90a import LEAST_STEPS, choose_layout, layouts, plan_sm_90a
+from codegen.plan.gemm_sm90a import FORMS, LEAST_STEPS, choose_layout, layouts, plan_sm_90a, sliced_layouts
 from codegen.plan.gemm_sm90a_kernels import GemmSm90aKernel
 from codegen.plan.gemm_sm90a_layout import TILE_K, balanced, memory
 from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, X_SPLIT
@@ -181,6 +181,37 @@ def test_odd_rows_of_halves_are_left_in_a_temporary_with_a_pitch(tmp_path):
         plan_sm_90a(spec_of(tmp_path, 1024, 1024, 65537, 1, "fp16"), TARGET, DEVICE)
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(256, 70000), st.sampled_from(PRECISIONS))
+def test_slices_cover_k_once_and_none_is_empty(tmp_path_factory, k, precision):
+    spec = spec_of(tmp_path_factory.mktemp("spec"), 130, k, 320, 10, precision)
+    for layout in sliced_layouts(spec, FORMS[precision, False]):
+        steps = layout.slice_steps(k)
+        assert layout.slices > 1 and steps >= 4
+        assert (layout.slices - 1) * steps * TILE_K < k <= layout.slices * steps * TILE_K
+
+
+@pytest.mark.parametrize(
+    ("shape", "precision", "sliced"),
+    [
+        ((2048, 12272, 285, 1), "fp16", True), ((326, 32768, 5120, 1280), "tf32", True), ((121, 2716, 4096, 1), "fp32", True), ((224, 2080, 3159, 27), "fp32", True),
+        ((1024, 8192, 8192, 16), "fp32", False), ((1024, 8192, 8192, 16), "bf16", False), ((2048, 512, 285, 1), "fp16", False),
+    ],
+)  # fmt: skip
+def test_few_tiles_of_a_long_k_are_shared(shape, precision, sliced, tmp_path):
+    """Their sums, without the bias, are added in fp32 in front of the norm kernel, which adds it."""
+    found = plan_sm_90a(spec_of(tmp_path, *shape, precision), TARGET, DEVICE)
+    assert ("add_slices" in [kernel.name for kernel in found.kernels]) == sliced
+    if not sliced:
+        return
+    kernel = gemm_of(found)
+    whole = math.ceil(shape[0] / kernel.form.tile_samples) * math.ceil(shape[2] / kernel.form.tile_channels)
+    assert kernel.result_type == "float" and not kernel.before_lines and "gemm.bias" not in kernel.arguments and "gemm.bias" in found.kernels[-1].arguments
+    assert whole < kernel.blocks <= DEVICE.sms
+    buffer = next(b for b in found.buffers if b.name == "sliced_sums")
+    assert buffer.shape == (kernel.layout.slices, shape[0], shape[2]) and any("parts, whose sums are added" in reason for reason in found.why)
+
+
 def test_groups_that_match_no_tile_go_to_the_norm_kernel(tmp_path):
     plan = plan_sm_90a(spec_of(tmp_path, 1024, 1024, 9600, 100, before=("mish",)), TARGET, DEVICE)
     assert not isinstance(plan.kernels[-1], GemmSm90aKernel) and gemm_of(plan).before_lines == ("value + gemm_bias_c[h]",)
@@ -263,6 +294,8 @@ COMPILED = [
     ("across_warpgroups_fp16", (1024, 1024, 8192, 32), "fp16", {"before": ("mish",)}), ("waits_bf16", (1024, 1024, 8192, 16), "bf16", {}),
     ("pieces_tf32", (1024, 1024, 8192, 128), "tf32", {"before": ("silu",)}), ("waits_before_fp16", (1024, 1024, 8192, 16), "fp16", {"before": ("gelu",), "after": ("silu",)}),
     ("waits_costly_bf16", (1024, 1024, 8192, 16), "bf16", {"after": ("gelu",)}), ("norm_fp32", (1024, 1024, 9600, 100), "fp32", {"before": ("mish",)}), ("few_steps_bf16", (4096, 256, 4096, 8), "bf16", {}),
+    ("slices_fp32", (384, 17696, 7761, 39), "fp32", {}), ("slices_tf32", (326, 32768, 5120, 1280), "tf32", {}), ("slices_fp16", (2048, 12272, 285, 1), "fp16", {"before": ("mish",)}),
+    ("slices_of_copies_fp32", (121, 2716, 4096, 1), "fp32", {}),
 ]  # fmt: skip
 
 

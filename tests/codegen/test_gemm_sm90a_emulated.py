@@ -14,25 +14,27 @@ from bench.subject import round_tf32
 from codegen.numerics import FP32
 from codegen.plan.gemm_sm90a import plan_sm_90a
 from codegen.plan.gemm_sm90a_kernels import GemmSm90aKernel
-from codegen.plan.gemm_sm90a_layout import Layout
+from codegen.plan.gemm_sm90a_layout import Form, Layout
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.emulated import DTYPES
 from tests.codegen.gemm_cases import Case, bias
 from tests.codegen.gemm_sm90a_emulated import Emulated
 from tests.codegen.norm_harness import reference, relative_error
 
+WIDE = Form(False, 1, 128, 256, 4, 0)  # more samples than channels
 WEIGHT, INPUT, ALONE = (2, "weight"), (2, "input"), (1, "none")
 
 
 @dataclass(frozen=True)
 class Example:
-    """A chain in the precisions that lay it out differently; no `layout`: the planner's choice. `gives`: fp32 results, as stages behind it take them;
+    """A chain in the precisions that lay it out differently; no `layout`, no `form`: the planner's choice. `gives`: fp32 results, as stages behind it take them;
     `looks`: whether what looks for data that halves cannot carry is tried on all kinds of them, for which the layout makes no difference; `cards`: whether
     a card of more SMs must give the same bits."""
 
     case: Case
     precisions: tuple[str, ...]
     layout: Layout | None = None
+    form: Form | None = None
     prepack: bool = False
     gives: bool = False
     looks: bool = False
@@ -56,6 +58,10 @@ EXAMPLES = (
     Example(Case("alone", 130, 576, 640, 5, linear={"bias": False}, norm={"affine": False}), ("fp32",), Layout(*ALONE, 1, "strips")),
     Example(Case("lanes", 200, 336, 328, 41, after=("relu",)), ("fp32", "fp16"), Layout(*INPUT, 1, "lanes")),
     Example(Case("norm_kernel", 200, 336, 320, 16, mish(320), ("silu",)), ("fp32", "bf16"), Layout(*WEIGHT, 1, "none")),
+    Example(Case("slices", 200, 848, 320, 16, mish(320), ("silu",)), ("fp32", "tf32", "bf16"), Layout(*WEIGHT, 1, "none", slices=3), looks=True),
+    Example(Case("slices_alone", 130, 783, 333, 9, ("silu",)), ("fp32",), Layout(*ALONE, 1, "none", slices=2), looks=True),
+    Example(Case("slices_odd_result", 300, 1112, 285, 1, ("mish",)), ("fp16",), Layout(*INPUT, 1, "none", slices=4), WIDE),
+    Example(Case("slices_converted", 300, 1111, 285, 1, ("mish",)), ("tf32",), Layout(*WEIGHT, 1, "none", slices=4), WIDE, looks=True),
     Example(Case("odd_result", 200, 336, 333, 9, ("silu",), ("silu",)), ("fp16", "bf16")),
     Example(Case("odd_rows", 150, 272, 1030, 1, after=("relu",), linear={"bias": False}), ("fp16",)),
     Example(Case("exchange", 256, 256, 1024, 1, after=("silu",)), ("fp32",), Layout(*INPUT, 4, "strips", exchange=True)),
@@ -78,7 +84,7 @@ class Built:
 
     def __init__(self, example: Example, precision: str, folder: Path, sms: int = 2) -> None:
         spec = replace(example.case.spec(folder, precision, None), prepack=example.prepack, gives=FP32 if example.gives else None)
-        plan = plan_sm_90a(spec, TARGETS["sm_90a"], replace(DEVICES["h100"], sms=sms), layout=example.layout)
+        plan = plan_sm_90a(spec, TARGETS["sm_90a"], replace(DEVICES["h100"], sms=sms), form=example.form, layout=example.layout)
         self.spec, self.kernel = spec, next(kernel for kernel in plan.kernels if isinstance(kernel, GemmSm90aKernel))
         self.dtype, self.single = DTYPES[spec.precision.dtype], spec.precision.itemsize == 4
         self.run = Emulated(plan, folder)

@@ -34,6 +34,8 @@ CASES = [
     ("alone", (130, 256, 640, 5), (), Layout(*ALONE, 1, "strips"), False),
     ("lanes", (200, 336, 328, 41), (), Layout(*INPUT, 1, "lanes"), False),
     ("norm_kernel", (200, 336, 320, 16), MISH, Layout(*WEIGHT, 1, "none"), False),
+    ("slices", (200, 848, 320, 16), MISH, Layout(*WEIGHT, 1, "none", slices=3), False),
+    ("slices_alone", (130, 1104, 333, 9), MISH, Layout(*ALONE, 1, "none", slices=2), False),
     ("exchange", (512, 512, 4096, 4), (), Layout(*INPUT, 4, "strips", exchange=True), False),
     ("prepared", (200, 336, 320, 10), MISH, Layout(*WEIGHT, 1, "strips"), True),
     ("odd_rows", (1024, 1031, 4096, 8), MISH, None, False),
