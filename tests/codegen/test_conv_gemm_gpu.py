@@ -15,6 +15,7 @@ from tests.codegen.test_conv_sm90a_gpu import (  # noqa: F401  tests of any conv
     PRECISIONS,
     full_precision_eager,
     test_error_is_within_the_promise,
+    test_error_on_constant_images_is_within_the_promise,
     test_infinity_and_nan_come_out_where_they_do_in_pytorch,
     test_runs_are_bitwise_equal,
     test_samples_that_fp16_cannot_hold_keep_their_accuracy,
