@@ -129,7 +129,7 @@ def _behind_the_producer(spec: Spec, head: Spec, first: int, target: Target, dev
 
     norm = plan_norm(head, target, device, source="t0", apply_before=True, producer_bias=None, statistics=None)
     steps = tuple(replace(step, kernel=replace(step.kernel, name=f"backward_{step.kernel.name}")) for step in norm.steps)
-    return plan_stages(spec, Plan(head, target, device, steps, norm.buffers, floor(spec, device), ()), first)
+    return plan_stages(spec, Plan(head, target, device, steps, norm.buffers, floor(spec, device), ()), first, apart=True)
 
 
 def _recompute(spec: Spec) -> Library:

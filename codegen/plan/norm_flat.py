@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from codegen.chain import Constant, applies, costly
-from codegen.plan.model import Buffer, Launch
+from codegen.plan.model import Buffer, Kernel, Launch
 from codegen.plan.norm_chain import (
     NormKernel,
     blocks_within,
@@ -73,6 +73,18 @@ class FlatKernel(NormKernel):
     partial_block: bool = False
     cooperative: bool = False
     pitch: int = 0  # values from one sample of the input to the next, where that is not kNumGroups * kGroupSize
+    held: bool = False  # a group stays in registers
+    fold: Kernel | None = None  # a StageKernel: what folds the row that a group is, in place of writing it
+
+    def device_parameters(self, c_type: str) -> list[str]:
+        listed = super().device_parameters(c_type)
+        if self.fold is None:
+            return listed
+        return [*listed[:-1], *self.fold.operand_parameters(c_type, "__restrict__ "), listed[-1]]
+
+    @property
+    def store_widths(self) -> tuple[int, ...]:
+        return self.io_widths if self.fold is None else (1,)
 
     @property
     def uses_channels(self) -> bool:
@@ -82,6 +94,8 @@ class FlatKernel(NormKernel):
     def reads_single_values(self) -> bool:
         """Does an access or a parameter take one value at a time?"""
         alone = self.width == 1 and (self.source.itemsize == 2 or self.loads_parameters)
+        if self.fold is not None and self.fold.operands:
+            return True
         return alone or any(self.channel_mode != "vector" or not operand.per_channel for operand in self.operands)
 
     @property
@@ -221,7 +235,7 @@ def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool,
         ),
         summary=f"GroupNorm and what follows; {holder} hold{'s' if not warp or how.lanes == 1 else ''} a group of {spec.group_size} values",
         threads=threads, blocks=blocks, min_blocks=min_blocks, max_registers=register_limit(threads, min_blocks), vectors=how.vectors,
-        ragged=how.ragged, pitch=pitch, partial_block=warp and blocks * per_block != groups, smem_bytes=0 if warp else 3 * threads // 32 * 4, **shared,
+        ragged=how.ragged, pitch=pitch, held=True, partial_block=warp and blocks * per_block != groups, smem_bytes=0 if warp else 3 * threads // 32 * 4, **shared,
     )  # fmt: skip
 
 

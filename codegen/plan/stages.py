@@ -144,8 +144,9 @@ def stages_of(spec: Spec, first: int) -> list[tuple[Step, ...]]:
     return [tuple(stage) for stage in stages]
 
 
-def plan_stages(spec: Spec, head: Plan, first: int) -> Plan:
-    """The plan of `spec` from that of its head, the chain up to place `first`."""
+def plan_stages(spec: Spec, head: Plan, first: int, *, apart: bool = False) -> Plan:
+    """The plan of `spec` from that of its head, the chain up to place `first`; `apart`: each stage in a kernel of its own, as a backward needs their inputs."""
+    from codegen.plan.norm_fold import fold_first
     from codegen.plan.routes import floor
 
     target, device = head.target, head.device
@@ -163,9 +164,18 @@ def plan_stages(spec: Spec, head: Plan, first: int) -> Plan:
     steps = tuple(replace(step, result="stage:0") if isinstance(step, Launch) and step.result == "y" else step for step in head.steps)
     whole = floor(spec, device)
     bound = replace(head.floor, bytes=whole.bytes, memory_ms=whole.memory_ms)
-    cut = ", ".join(dict.fromkeys(steps[0].operator.name for steps in stages))
-    why = (*head.why, f"{cut}: behind the fused kernels, in {len(stages)} kernel{'s' if len(stages) > 1 else ''} of {'their' if len(stages) > 1 else 'its'} own")
-    if spec.precision.itemsize == 2:
+    folding = None if apart else fold_first(head, launches[0])
+    why = head.why
+    if folding is not None:
+        steps, launches[0] = steps[:-1], folding
+        why += (f"{stages[0][0].operator.name}: in the norm kernel, whose groups are whole rows in registers",)
+    behind = stages[1 if folding else 0 :]
+    if behind:
+        cut = ", ".join(dict.fromkeys(steps[0].operator.name for steps in behind))
+        why += (f"{cut}: behind the fused kernels, in {len(behind)} kernel{'s' if len(behind) > 1 else ''} of {'their' if len(behind) > 1 else 'its'} own",)
+    if not any("stage:0" in step.arguments for step in (*steps, *launches)):
+        buffers = buffers[1:]
+    elif spec.precision.itemsize == 2:
         size = buffers[0].size
         why += (f"the head's result stays float32 until then, {size / 1e6:.3g} MB where {spec.precision.dtype} were {size / 2e6:.3g}: what stages give is rounded once",)
     return Plan(spec, target, device, (*steps, *launches), (*head.buffers, *buffers), bound, why)

@@ -152,6 +152,27 @@ def test_emulated_reductions(tmp_path, name: str) -> None:
 
 @needs_gxx
 @pytest.mark.parametrize("name", REDUCTIONS)
+def test_emulated_reductions_where_the_norm_holds_rows(tmp_path, name: str) -> None:
+    """A group is a row: it is folded by the few lanes, the warp or the block that have normalised it, and never written. The last warps and accesses may be empty."""
+    specs = []
+    for (channels, batch), precision in itertools.product(((6, 301), (77, 33), (512, 5), (1999, 3), (8192, 2)), ("fp16", "bf16")):
+        tail = ["silu", *reduced(name, channels % 2 == 0, [{"mul": {"name": "factor", "shape": [1]}}, "tanh"])]
+        specs.append(make_spec(tmp_path, without_bias(linear_chain(["gelu"], tail, channels, 1)), batch, precision))
+    wide = [{name: {"keepdim": True}}, {"mul": {"name": "spread", "shape": [40]}}, "tanh"]
+    specs.append(make_spec(tmp_path, without_bias(linear_chain([], wide, 300, 1, affine=False)), 7, "bf16"))
+    for chain in build_emulated(tmp_path, specs):
+        first, *others = chain.plan.kernels
+        assert first.fold.reduction == name and not any(kernel.name.endswith(f"channel_{name}") for kernel in others)
+        assert not any(buffer.name == "stage:0" for buffer in chain.plan.buffers)
+        check(chain, chain.source(2.0), steeper=STEEPER.get(name, 1.0), chance=1.3)
+        source = chain.source()
+        source[0, 1] = torch.nan
+        got = chain.kernel(source)
+        assert torch.equal(got.isnan(), chain.pytorch(source).isnan())
+
+
+@needs_gxx
+@pytest.mark.parametrize("name", REDUCTIONS)
 def test_emulated_reductions_of_nan_and_infinity(tmp_path, name: str) -> None:
     after = [{"mul": {"name": "m", "shape": [4, 1, 1]}}, *reduced(name, False, [])]
     (chain,) = build_emulated(tmp_path, [make_spec(tmp_path, without_bias(conv_chain([], after, 4, 2)), 2, "fp32", (3, 3))])
