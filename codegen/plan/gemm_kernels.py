@@ -10,6 +10,7 @@ from codegen.numerics import FP32, Arithmetic, Precision, float_literal
 from codegen.plan.gemm_companions import SCALES, WEIGHT_ROWS, X_ROWS, Pointer, PointerKernel
 from codegen.plan.gemm_epilogue import Epilogue, epilogue_of
 from codegen.plan.gemm_tiles import Choice, Tile, aligned_k, partial_sum_stages, slice_stages
+from codegen.plan.model import Kernel
 from codegen.plan.norm_chain import Operand, kept_in_front, named_operand, norm_operands, operand_of
 from codegen.spec import Spec
 
@@ -73,6 +74,17 @@ class GemmKernel(TiledKernel):
     after: tuple[Apply, ...] = ()
     epilogue: Epilogue | None = None
     kept_lines: tuple[tuple[str, ...], ...] = ((), (), ())
+    fold: Kernel | None = None  # a StageKernel: what folds the finished row, in place of writing it
+
+    @property
+    def applied(self) -> tuple[Apply, ...]:
+        """Every operator of the epilogue."""
+        return (*self.before, *self.after, *(self.fold.functions if self.fold else ()))
+
+    @property
+    def store_width(self) -> int:
+        """Values of one store."""
+        return 1 if self.fold else self.epilogue.vector
 
     @property
     def ragged(self) -> bool:
@@ -96,7 +108,7 @@ class GemmKernel(TiledKernel):
     def uses_to_float(self) -> bool:
         """Whether the epilogue reads single values of the storage type."""
         by_value = self.epilogue.vector == 1 and self.loads_channels
-        return self.storage != "float" and bool(self.scalars or by_value or self.rounds)
+        return self.storage != "float" and bool(self.scalars or by_value or self.rounds or (self.fold and self.fold.operands))
 
     @property
     def loads_channels(self) -> bool:

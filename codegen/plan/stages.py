@@ -146,7 +146,7 @@ def stages_of(spec: Spec, first: int) -> list[tuple[Step, ...]]:
 
 def plan_stages(spec: Spec, head: Plan, first: int, *, apart: bool = False) -> Plan:
     """The plan of `spec` from that of its head, the chain up to place `first`; `apart`: each stage in a kernel of its own, as a backward needs their inputs."""
-    from codegen.plan.norm_fold import fold_first
+    from codegen.plan.fold import fold_first
     from codegen.plan.routes import floor
 
     target, device = head.target, head.device
@@ -168,7 +168,7 @@ def plan_stages(spec: Spec, head: Plan, first: int, *, apart: bool = False) -> P
     why = head.why
     if folding is not None:
         steps, launches[0] = steps[:-1], folding
-        why += (f"{stages[0][0].operator.name}: in the norm kernel, whose groups are whole rows in registers",)
+        why += (f"{stages[0][0].operator.name}: in the kernel that normalises, whose groups are whole rows in registers",)
     behind = stages[1 if folding else 0 :]
     if behind:
         cut = ", ".join(dict.fromkeys(steps[0].operator.name for steps in behind))

@@ -37,6 +37,8 @@ SMALL = {
         Case("whole", 128, 256, 256, 4, after=({"add": {"name": "shift", "shape": [1]}},), linear={"bias": False}),
         Case("low_groups", 275, 24, 40, 5, after=("silu",), norm={"affine": False}),
         Case("folded", 20, 48, 300, 1, before=("silu",), after=("silu", {"mean": {"dim": 1}})),
+        Case("row_folded", 35, 77, 51, 1, after=({"logsumexp": {"dim": 1}}, {"mul": {"name": "gain", "shape": [1]}})),
+        Case("row_mean", 70, 48, 128, 1, before=("silu",), after=("silu", {"add": {"value": 0.5}}, {"mean": {"dim": 1}}), linear={"bias": False}, norm={"affine": False}),
         Case("reduced", 20, 48, 64, 8, after=("silu", {"mean": {"dim": 1}})),
         Case("tiles_merged", 3, 16, 8448, 1, before=(bias(1), "relu"), after=("sigmoid",)),
         Case("tiles_alone", 3, 16, 8448, 1, after=("sigmoid",)),
@@ -80,9 +82,9 @@ class Entry:
 # Every arithmetic has a table of tiles: what comes with each, as (case, whether the chain ends in the GEMM).
 BY_TILE = {
     (128, 256): [("tall", True)], (256, 128): [("tall", True)], (256, 64): [("tall", True)], (64, 256): [("tall", True)], (128, 128): [("whole", True)],
-    (128, 64): [("whole", True)], (64, 128): [("odd_pitch", True)], (64, 64): [("odd_pitch", False), ("groups_cut", True)], (32, 128): [("group_100", True)],
+    (128, 64): [("whole", True)], (64, 128): [("odd_pitch", True), ("row_mean", True)], (64, 64): [("odd_pitch", False), ("groups_cut", True), ("row_folded", True)], (32, 128): [("group_100", True)],
     (32, 64): [("taps", True)], (32, 32): [("groups_cut", False)], (16, 256): [("tiles_merged", False)], (16, 128): [("group_3", True)],
-    (16, 64): [("taps", True)], (16, 32): [("low_groups", True), ("one_row", True)],
+    (16, 64): [("taps", True), ("row_folded", True)], (16, 32): [("low_groups", True), ("one_row", True)],
 }  # fmt: skip
 BF16_TILES = ((128, 128), (64, 128), (64, 64), (32, 128), (16, 256), (16, 32))  # some of those of fp16, whose kernels are the same but for the type
 # What no tile leads to: longer chains, norm kernels for longer groups, blocks that share a tile, all that splitting once a block has.
@@ -110,7 +112,7 @@ KERNEL_FLAGS = (
     "ragged_m", "ragged_n", "ragged_k", "ragged_outputs", "raster_remainder", "finished", "statistics", "layered", "sliced", "copy_bytes", "rounds",
     "uses_to_float",
 )  # fmt: skip
-KERNEL_PARTS = ("bias", "affine", "before", "after", "scalars", "loads_channels")
+KERNEL_PARTS = ("bias", "affine", "before", "after", "scalars", "loads_channels", "fold")
 OTHERS = {"gemm/row_scale.cu.j2": ("vector", "held", "ragged"), "gemm/add_slices.cu.j2": ("width", "ragged")}
 
 
@@ -262,7 +264,7 @@ def test_infinity_and_nan_come_out_where_they_do_in_pytorch(layers):
 def test_a_constant_group_gives_beta_exactly(layers):
     precision, _, found = layers
     for case, layer in found:
-        if "taps" in case.name or "reduced" in case.name or case.name == "folded":
+        if "taps" in case.name or "reduced" in case.name or "fold" in case.name or case.name == "row_mean":
             continue  # the group's own values are added to it, or its channels to one another
         width = case.out_features // case.groups
         kept = {key: value.clone() for key, value in layer.module.state_dict().items()}
