@@ -60,6 +60,14 @@ ONCE_AT_FAULT = {
         {"conv2d": {"name": "conv", "in_channels": 492, "out_channels": 71, "kernel_size": [2, 4], "padding": [3, 0], "bias": False}},
         {"div": {"name": "divisor", "shape": [71, 1, 1]}}, {"group_norm": {"name": "norm", "num_groups": 1}},
     ]),
+    "a row that is folded without parameters": ("sm_80", "bf16", 4096, {}, [
+        {"linear": {"name": "gemm", "in_features": 256, "out_features": 96}}, {"layer_norm": {"name": "norm", "normalized_shape": 96, "elementwise_affine": False}},
+        "silu", {"max": {"dim": 1}},
+    ]),
+    "a row of logarithms that a block folds": ("sm_80", "fp16", 5, {}, [
+        {"linear": {"name": "gemm", "in_features": 72, "out_features": 24576}}, "mish", {"layer_norm": {"name": "norm", "normalized_shape": 24576}}, "gelu",
+        {"logsumexp": {"dim": 1}}, {"mul": {"name": "gain", "shape": [1]}},
+    ]),
     "seven warps": ("sm_80", "fp32", 48, {}, [
         {"linear": {"name": "gemm", "in_features": 192, "out_features": 3584}}, {"div": {"value": 0.0858}}, {"layer_norm": {"name": "norm", "normalized_shape": 3584}},
     ]),
@@ -83,7 +91,7 @@ def other_sources():
     plans = [plan_of(load_spec(path), "sm_80") for path in shipped() if path not in listed]
     with tempfile.TemporaryDirectory() as folder:
         plans += [stages.planned(Path(folder), number, precision, "sm_80") for number in range(len(stages.CHAINS)) for precision in ("fp32", "bf16")]
-    staged = lambda plan, kernel: plan.spec.name != "chain_under_test" or kernel.template.startswith("stages/")  # noqa: E731
+    staged = lambda plan, kernel: plan.spec.name != "chain_under_test" or kernel.template.startswith("stages/") or getattr(kernel, "fold", None)  # noqa: E731
     seen = {render_kernel(plan, kernel): (plan, kernel) for plan in plans for kernel in plan.kernels if staged(plan, kernel)}
     return [pytest.param(plan, kernel, id=f"{number}-{plan.spec.package}-{kernel.file(plan.target)}") for number, (plan, kernel) in enumerate(seen.values())]
 
