@@ -210,6 +210,8 @@ def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool,
     min_blocks = blocks_per_sm(spec, how.vectors * how.width, how.width, threads)
     layout = [Constant("kVectors", str(how.vectors), "accesses of a thread")]
     if pitch:
+        if not shared["operands"]:  # which need it themselves
+            layout.append(Constant("kNumGroups", str(spec.num_groups), "groups of a sample"))
         layout.append(Constant("kPitch", str(pitch), "values from one sample of the input to the next"))
     if warp:
         layout += [

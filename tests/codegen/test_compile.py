@@ -68,6 +68,9 @@ ONCE_AT_FAULT = {
         {"linear": {"name": "gemm", "in_features": 72, "out_features": 24576}}, "mish", {"layer_norm": {"name": "norm", "normalized_shape": 24576}}, "gelu",
         {"logsumexp": {"dim": 1}}, {"mul": {"name": "gain", "shape": [1]}},
     ]),
+    "a pitch without parameters": ("sm_90a", "bf16", 4066, {}, [
+        {"linear": {"name": "gemm", "in_features": 1024, "out_features": 5438, "bias": False}}, "sigmoid", {"group_norm": {"name": "norm", "num_groups": 1, "affine": False}}, "silu",
+    ]),
     "seven warps": ("sm_80", "fp32", 48, {}, [
         {"linear": {"name": "gemm", "in_features": 192, "out_features": 3584}}, {"div": {"value": 0.0858}}, {"layer_norm": {"name": "norm", "normalized_shape": 3584}},
     ]),

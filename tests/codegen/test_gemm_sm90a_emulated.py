@@ -64,6 +64,7 @@ EXAMPLES = (
     Example(Case("slices_converted", 300, 1111, 285, 1, ("mish",)), ("tf32",), Layout(*WEIGHT, 1, "none", slices=4), WIDE, looks=True),
     Example(Case("odd_result", 200, 336, 333, 9, ("silu",), ("silu",)), ("fp16", "bf16")),
     Example(Case("odd_rows", 150, 272, 1030, 1, after=("relu",), linear={"bias": False}), ("fp16",)),
+    Example(Case("odd_rows_alone", 150, 272, 1030, 2, before=("silu",), linear={"bias": False}, norm={"affine": False}), ("bf16",)),
     Example(Case("exchange", 256, 256, 1024, 1, after=("silu",)), ("fp32",), Layout(*INPUT, 4, "strips", exchange=True)),
     Example(Case("exchange_at_once", 256, 336, 1024, 2, ("relu",), ("silu",)), ("bf16",), Layout(*INPUT, 1, "strips", exchange=True)),
     Example(Case("exchange_waits", 256, 272, 1024, 1, ("relu",), ("relu",)), ("fp16",), Layout(*INPUT, 2, "strips", exchange=True)),

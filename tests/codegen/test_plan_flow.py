@@ -1,4 +1,6 @@
-"""Values flow through a plan: what a step reads, an earlier one wrote, and nothing is written for nobody. Over random specs and all targets."""
+"""Values flow through a plan: what a step reads, an earlier one wrote, and nothing is written for nobody; what a source names, it defines. Over random specs and all targets."""
+
+import re
 
 import pytest
 
@@ -6,6 +8,7 @@ from bench.sweep.draw import LARGE, draw
 from codegen.plan import Library, PlanError, plan
 from codegen.plan.candidates import Candidate
 from codegen.plan.model import Plan
+from codegen.render import render_kernel
 
 
 def names(step) -> list[str]:
@@ -27,6 +30,16 @@ def assert_flows(planned: Plan) -> None:
         assert set(names(step)) <= known
 
 
+def assert_constants_are_there(planned: Plan) -> None:
+    """A template names a number that the plan must have listed."""
+    for kernel in planned.kernels:
+        text = re.sub(r"//.*", "", render_kernel(planned, kernel))
+        named = set(re.findall(r"\bk[A-Z]\w*", text))
+        given = set(re.findall(r"\bconstexpr [^=;]*?\b(k[A-Z]\w*)(?:\[\])? =", text))
+        given |= {name for parameters in re.findall(r"\btemplate <([^>]*)>", text) for name in re.findall(r"\bk[A-Z]\w*", parameters)}
+        assert named <= given, f"{kernel.file(planned.target)} names {', '.join(sorted(named - given))}"
+
+
 @pytest.mark.parametrize("target", ["cpu", "sm_80", "sm_90a"])
 @pytest.mark.parametrize("start", range(0, 400, 100))
 def test_what_a_step_reads_an_earlier_one_wrote(tmp_path, target, start):
@@ -38,5 +51,6 @@ def test_what_a_step_reads_an_earlier_one_wrote(tmp_path, target, start):
         except PlanError:
             continue
         assert_flows(found)
+        assert_constants_are_there(found)
         planned += 1
     assert planned >= 10
