@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from codegen.numerics import ARITHMETICS, Arithmetic
-from codegen.plan.gemm_companions import SCALES, SLICES, WEIGHT_ROWS, X_ROWS, add_slices_kernel, align_rows_kernel, row_scale_kernel
+from codegen.plan.gemm_companions import SCALES, WEIGHT_ROWS, X_ROWS, align_rows_kernel, row_scale_kernel, sliced_product
 from codegen.plan.gemm_kernels import STATISTICS, gemm_kernel, rounds_early
 from codegen.plan.gemm_tiles import Choice, aligned_k, choose_tile
 from codegen.plan.model import Buffer, Launch
@@ -74,8 +74,8 @@ def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arith
         front, copies = (Launch(align_rows_kernel(spec)),), (Buffer(X_ROWS, (spec.batch, pitch), dtype), Buffer(WEIGHT_ROWS, (spec.channels, pitch), dtype))
     if choice.slices > 1:
         kernel = gemm_kernel(spec, arithmetic, choice, False, notes=why)
-        buffers = (*copies, Buffer(SLICES, (choice.slices, spec.batch, spec.channels), "float32"), Buffer("t0", spec.producer.output_shape, spec.precision.dtype))
-        return GemmPlan((*front, Launch(kernel, result=SLICES), Launch(add_slices_kernel(spec, choice.slices))), buffers, False, None, why, sliced=True)
+        steps, buffers = sliced_product(spec, kernel, choice.slices)
+        return GemmPlan((*front, *steps), (*copies, *buffers), False, None, why, sliced=True)
     kernel = gemm_kernel(spec, arithmetic, choice, statistics is not None, notes=why)
     steps, buffers = [*front, Launch(kernel)], [*copies]
     if kernel.scaled:

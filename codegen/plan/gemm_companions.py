@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from codegen.chain import Constant
 from codegen.plan.gemm_tiles import aligned_k
-from codegen.plan.model import Kernel
+from codegen.plan.model import Buffer, Kernel, Launch
 from codegen.plan.norm_chain import named_operand
 from codegen.spec import Spec
 
@@ -126,6 +126,12 @@ def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
         name="add_slices", template="gemm/add_slices.cu.j2", arguments=(SLICES, "t0"), constants=constants, summary=f"adds the sums of {slices} parts of K",
         threads=ADD_THREADS, blocks=blocks, max_registers=64, width=width, ragged=values // width % ADD_THREADS != 0,
     )  # fmt: skip
+
+
+def sliced_product(spec: Spec, kernel: Kernel, slices: int) -> tuple[tuple[Launch, Launch], tuple[Buffer, Buffer]]:
+    """The launches of a GEMM whose blocks share K and of the kernel that adds their sums into "t0", without the bias, and both buffers."""
+    sums = Buffer(SLICES, (slices, *spec.producer.output_shape), "float32")
+    return (Launch(kernel, result=SLICES), Launch(add_slices_kernel(spec, slices))), (sums, Buffer("t0", spec.producer.output_shape, spec.precision.dtype))
 
 
 def align_rows_kernel(spec: Spec) -> AlignRowsKernel:

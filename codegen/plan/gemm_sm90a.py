@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from codegen.chain import costly
-from codegen.plan.gemm_companions import SLICES, add_slices_kernel
+from codegen.plan.gemm_companions import sliced_product
 from codegen.plan.gemm_sm90a_epilogue import epilogue, vector_count
 from codegen.plan.gemm_sm90a_kernels import gemm_kernel, ragged_result, result_pitch
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, by_rows, memory
@@ -77,8 +77,8 @@ def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool 
     steps.append(Launch(gemm))
     why = _why(spec, device, ways, form, chosen, busy)
     if chosen.slices > 1:
-        steps[-1:] = [Launch(gemm, result=SLICES), Launch(add_slices_kernel(spec, chosen.slices))]
-        buffers = [*buffers, Buffer(SLICES, (chosen.slices, spec.batch, spec.channels), "float32"), Buffer("t0", spec.producer.output_shape, spec.precision.dtype)]
+        steps[-1:], own = sliced_product(spec, gemm, chosen.slices)
+        buffers = [*buffers, *own]
         bias = next((spec.producer.key(p) for p in spec.producer.parameters if p.suffix == "bias"), None)
         tail = plan_norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias, statistics=None)
         steps, buffers, why = steps + list(tail.steps), buffers + list(tail.buffers), why + tail.why
