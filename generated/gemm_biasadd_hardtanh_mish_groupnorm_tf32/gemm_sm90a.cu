@@ -1,4 +1,4 @@
-// gemm_biasadd_hardtanh_mish_groupnorm_tf32: linear -> add -> hardtanh -> mish -> group_norm in one kernel: TMA, warp-specialised wgmma, clusters
+// gemm_biasadd_hardtanh_mish_groupnorm_tf32: linear in one kernel: TMA, warp-specialised wgmma, clusters
 //
 //   linear(in_features=8192, out_features=8192, bias=True)  # gemm
 //   add(shape=(8192,), init=randn)  # bias
@@ -10,9 +10,8 @@
 // Plan for sm_90a on h100:
 //   tiles of 128 channels x 256 samples, 3 stages of 64 k; one warpgroup fetches, 2 multiply
 //   clusters of 2 CTAs that share rows of W: fetched once, received by both
-//   groups of 32 channels lie in one tile
 //   W stays fp32 in memory and is converted on its way into the multiplier's operand registers
-//   128 blocks of 384 threads, 221232 bytes of shared memory
+//   128 blocks of 384 threads, 196656 bytes of shared memory
 //
 // Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml PRECISION=tf32
 
@@ -30,7 +29,6 @@ namespace {
 constexpr int kBatch = 1024;  // rows of x and y
 constexpr int kInFeatures = 8192;  // columns of x and W
 constexpr int kOutFeatures = 8192;  // rows of W, columns of y
-constexpr int kGroupWidth = 32;  // out_features / num_groups
 constexpr int kTileChannels = 128;  // channels of a tile: rows of W, operand A
 constexpr int kTileSamples = 256;  // samples of a tile: rows of x, operand B
 constexpr int kTileK = 64;  // k of a stage
@@ -47,29 +45,20 @@ constexpr int kProducerRegisters = 24;  // a thread that fetches
 constexpr int kConsumerRegisters = 240;  // a thread that multiplies
 constexpr int kBlocks = 1;  // accumulators of 64 channels a warpgroup
 constexpr int kAccumulators = 128;  // registers of one: 64 x kTileSamples values over 128 threads
-constexpr int kInFlight = 2;  // groups of multiplications that may run while the next fragment is converted
+constexpr int kInFlight = 1;  // groups of multiplications that may run while the next fragment is converted
 constexpr int kPlaneRowBytes = 64;  // 16 k of fp32
 constexpr int kPlaneBytes = 4096;  // 16 k of 64 rows of W
 constexpr int kWeightBlockBytes = 16384;  // 64 rows of W
 constexpr int kWeightPartBytes = 32768;  // one part of W in a stage
 constexpr int kInputPartBytes = 32768;  // one part of x in a stage
 constexpr int kStageBytes = 65536;  // all parts
-constexpr int kScratchAt = 196608;  // behind the stages
-constexpr int kScratchBytes = 12288;  // a warpgroup
-constexpr int kStripFloats = 768;  // three numbers a sample
-constexpr int kStripValues = 16;  // channels of a group that one warp holds in a tile
-constexpr int kGroupStrips = 2;  // strips of a group in this CTA
-constexpr int kTileGroups = 4;  // groups of a tile
-constexpr int kBarriersAt = 221184;  // full, empty
-constexpr int kSharedBytes = 221232;  // in all
+constexpr int kBarriersAt = 196608;  // full, empty
+constexpr int kSharedBytes = 196656;  // in all
 constexpr float kSmallestHalf = 0.00048828125f;  // the largest value of a row must reach it: what is lost below 2^-25 is then 2^-14 of it
 constexpr float kFaint = 6.1035156e-5f;  // 2^-14: values below lose too many bits
 constexpr uint32_t kFaintHalves = 0x04000400;  // 2^-14, twice, as halves
 constexpr float kFaintLimit = 1024.0f;  // in_features / 8: with more such values a row is computed again
 constexpr float kFaintSeen = 1024.0f;  // with more zeros or such values a row is looked at again
-constexpr float kEps = 1.0e-5f;  // inside the root
-constexpr float kHardtanhMinVal = -1.0f;  // hardtanh's min_val
-constexpr float kHardtanhMaxVal = 1.0f;  // hardtanh's max_val
 
 // What the epilogue reads and writes.
 struct Arguments {
@@ -77,9 +66,6 @@ struct Arguments {
   const float* gemm_weight;
   const float* x_unscale;
   const float* gemm_bias;
-  const float* bias;
-  const float* groupnorm_weight;
-  const float* groupnorm_bias;
   float* y;
 };
 
@@ -148,7 +134,6 @@ template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Waits until the kernel before this one has finished and its results are visible (programmatic dependent launch).
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -383,28 +368,6 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocks][kAccumulato
   }
 }
 
-// min(max(v, lo), hi); NaN goes through.
-__device__ __forceinline__ float hardtanh(float v, float lo, float hi) {
-  return v < lo ? lo : (v > hi ? hi : v);
-}
-
-// e^v, error at most 3 units; results below 2^-126 may be 0.
-__device__ __forceinline__ float exponential(float v) {
-  return expf(v);
-}
-
-// a / b for b >= 1, error at most 3 units; 0 for b > 2^126 on a GPU, whose fast division this is.
-__device__ __forceinline__ float divide(float a, float b) {
-  return __fdividef(a, b);
-}
-
-// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20 on, n / (n + 2) rounds to 1.
-__device__ __forceinline__ float mish(float v) {
-  const float e = exponential(v > 20.0f ? 20.0f : v);
-  const float n = e * (e + 2.0f);
-  return v * divide(n, n + 2.0f);
-}
-
 __device__ __forceinline__ float to_float(float v) { return v; }
 
 __device__ __forceinline__ float parameter(const float* vector, int channel) {
@@ -511,95 +474,6 @@ __device__ __forceinline__ void unscale(float (&v)[kBlocks][kAccumulators], cons
   if (__any_sync(~0u, unfit)) recompute(v, arguments, tile, self);
 }
 
-// --- statistics: merged by Chan's formula in a fixed order; exact for equal values ---
-
-// Of a set of values: its mean is `mean` + `rest`, which holds what rounding left, m2 the sum of squared differences from it.
-struct Moments {
-  float mean, rest, m2;
-};
-
-// Only differences of means are rounded, which are as small as the spread: neither a far mean nor one far value costs the others their bits.
-// __fsub_rn keeps the compiler from fusing a difference with the product that made its operand, which would differ from the value kept.
-__device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float other_count) {
-  const float share = other_count / (count + other_count);
-  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
-  const float mean = fmaf(d, share, a.mean);
-  return {mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * all * (count * share)};
-}
-
-// What makes (v - mean) * rstd + offset the normalised value: offset takes the mean's rest.
-struct Normaliser {
-  float mean, rstd, offset;
-};
-
-__device__ __forceinline__ Normaliser normaliser(const Moments& group) {
-  const float rstd = 1.0f / sqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);
-  return {group.mean, rstd, -group.rest * rstd};
-}
-
-__device__ __forceinline__ Moments of_two(float a, float b) {
-  const float d = __fsub_rn(b, a), mean = fmaf(d, 0.5f, a);
-  return {mean, fmaf(d, 0.5f, __fsub_rn(a, mean)), 0.5f * d * d};
-}
-
-// In shared memory, three numbers of kTileSamples samples each lie in planes: of a strip its moments, of a group its normaliser.
-__device__ __forceinline__ Moments load_moments(const float* from) { return {from[0], from[kTileSamples], from[2 * kTileSamples]}; }
-__device__ __forceinline__ void store_moments(float* to, const Moments& m) { to[0] = m.mean, to[kTileSamples] = m.rest, to[2 * kTileSamples] = m.m2; }
-__device__ __forceinline__ void store_normaliser(float* to, const Normaliser& n) { to[0] = n.mean, to[kTileSamples] = n.rstd, to[2 * kTileSamples] = n.offset; }
-
-// Two lanes that differ in `bit` hold moments of `count` values for two samples each: the lane with the bit takes over the second sample.
-__device__ __forceinline__ Moments share_out(const Moments& first, const Moments& second, int lane, int bit, int count) {
-  const bool upper = lane & bit;
-  const Moments own = upper ? second : first, given = upper ? first : second;
-  const Moments got = {__shfl_xor_sync(~0u, given.mean, bit), __shfl_xor_sync(~0u, given.rest, bit), __shfl_xor_sync(~0u, given.m2, bit)};
-  return merge(own, count, got, count);
-}
-
-// The channels of a strip that this thread holds, for sample `c` of its 8.
-__device__ __forceinline__ Moments thread_moments(const float (&v)[kBlocks][kAccumulators], int block, int samples, int c) {
-  const int at = 16 * samples + 4 * (c / 2) + c % 2;
-  return of_two(v[block][at], v[block][at + 2]);
-}
-
-// A warp's strip of kStripValues channels, for 32 samples: lanes exchange halves of the samples they still look after, so that each ends
-// up with one, which `strip_sample` names.
-__device__ __forceinline__ Moments strip_statistics(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
-  Moments all[4];
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    all[c] = share_out(thread_moments(v, block, samples, c), thread_moments(v, block, samples, c + 4), lane, 16, 2);
-  }
-#pragma unroll
-  for (int kept = 2, bit = 8, count = 4; kept; kept /= 2, bit /= 2, count *= 2) {
-#pragma unroll
-    for (int c = 0; c < kept; ++c) all[c] = share_out(all[c], all[c + kept], lane, bit, count);
-  }
-  return all[0];
-}
-
-__device__ __forceinline__ int strip_sample(int samples, int lane) { return 32 * samples + 8 * (lane / 8) + lane % 4 * 2 + lane / 4 % 2; }
-
-// A warp's strips of a tile, into its warpgroup's part of shared memory.
-__device__ __forceinline__ void write_strips(const float (&v)[kBlocks][kAccumulators], float* strips, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; block += 1) {
-    float* strip = strips + self.warp * kStripFloats;
-#pragma unroll
-    for (int samples = 0; samples < kTileSamples / 32; ++samples) {
-      store_moments(strip + strip_sample(samples, self.lane), strip_statistics(v, block, samples, self.lane));
-    }
-  }
-}
-
-// The strips of group `group` of a warpgroup, for one sample.
-__device__ __forceinline__ Moments merge_strips(const float* strips, int group, int sample) {
-  const float* first = strips + group * kGroupStrips * kStripFloats + sample;
-  Moments all = load_moments(first);
-#pragma unroll
-  for (int i = 1; i < kGroupStrips; ++i) all = merge(all, i * kStripValues, load_moments(first + i * kStripFloats), kStripValues);
-  return all;
-}
-
 // --- epilogue ---
 
 // What stands between the product and the norm.
@@ -608,41 +482,11 @@ __device__ __forceinline__ void before_norm(float (&v)[kBlocks][kAccumulators], 
   for (int block = 0; block < kBlocks; ++block) {
     const int channel = tile.channel + self.channel(block, 0);
     const float gemm_bias_c[2] = {parameter(arguments.gemm_bias, channel), parameter(arguments.gemm_bias, channel + 8)};
-    const float bias_c[2] = {parameter(arguments.bias, channel), parameter(arguments.bias, channel + 8)};
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) {
       const int h = i / 2 % 2;
       float& value = v[block][i];
       value = value + gemm_bias_c[h];
-      value = value + bias_c[h];
-      value = hardtanh(value, kHardtanhMinVal, kHardtanhMaxVal);
-      value = mish(value);
-    }
-  }
-}
-
-// The norm and what follows it.
-__device__ __forceinline__ void norm_and_after(float (&v)[kBlocks][kAccumulators], const Arguments& arguments,
-                                               const float* groups, const Tile& tile, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    const int channel = tile.channel + self.channel(block, 0);
-    const float groupnorm_weight_c[2] = {parameter(arguments.groupnorm_weight, channel), parameter(arguments.groupnorm_weight, channel + 8)};
-    const float groupnorm_bias_c[2] = {parameter(arguments.groupnorm_bias, channel), parameter(arguments.groupnorm_bias, channel + 8)};
-    const float* group = groups + (block * 64 + self.warp * 16) / kGroupWidth * (kGroupStrips * kStripFloats) + self.first_sample();
-#pragma unroll
-    for (int j = 0; j < kTileSamples / 8; ++j) {
-      // Of two samples each.
-      const float2 mean = *reinterpret_cast<const float2*>(group + 8 * j);
-      const float2 rstd = *reinterpret_cast<const float2*>(group + 8 * j + kTileSamples);
-      const float2 offset = *reinterpret_cast<const float2*>(group + 8 * j + 2 * kTileSamples);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int h = i / 2;
-        float& value = v[block][4 * j + i];
-        value = fmaf(__fsub_rn(value, i % 2 ? mean.y : mean.x), i % 2 ? rstd.y : rstd.x, i % 2 ? offset.y : offset.x);
-        value = value * groupnorm_weight_c[h] + groupnorm_bias_c[h];
-      }
     }
   }
 }
@@ -672,8 +516,6 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
   const int thread = threadIdx.x - 128;
   Consumer self = {thread / 128, thread / 32 % 4, thread % 32};
   Feed feed{shared, self};
-  float* strips = reinterpret_cast<float*>(memory + kScratchAt + self.warpgroup * kScratchBytes);
-  float* groups = strips;  // a group's normaliser takes the place of its first strip
   wait_for_previous_kernel();
 
   for (int unit = blockIdx.x / kCluster; unit < kUnits; unit += gridDim.x / kCluster) {
@@ -686,20 +528,9 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
       const Tile at = tile_of(unit, tile, cluster_rank());
       unscale(v, arguments, at, self, seen);
       before_norm(v, arguments, at, self);
-      named_barrier(2 + self.warpgroup, 128);  // all have read the last unit's normalisers there
-      write_strips(v, strips, self);
     }
-
-    named_barrier(2 + self.warpgroup, 128);  // all strips of the warpgroup are there
-    constexpr int kItems = kTileGroups / 2 * kTileSamples;  // (group, sample) pairs of a warpgroup; nobody else reads what a pair's thread merges
-    for (int item = thread % 128; item < kItems; item += 128) {
-      const int group = item / kTileSamples, sample = item % kTileSamples;
-      store_normaliser(groups + group * kGroupStrips * kStripFloats + sample, normaliser(merge_strips(strips, group, sample)));
-    }
-    named_barrier(2 + self.warpgroup, 128);
 
     const Tile at = tile_of(unit, 0, cluster_rank());
-    norm_and_after(v, arguments, groups, at, self);
     store_tile(v, arguments, at, self);
   }
 }
@@ -808,9 +639,6 @@ extern "C" int gemm_sm90a_launch(
     const __half* x_split,
     const float* x_unscale,
     const float* gemm_bias,
-    const float* bias,
-    const float* groupnorm_weight,
-    const float* groupnorm_bias,
     float* y,
     int device, cudaStream_t stream) {
   using namespace gemm_sm90a;
@@ -843,6 +671,6 @@ extern "C" int gemm_sm90a_launch(
   config.attrs = attributes;
   config.numAttrs = 2;
   if (const int error = prepare(device, config)) return error;
-  const Arguments arguments = {x, gemm_weight, x_unscale, gemm_bias, bias, groupnorm_weight, groupnorm_bias, y};
+  const Arguments arguments = {x, gemm_weight, x_unscale, gemm_bias, y};
   return cudaLaunchKernelEx(&config, gemm, map_weight, map_input, arguments);
 }

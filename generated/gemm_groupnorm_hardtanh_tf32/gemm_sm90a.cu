@@ -1,4 +1,4 @@
-// gemm_groupnorm_hardtanh_tf32: linear -> group_norm -> hardtanh in one kernel: TMA, warp-specialised wgmma, clusters
+// gemm_groupnorm_hardtanh_tf32: linear in one kernel: TMA, warp-specialised wgmma, clusters
 //
 //   linear(in_features=8192, out_features=8192, bias=True)  # gemm
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
@@ -7,10 +7,9 @@
 //
 // Plan for sm_90a on h100:
 //   tiles of 128 channels x 256 samples, 3 stages of 64 k; one warpgroup fetches, 2 multiply
-//   clusters of 2 CTAs that share rows of x: fetched once, received by both
-//   groups of 512 channels lie in 2 tiles of a CTA, which wait in y, and their other half in the cluster's other CTA
+//   clusters of 2 CTAs that share rows of W: fetched once, received by both
 //   W stays fp32 in memory and is converted on its way into the multiplier's operand registers
-//   128 blocks of 384 threads, 230464 bytes of shared memory
+//   128 blocks of 384 threads, 196656 bytes of shared memory
 //
 // Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml PRECISION=tf32
 
@@ -28,49 +27,36 @@ namespace {
 constexpr int kBatch = 1024;  // rows of x and y
 constexpr int kInFeatures = 8192;  // columns of x and W
 constexpr int kOutFeatures = 8192;  // rows of W, columns of y
-constexpr int kGroupWidth = 512;  // out_features / num_groups
 constexpr int kTileChannels = 128;  // channels of a tile: rows of W, operand A
 constexpr int kTileSamples = 256;  // samples of a tile: rows of x, operand B
 constexpr int kTileK = 64;  // k of a stage
 constexpr int kSteps = 128;  // ceil(in_features / kTileK)
 constexpr int kStages = 3;  // of the ring
-constexpr int kCluster = 2;  // CTAs that share rows of x
-constexpr int kUnitTiles = 2;  // tiles a CTA computes before their groups are complete
-constexpr int kSampleBlocks = 4;  // clusters side by side along the batch
-constexpr int kUnits = 64;  // pieces of work, one a cluster at a time
-constexpr int kGrid = 128;  // CTAs: 64 clusters take 1 units each at most
+constexpr int kCluster = 2;  // CTAs that share rows of W
+constexpr int kUnitTiles = 1;  // tiles a CTA computes before their groups are complete
+constexpr int kSampleBlocks = 2;  // clusters side by side along the batch
+constexpr int kUnits = 128;  // pieces of work, one a cluster at a time
+constexpr int kGrid = 128;  // CTAs: 64 clusters take 2 units each at most
 constexpr int kThreads = 384;  // one warpgroup that fetches, two that multiply
 constexpr int kConsumerWarps = 8;  // each frees a stage once
 constexpr int kProducerRegisters = 24;  // a thread that fetches
 constexpr int kConsumerRegisters = 240;  // a thread that multiplies
 constexpr int kBlocks = 1;  // accumulators of 64 channels a warpgroup
 constexpr int kAccumulators = 128;  // registers of one: 64 x kTileSamples values over 128 threads
-constexpr int kInFlight = 2;  // groups of multiplications that may run while the next fragment is converted
-constexpr int kRowBytes = 128;  // kTileK halves
+constexpr int kInFlight = 1;  // groups of multiplications that may run while the next fragment is converted
 constexpr int kPlaneRowBytes = 64;  // 16 k of fp32
 constexpr int kPlaneBytes = 4096;  // 16 k of 64 rows of W
 constexpr int kWeightBlockBytes = 16384;  // 64 rows of W
 constexpr int kWeightPartBytes = 32768;  // one part of W in a stage
 constexpr int kInputPartBytes = 32768;  // one part of x in a stage
 constexpr int kStageBytes = 65536;  // all parts
-constexpr int kScratchAt = 196608;  // behind the stages
-constexpr int kScratchBytes = 12288;  // a warpgroup
-constexpr int kGroupsAt = 221184;  // what normalises each sample's group
-constexpr int kStripFloats = 768;  // three numbers a sample
-constexpr int kStripValues = 16;  // channels of a group that one warp holds in a tile
-constexpr int kGroupStrips = 8;  // strips of a group in this CTA
-constexpr int kWarpgroupStrips = 4;  // those of one warpgroup
-constexpr int kExchangeAt = 224256;  // statistics from the other CTA of the cluster, two units' places
-constexpr int kBarriersAt = 230400;  // full, empty
-constexpr int kSharedBytes = 230464;  // in all
+constexpr int kBarriersAt = 196608;  // full, empty
+constexpr int kSharedBytes = 196656;  // in all
 constexpr float kSmallestHalf = 0.00048828125f;  // the largest value of a row must reach it: what is lost below 2^-25 is then 2^-14 of it
 constexpr float kFaint = 6.1035156e-5f;  // 2^-14: values below lose too many bits
 constexpr uint32_t kFaintHalves = 0x04000400;  // 2^-14, twice, as halves
 constexpr float kFaintLimit = 1024.0f;  // in_features / 8: with more such values a row is computed again
 constexpr float kFaintSeen = 1024.0f;  // with more zeros or such values a row is looked at again
-constexpr float kEps = 1.0e-5f;  // inside the root
-constexpr float kHardtanhMinVal = -2.0f;  // hardtanh's min_val
-constexpr float kHardtanhMaxVal = 2.0f;  // hardtanh's max_val
 
 // What the epilogue reads and writes.
 struct Arguments {
@@ -78,8 +64,6 @@ struct Arguments {
   const float* gemm_weight;
   const float* x_unscale;
   const float* gemm_bias;
-  const float* group_norm_weight;
-  const float* group_norm_bias;
   float* y;
 };
 
@@ -123,24 +107,6 @@ __device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
   return done;
 }
 
-// The same, and what other CTAs stored with st.async before completing the barrier is visible afterwards.
-__device__ __forceinline__ bool try_wait_cluster(uint32_t barrier, int parity) {
-  uint32_t done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done;
-}
-
-// Stores a float into the shared memory of CTA `rank` and credits 4 bytes to its barrier.
-__device__ __forceinline__ void store_remote(uint32_t to, float v, uint32_t barrier, int rank) {
-  asm volatile(
-      "{\n.reg .b32 data, bar;\nmapa.shared::cluster.u32 data, %0, %3;\nmapa.shared::cluster.u32 bar, %2, %3;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [data], %1, [bar];\n}" ::"r"(to), "f"(v), "r"(barrier), "r"(rank)
-      : "memory");
-}
-
 // Copies a box of the tensor behind `map` to shared memory and credits its bytes to the barrier; what lies outside the tensor reads as 0.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4}], [%5];" ::"r"(to), "l"(map),
@@ -166,7 +132,6 @@ template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Waits until the kernel before this one has finished and its results are visible (programmatic dependent launch).
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
@@ -231,8 +196,6 @@ struct Shared {
   __device__ uint32_t input(int stage, int part) const { return base + stage * kStageBytes + 1 * kWeightPartBytes + part * kInputPartBytes; }
   __device__ uint32_t full(int stage) const { return base + kBarriersAt + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(kStages + stage); }
-  __device__ uint32_t exchanged(int slot) const { return full(2 * kStages + slot); }
-  __device__ uint32_t exchange_slot(int slot) const { return base + kExchangeAt + slot * kStripFloats * 4; }
 };
 
 // A place in the ring; the phase's parity tells this round's fill of a stage from the last one's.
@@ -250,10 +213,6 @@ __device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /
   while (!try_wait(barrier, parity)) {
   }
 }
-__device__ __forceinline__ void wait_cluster(uint32_t barrier, int parity, const char* /* debug builds name it */) {
-  while (!try_wait_cluster(barrier, parity)) {
-  }
-}
 
 // --- schedule: clusters take units in turn; units that follow each other share rows of W, which L2 then holds ---
 
@@ -262,7 +221,7 @@ struct Tile {
 };
 
 __device__ __forceinline__ Tile tile_of(int unit, int tile, int rank) {
-  return {unit % kSampleBlocks * kTileSamples, ((unit / kSampleBlocks * kCluster + rank) * kUnitTiles + tile) * kTileChannels};
+  return {(unit % kSampleBlocks * kCluster + rank) * kTileSamples, (unit / kSampleBlocks * kUnitTiles + tile) * kTileChannels};
 }
 
 // Walks all k-steps of all tiles of this CTA.
@@ -280,16 +239,14 @@ struct Walk {
 
 __device__ __forceinline__ void fetch_weight(const Shared& shared, const CUtensorMap* map, const Walk& at, int stage, int rank) {
   const int row = tile_of(at.unit, at.tile, rank).channel;
-  for (int block = 0; block < kTileChannels / 64; ++block) {
-    copy_box(shared.weight(stage, 0) + block * kWeightBlockBytes, map, 0, row + block * 64, at.step * (kTileK / 16), shared.full(stage));
-  }
+  // Each CTA fetches one block of 64 rows for both.
+  copy_box_to_all(shared.weight(stage, 0) + rank * kWeightBlockBytes, map, 0, row + rank * 64, at.step * (kTileK / 16), shared.full(stage));
 }
 
 __device__ __forceinline__ void fetch_input(const Shared& shared, const CUtensorMap* map, const Walk& at, int stage, int rank) {
   const int row = tile_of(at.unit, at.tile, rank).sample;
-  constexpr int kSlice = kTileSamples / kCluster;  // rows that each CTA fetches for all
   for (int part = 0; part < 1; ++part) {
-    copy_box_to_all(shared.input(stage, part) + rank * kSlice * kRowBytes, map, at.step * kTileK, row + rank * kSlice, part, shared.full(stage));
+    copy_box(shared.input(stage, part), map, at.step * kTileK, row, part, shared.full(stage));
   }
 }
 
@@ -409,11 +366,6 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocks][kAccumulato
   }
 }
 
-// min(max(v, lo), hi); NaN goes through.
-__device__ __forceinline__ float hardtanh(float v, float lo, float hi) {
-  return v < lo ? lo : (v > hi ? hi : v);
-}
-
 __device__ __forceinline__ float to_float(float v) { return v; }
 
 __device__ __forceinline__ float parameter(const float* vector, int channel) {
@@ -520,106 +472,6 @@ __device__ __forceinline__ void unscale(float (&v)[kBlocks][kAccumulators], cons
   if (__any_sync(~0u, unfit)) recompute(v, arguments, tile, self);
 }
 
-// --- statistics: merged by Chan's formula in a fixed order; exact for equal values ---
-
-// Of a set of values: its mean is `mean` + `rest`, which holds what rounding left, m2 the sum of squared differences from it.
-struct Moments {
-  float mean, rest, m2;
-};
-
-// Only differences of means are rounded, which are as small as the spread: neither a far mean nor one far value costs the others their bits.
-// __fsub_rn keeps the compiler from fusing a difference with the product that made its operand, which would differ from the value kept.
-__device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float other_count) {
-  const float share = other_count / (count + other_count);
-  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
-  const float mean = fmaf(d, share, a.mean);
-  return {mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * all * (count * share)};
-}
-
-// What makes (v - mean) * rstd + offset the normalised value: offset takes the mean's rest.
-struct Normaliser {
-  float mean, rstd, offset;
-};
-
-__device__ __forceinline__ Normaliser normaliser(const Moments& group) {
-  const float rstd = 1.0f / sqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);
-  return {group.mean, rstd, -group.rest * rstd};
-}
-
-__device__ __forceinline__ Moments of_two(float a, float b) {
-  const float d = __fsub_rn(b, a), mean = fmaf(d, 0.5f, a);
-  return {mean, fmaf(d, 0.5f, __fsub_rn(a, mean)), 0.5f * d * d};
-}
-
-// In shared memory, three numbers of kTileSamples samples each lie in planes: of a strip its moments, of a group its normaliser.
-__device__ __forceinline__ Moments load_moments(const float* from) { return {from[0], from[kTileSamples], from[2 * kTileSamples]}; }
-__device__ __forceinline__ void store_moments(float* to, const Moments& m) { to[0] = m.mean, to[kTileSamples] = m.rest, to[2 * kTileSamples] = m.m2; }
-__device__ __forceinline__ void store_normaliser(float* to, const Normaliser& n) { to[0] = n.mean, to[kTileSamples] = n.rstd, to[2 * kTileSamples] = n.offset; }
-
-// Into the other CTA's planes, a number at a time.
-__device__ __forceinline__ void send(const Moments& m, uint32_t to, uint32_t barrier, int rank) {
-  store_remote(to, m.mean, barrier, rank);
-  store_remote(to + kTileSamples * 4, m.rest, barrier, rank);
-  store_remote(to + 2 * kTileSamples * 4, m.m2, barrier, rank);
-}
-
-// Two lanes that differ in `bit` hold moments of `count` values for two samples each: the lane with the bit takes over the second sample.
-__device__ __forceinline__ Moments share_out(const Moments& first, const Moments& second, int lane, int bit, int count) {
-  const bool upper = lane & bit;
-  const Moments own = upper ? second : first, given = upper ? first : second;
-  const Moments got = {__shfl_xor_sync(~0u, given.mean, bit), __shfl_xor_sync(~0u, given.rest, bit), __shfl_xor_sync(~0u, given.m2, bit)};
-  return merge(own, count, got, count);
-}
-
-// The channels of a strip that this thread holds, for sample `c` of its 8.
-__device__ __forceinline__ Moments thread_moments(const float (&v)[kBlocks][kAccumulators], int block, int samples, int c) {
-  const int at = 16 * samples + 4 * (c / 2) + c % 2;
-  return of_two(v[block][at], v[block][at + 2]);
-}
-
-// A warp's strip of kStripValues channels, for 32 samples: lanes exchange halves of the samples they still look after, so that each ends
-// up with one, which `strip_sample` names.
-__device__ __forceinline__ Moments strip_statistics(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
-  Moments all[4];
-#pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    all[c] = share_out(thread_moments(v, block, samples, c), thread_moments(v, block, samples, c + 4), lane, 16, 2);
-  }
-#pragma unroll
-  for (int kept = 2, bit = 8, count = 4; kept; kept /= 2, bit /= 2, count *= 2) {
-#pragma unroll
-    for (int c = 0; c < kept; ++c) all[c] = share_out(all[c], all[c + kept], lane, bit, count);
-  }
-  return all[0];
-}
-
-__device__ __forceinline__ int strip_sample(int samples, int lane) { return 32 * samples + 8 * (lane / 8) + lane % 4 * 2 + lane / 4 % 2; }
-
-// A warp's strips of a tile, into its warpgroup's part of shared memory, merged with those of the unit's earlier tiles.
-__device__ __forceinline__ void write_strips(const float (&v)[kBlocks][kAccumulators], float* strips, int tile, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; block += 1) {
-    float* strip = strips + self.warpgroup * (kScratchBytes / 4) + self.warp * kStripFloats;
-#pragma unroll
-    for (int samples = 0; samples < kTileSamples / 32; ++samples) {
-      const Moments here = strip_statistics(v, block, samples, self.lane);
-      float* all = strip + strip_sample(samples, self.lane);  // this lane's own, in every tile
-      store_moments(all, tile == 0 ? here : merge(load_moments(all), static_cast<float>(tile * kStripValues), here, kStripValues));
-    }
-  }
-}
-
-// The strips of group `group`, for one sample.
-__device__ __forceinline__ Moments merge_strips(const float* strips, int sample) {
-  Moments all = load_moments(strips + sample);
-#pragma unroll
-  for (int i = 1; i < kGroupStrips; ++i) {
-    const int place = i / kWarpgroupStrips * (kScratchBytes / 4) + i % kWarpgroupStrips * kStripFloats;
-    all = merge(all, i * kUnitTiles * kStripValues, load_moments(strips + place + sample), kUnitTiles * kStripValues);
-  }
-  return all;
-}
-
 // --- epilogue ---
 
 // What stands between the product and the norm.
@@ -633,69 +485,6 @@ __device__ __forceinline__ void before_norm(float (&v)[kBlocks][kAccumulators], 
       const int h = i / 2 % 2;
       float& value = v[block][i];
       value = value + gemm_bias_c[h];
-    }
-  }
-}
-
-// The norm and what follows it.
-__device__ __forceinline__ void norm_and_after(float (&v)[kBlocks][kAccumulators], const Arguments& arguments,
-                                               const float* groups, const Tile& tile, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-    const int channel = tile.channel + self.channel(block, 0);
-    const float group_norm_weight_c[2] = {parameter(arguments.group_norm_weight, channel), parameter(arguments.group_norm_weight, channel + 8)};
-    const float group_norm_bias_c[2] = {parameter(arguments.group_norm_bias, channel), parameter(arguments.group_norm_bias, channel + 8)};
-    const float* group = groups + self.first_sample();
-#pragma unroll
-    for (int j = 0; j < kTileSamples / 8; ++j) {
-      // Of two samples each.
-      const float2 mean = *reinterpret_cast<const float2*>(group + 8 * j);
-      const float2 rstd = *reinterpret_cast<const float2*>(group + 8 * j + kTileSamples);
-      const float2 offset = *reinterpret_cast<const float2*>(group + 8 * j + 2 * kTileSamples);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int h = i / 2;
-        float& value = v[block][4 * j + i];
-        value = fmaf(__fsub_rn(value, i % 2 ? mean.y : mean.x), i % 2 ? rstd.y : rstd.x, i % 2 ? offset.y : offset.x);
-        value = value * group_norm_weight_c[h] + group_norm_bias_c[h];
-        value = hardtanh(value, kHardtanhMinVal, kHardtanhMaxVal);
-      }
-    }
-  }
-}
-
-// A tile whose group is not complete waits in its own part of y, in the registers' order: 16 bytes a thread at a time, row after row.
-__device__ __forceinline__ uint4* held_piece(const Arguments& arguments, const Tile& tile, const Consumer& self, int piece) {
-  constexpr int kRowPieces = kTileChannels / 4;
-  const int thread = (self.warpgroup * 4 + self.warp) * 32 + self.lane;
-  const int row = tile.sample + thread / kRowPieces;
-  return reinterpret_cast<uint4*>(arguments.y + static_cast<size_t>(row) * kOutFeatures + tile.channel + thread % kRowPieces * 4 +
-                                  static_cast<size_t>(piece * (256 / kRowPieces)) * kOutFeatures);
-}
-
-__device__ __forceinline__ void hold(const float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-    for (int i = 0; i < kAccumulators; i += 4) {
-      const float* s = v[block] + i;
-      const uint4 words = make_uint4(__float_as_uint(s[0]), __float_as_uint(s[1]), __float_as_uint(s[2]), __float_as_uint(s[3]));
-      *held_piece(arguments, tile, self, (block * kAccumulators + i) / 4) = words;
-    }
-  }
-}
-
-__device__ __forceinline__ void fetch_held(float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile, const Consumer& self) {
-#pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-    for (int i = 0; i < kAccumulators; i += 4) {
-      const uint4 words = __ldcg(held_piece(arguments, tile, self, (block * kAccumulators + i) / 4));
-      float* d = v[block] + i;
-      d[0] = __uint_as_float(words.x);
-      d[1] = __uint_as_float(words.y);
-      d[2] = __uint_as_float(words.z);
-      d[3] = __uint_as_float(words.w);
     }
   }
 }
@@ -725,9 +514,6 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
   const int thread = threadIdx.x - 128;
   Consumer self = {thread / 128, thread / 32 % 4, thread % 32};
   Feed feed{shared, self};
-  float* strips = reinterpret_cast<float*>(memory + kScratchAt);
-  float* groups = reinterpret_cast<float*>(memory + kGroupsAt);
-  int slot = 0, parity = 0;
   wait_for_previous_kernel();
 
   for (int unit = blockIdx.x / kCluster; unit < kUnits; unit += gridDim.x / kCluster) {
@@ -740,35 +526,10 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
       const Tile at = tile_of(unit, tile, cluster_rank());
       unscale(v, arguments, at, self, seen);
       before_norm(v, arguments, at, self);
-      write_strips(v, strips, tile, self);
-      if (tile + 1 < kUnitTiles) hold(v, arguments, at, self);
     }
 
-    named_barrier(1, 2 * 128);  // all strips of both warpgroups are there
-    // Both CTAs of the cluster hold a half of the group: each sends its statistics to the other, and both merge them in the order of their ranks.
-    constexpr float kHalf = kUnitTiles * kTileChannels;
-    if (thread == 0) expect_bytes(shared.exchanged(slot), kStripFloats * 4);
-    if (thread < kTileSamples) {
-      const Moments own = merge_strips(strips, thread);
-      send(own, shared.exchange_slot(slot) + thread * 4, shared.exchanged(slot), cluster_rank() ^ 1);
-      wait_cluster(shared.exchanged(slot), parity, "exchanged");
-      const Moments other = load_moments(reinterpret_cast<const float*>(memory + kExchangeAt) + slot * kStripFloats + thread);
-      const bool first = cluster_rank() == 0;
-      store_normaliser(groups + thread, normaliser(merge(first ? own : other, kHalf, first ? other : own, kHalf)));
-    }
-    slot ^= 1;
-    if (slot == 0) parity ^= 1;
-    named_barrier(1, 2 * 128);
-
-    for (int tile = kUnitTiles - 1; tile >= 0; --tile) {
-      const Tile at = tile_of(unit, tile, cluster_rank());
-      if (tile + 1 < kUnitTiles) {
-        fetch_held(v, arguments, at, self);
-        named_barrier(1, 2 * 128);  // all have read before any writes there
-      }
-      norm_and_after(v, arguments, groups, at, self);
-      store_tile(v, arguments, at, self);
-    }
+    const Tile at = tile_of(unit, 0, cluster_rank());
+    store_tile(v, arguments, at, self);
   }
 }
 
@@ -785,7 +546,6 @@ gemm(const __grid_constant__ CUtensorMap map_weight, const __grid_constant__ CUt
       barrier_init(shared.full(stage), 1);
       barrier_init(shared.empty(stage), kCluster * kConsumerWarps);
     }
-    for (int slot = 0; slot < 2; ++slot) barrier_init(shared.exchanged(slot), 1);
     barrier_init_done();
   }
   cluster_sync();
@@ -877,14 +637,12 @@ extern "C" int gemm_sm90a_launch(
     const __half* x_split,
     const float* x_unscale,
     const float* gemm_bias,
-    const float* group_norm_weight,
-    const float* group_norm_bias,
     float* y,
     int device, cudaStream_t stream) {
   using namespace gemm_sm90a;
   const DeviceScope scope(device);
   if (scope.error != cudaSuccess) return scope.error;
-  const void* const read_wide[] = {x, gemm_weight, y};  // 16 bytes at a time, beside the copy engine
+  const void* const read_wide[] = {x, gemm_weight};  // 16 bytes at a time, beside the copy engine
   for (const void* tensor : read_wide) {
     if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0) return kMisaligned;
   }
@@ -894,7 +652,7 @@ extern "C" int gemm_sm90a_launch(
   const Box weight_box = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE,         3,
                           {16, kOutFeatures, kInFeatures / 16}, {kInFeatures * 4ull, 64},          {16, 64, kTileK / 16}};
   const Box input_box = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, 3, {kInFeatures, kBatch, 1},
-                         {kInFeatures * 2ull, kInFeatures * 2ull * kBatch}, {kTileK, kTileSamples / kCluster, 1}};
+                         {kInFeatures * 2ull, kInFeatures * 2ull * kBatch}, {kTileK, kTileSamples, 1}};
   if (const int error = encode(&map_weight, gemm_weight, weight_box)) return error;
   if (const int error = encode(&map_input, x_split, input_box)) return error;
 
@@ -911,6 +669,6 @@ extern "C" int gemm_sm90a_launch(
   config.attrs = attributes;
   config.numAttrs = 2;
   if (const int error = prepare(device, config)) return error;
-  const Arguments arguments = {x, gemm_weight, x_unscale, gemm_bias, group_norm_weight, group_norm_bias, y};
+  const Arguments arguments = {x, gemm_weight, x_unscale, gemm_bias, y};
   return cudaLaunchKernelEx(&config, gemm, map_weight, map_input, arguments);
 }

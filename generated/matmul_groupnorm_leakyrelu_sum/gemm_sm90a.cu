@@ -382,8 +382,8 @@ __device__ __forceinline__ void promote(float (&total)[kBlocks][kAccumulators], 
   }
 }
 
-// The product of one tile. The tensor core's accumulator truncates, so every kPromoteSteps its sums are added to `total` with rounding. The
-// warpgroups do that half a chunk apart: one of them always has multiplications queued.
+// The product of one tile. The tensor core's accumulator truncates, so every kPromoteSteps its sums are added to `total` with rounding.
+// Both warpgroups do it at the same k: equal rows of W give equal sums, so that a constant group is constant.
 __device__ __forceinline__ void multiply_tile(float (&total)[kBlocks][kAccumulators], Feed& feed, Seen& seen) {
   float sums[kBlocks][kAccumulators];
 #pragma unroll
@@ -391,7 +391,7 @@ __device__ __forceinline__ void multiply_tile(float (&total)[kBlocks][kAccumulat
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) total[block][i] = 0.0f;
   }
-  int chunk = min(feed.self.warpgroup ? kPromoteSteps : (kPromoteSteps + 1) / 2, kSteps);
+  int chunk = min(kPromoteSteps, kSteps);
   for (int step = 0; step < kSteps; step += chunk, chunk = min(kPromoteSteps, kSteps - step)) {
 #pragma unroll 1
     for (int i = 0; i < chunk; ++i) multiply_stage(sums, feed, i > 0, seen);
