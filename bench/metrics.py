@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,8 @@ class Errors:
     `largest`: largest absolute difference there. `outside`: number of elements with |difference| > atol + rtol |exact|, atol = rtol = the
     precision's tolerance. `group_mean`, `group_std`: largest deviation of a (sample, group)'s mean and standard deviation; None where the result
     has no groups.
-    `parity`: None when NaN, +inf and -inf stand where they must, else what is wrong.
+    `parity`: None when NaN, +inf and -inf stand where they must, else what is wrong. `concentration`: the sum of the differences' fourth powers over the square of
+    the sum of their squares: 1 where one element holds all of the error, 3 / n where n are normal.
     """
 
     relative: float
@@ -25,6 +27,7 @@ class Errors:
     group_mean: float | None
     group_std: float | None
     parity: str | None
+    concentration: float = 0.0
 
     @property
     def outside_share(self) -> float:
@@ -48,7 +51,15 @@ def compare(y: torch.Tensor, exact: torch.Tensor, tolerance: float, groups: int 
     outside = int((difference.abs() > tolerance + tolerance * inside.abs()).sum())
     mean, std = (None, None) if groups is None else _group_deviation(y64, exact, finite, groups)
     parity = None if ordinary and y.dtype is not torch.float16 else _parity(y, exact, eager)
-    return Errors(relative, float(difference.abs().max()), outside, exact.numel(), mean, std, parity)
+    return Errors(relative, float(difference.abs().max()), outside, exact.numel(), mean, std, parity, _concentration(difference))
+
+
+def _concentration(difference: torch.Tensor) -> float:
+    largest = float(difference.abs().max())
+    if not 0.0 < largest < math.inf:
+        return 0.0
+    squares = (difference / largest).square()  # powers of small differences would vanish
+    return float(squares.square().sum() / squares.sum() ** 2)
 
 
 def _group_deviation(y: torch.Tensor, exact: torch.Tensor, finite: torch.Tensor | None, groups: int) -> tuple[float, float]:

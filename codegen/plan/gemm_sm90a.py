@@ -31,7 +31,6 @@ LANES_MS = 0.02  # that a tile's epilogue takes longer where groups lie in the l
 CLUSTERS = ((2, "weight"), (2, "input"), (1, "none"))  # CTAs, and the operand that they share
 SLICES_OF_K = (2, 3, 4, 5, 6, 8, 10, 12, 16)  # that CTAs of one tile may share
 SLICED_MEMORY = 0.8  # of the memory's rate, at most, where it limits slices: a stage takes 128 bytes of each row
-FINISHING = 1.15  # times that tf32's tiles with W from fp32 take longer when they finish their groups themselves, against 1.1 with a norm kernel behind them
 FILL_MS = 0.003  # that a slice waits for its first stages, and its sums for the copy to memory
 CONVERSION_MARGIN = 0.95  # W is converted on every call where the estimate is below this share of the other
 CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
@@ -143,13 +142,7 @@ def choose_layout(spec: Spec, target: Target, device: DeviceClass, form: Form) -
         if memory(form, layout, spec.group_channels, spec.result.itemsize, target.smem_bytes, vector_count(spec)) is not None
         and not _held_tail(spec, form, layout) and not _crowded(spec, form, layout)
     ]  # fmt: skip
-    return min(fitting, key=lambda layout: _rounds(spec, form, layout, device.sms)[0] * _finishing(form, layout))
-
-
-def _finishing(form: Form, layout: Layout) -> float:
-    """How much longer tiles take that finish their groups where one product waits for L2: nothing is fetched for the next tile's ring meanwhile, and the norm
-    kernel reads the results from L2."""
-    return FINISHING if form.registers and form.parts == 1 and layout.statistics != "none" else 1.0
+    return min(fitting, key=lambda layout: _rounds(spec, form, layout, device.sms)[0])
 
 
 def estimated_ms(spec: Spec, device: DeviceClass, form: Form, layout: Layout) -> float:
@@ -172,16 +165,16 @@ def estimated_ms(spec: Spec, device: DeviceClass, form: Form, layout: Layout) ->
 
 
 def layouts(spec: Spec, form: Form) -> list[Layout]:
-    """Every way to lay the chain out, the preferred first. The last resort leaves the norm to its own kernel."""
+    """Every way to lay the chain out, the preferred first; the last ones leave the norm to its own kernel."""
     width, tile = spec.group_channels, form.tile_channels
     apart = [Layout(cluster, share, 1, "none") for cluster, share in CLUSTERS]
-    if ragged_result(spec):
+    if ragged_result(spec) or (form.registers and form.parts == 1):  # one product waits for L2, a tile's end for its 128 sums a thread: the norm kernel is faster, measured
         return apart
     power_of_two = width & (width - 1) == 0
     if power_of_two and width < 16:
-        return [Layout(cluster, share, 1, "lanes") for cluster, share in CLUSTERS] + apart
+        return [Layout(cluster, share, 1, "lanes") for cluster, share in CLUSTERS]
     if power_of_two and width <= tile:
-        return [Layout(cluster, share, 1, "strips") for cluster, share in CLUSTERS] + apart
+        return [Layout(cluster, share, 1, "strips") for cluster, share in CLUSTERS]
     found = []
     if width % tile == 0:
         tiles = width // tile

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from codegen.chain import SPARING, Apply, applies, c_identifier, costly
+from codegen.chain import Apply, applies, c_identifier
 from codegen.spec import Spec
 
-PIECE = 64
 
 
 def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply, ...], list[Apply], list[Apply]]:
@@ -16,13 +15,6 @@ def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply
     bias = [vector(spec.producer.key(p)) for p in spec.producer.parameters if p.suffix == "bias"]
     affine = [vector(spec.norm.key(p)) for s in ("weight", "bias") for p in spec.norm.parameters if p.suffix == s] if finished else []
     return before, after, bias + [a for a in before if a.parameter], affine + [a for a in after if a.parameter]
-
-
-def in_pieces(before: tuple[Apply, ...], group_width: int) -> bool:
-    """Whether the operators before the norm are to be done for PIECE sums of a thread after the other, where it has 128. With nvcc 13 the compiler
-    was seen to find registers for all of them at once where groups are narrow and no function has more than mish's temporaries."""
-    names = {name for item in before for name in item.functions}
-    return costly(before) and not (group_width <= 32 and names <= SPARING | {"mish"})
 
 
 def vector_count(spec: Spec) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, c_identifier, costly, unique_constants
 from codegen.numerics import FP32, float_literal
-from codegen.plan.gemm_sm90a_epilogue import PIECE, distinct, epilogue, in_pieces, line, vector_count
+from codegen.plan.gemm_sm90a_epilogue import distinct, epilogue, line, vector_count
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks
 from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, padded_columns
 from codegen.plan.gemm_sm90a_window import window
@@ -108,11 +108,6 @@ class GemmSm90aKernel(Kernel):
     def row_parts(self) -> int:
         """Parts of a group in a row."""
         return row_parts(self.form, self.layout, self.group_width, costly(self.before + self.after))[1]
-
-    @property
-    def piece(self) -> int:
-        """Values of a tile that are worked on at once before the norm, where all of them would take more registers than a thread has; else 0."""
-        return PIECE if self.registers_a and self.tile_samples > 128 and in_pieces(self.before, self.group_width) else 0
 
     @property
     def vectors(self) -> tuple[Apply, ...]:

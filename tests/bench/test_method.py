@@ -1,11 +1,13 @@
 """The method itself: verify is fed models that are wrong in known ways, and must see each."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from bench.families import FAMILIES, Draw
-from bench.metrics import Errors
+from bench.metrics import Errors, compare
 from bench.promise import Yardsticks, allowed_error, allowed_outside, pooled
 from bench.subject import Subject, emit, round_tf32
 from bench.timing import MOST_FLUSHES, flushes_for
@@ -243,6 +245,22 @@ def test_a_few_elements_outside_over_several_draws_need_a_yardstick_whose_worst_
     assert pooled(bf16, few(10, 0.025), by, False)[2] and pooled(bf16, few(1, 0.031), by, False)[2]
     fp32 = load_spec("specs/gemm_groupnorm_hardtanh_small.yaml")
     assert pooled(fp32, few(1, 0.025), by, True)[2]  # on the benchmark's own inputs none at all
+
+
+def test_errors_that_few_elements_hold_differ_by_more_by_chance():
+    """A rounding that carries a value from one bound to the other may hold all of an error: 1.4 times eager's is chance then, and none where all elements err."""
+    n = 1 << 16
+    exact = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    normal = 1e-6 * torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    jump = torch.zeros(n, dtype=torch.float64)
+    jump[77] = 4.0
+    of = {name: compare(exact + error, exact, 1e-4, None) for name, error in (("normal", normal), ("jump", normal + jump))}
+    assert of["normal"].concentration == pytest.approx(3 / n, rel=0.1) and of["jump"].concentration == pytest.approx(1.0)
+    assert compare(exact, exact, 1e-4, None).concentration == 0.0
+    fp32 = load_spec("specs/default.yaml")
+    for name, chance in (("normal", False), ("jump", True)):
+        eager, ours = of[name], replace(of[name], relative=1.4 * of[name].relative)
+        assert (not pooled(fp32, [ours] * 4, [yardsticks(eager=eager, eager_fp32=eager)] * 4, False)[2]) == chance
 
 
 def test_a_wrong_shape_or_type_is_caught(small):
