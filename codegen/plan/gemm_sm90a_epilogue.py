@@ -6,7 +6,6 @@ from codegen.chain import Apply, applies, c_identifier
 from codegen.spec import Spec
 
 
-
 def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply, ...], list[Apply], list[Apply]]:
     """What precedes the norm and what follows it, and the parameters of each, the producer's bias first, gamma and beta before others.
     Unless `finished`, the norm's kernel does all but add the bias."""
