@@ -9,7 +9,8 @@ An fp32 arithmetic that a spec forces and whose own error is above that promise 
 
 The promise compares two errors, ours and PyTorch's. Of a result of few groups both scatter: that of n independent values is known to about
 1/sqrt(n); so do errors of which a few values hold all, as where one rounding carries a value from one bound to the other. Data whose errors are above
-the promise are therefore drawn again with other seeds, and all draws together must keep it within three standard deviations (`pooled`). A wrong shape, a lost NaN or other bits in a second run are wrong at once.
+the promise are therefore drawn again with other seeds, and all draws together must keep it within three standard deviations (`pooled`). A wrong
+shape, a lost NaN or other bits in a second run are wrong at once.
 """
 
 from __future__ import annotations
@@ -178,11 +179,11 @@ def pooled_errors(errors: Sequence[Errors]) -> Errors:
 
 def pooled(spec: Spec, ours: Sequence[Errors], by: Sequence[Yardsticks], benchmark: bool) -> tuple[float, int | None, list[str]]:
     """Of several draws together: the error and the number of elements outside that are allowed, and every promise that is broken."""
-    chance = max(scatter(ours, by), scatter([one.eager for one in by], by))
-    found, factor = pooled_errors(ours), max(margin(len(ours), independent(spec, ours[0].elements)), 1 + SIGMAS * chance)
+    found, few = pooled_errors(ours), margin(len(ours), independent(spec, ours[0].elements))
+    factor = max(few, 1 + SIGMAS * max(scatter(ours, by), scatter([one.eager for one in by], by)))
     limits = [allowed_error(spec, one) for one in by]
     allowed = factor * root_mean_square(limits)
     counts = [allowed_outside(spec, one, benchmark) for one in by]
-    outside = None if None in counts else max(math.floor(factor * sum(counts)), 0 if _none_outside(spec, benchmark) else _excused(found, by))
+    outside = None if None in counts else max(math.floor(few * sum(counts)), 0 if _none_outside(spec, benchmark) else _excused(found, by))
     groups = {which: factor * root_mean_square([allowed_group(one, most, which) for one, most in zip(by, limits, strict=True)]) for which in GROUP_LABELS}
     return allowed, outside, _exceeded(found, allowed, outside, groups, f" over {len(ours)} draws")

@@ -18,7 +18,7 @@ from codegen.plan.gemm_tiles import (
 )  # fmt: skip
 from codegen.plan.gemm_epilogue import VALUE_CYCLES
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
-from codegen.plan.norm import plan_norm
+from codegen.plan.norm import plan_norm_of_product
 from codegen.plan.norm_chain import named_operand
 from codegen.plan.routes import PlanError, floor
 from codegen.spec import Spec
@@ -148,8 +148,7 @@ def plan_conv_gemm(spec: Spec, target: Target, device: DeviceClass, choice: Choi
     choice = choice or tile_choices(spec, device, arithmetic)[0]
     why = _why(spec, device, arithmetic, choice, shape)
     gemm = conv_gemm_kernel(spec, arithmetic, choice, why)
-    bias = next((spec.producer.key(p) for p in spec.producer.parameters if p.suffix == "bias"), None)
-    tail = plan_norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias, statistics=None)
+    tail = plan_norm_of_product(spec, target, device)
     copies = (
         Buffer(PIXELS, (spec.batch, *spec.input_shape[2:], shape.groups * shape.pieces * PIECE_BYTES // spec.precision.itemsize), spec.precision.dtype),
         Buffer(WEIGHT_ROWS, (spec.channels, shape.k), spec.precision.dtype),

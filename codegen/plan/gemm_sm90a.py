@@ -19,7 +19,7 @@ from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT,
 from codegen.plan.gemm_sm90a_window import WEIGHT_SHIFT
 from codegen.plan.gemm_tiles import SLICE_MARGIN
 from codegen.plan.model import Buffer, Launch, Plan
-from codegen.plan.norm import plan_norm
+from codegen.plan.norm import plan_norm, plan_norm_of_product
 from codegen.plan.norm_flat import access_width, residency
 from codegen.plan.routes import PlanError, floor
 from codegen.spec import Spec
@@ -79,8 +79,7 @@ def plan_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool 
     if chosen.slices > 1:
         steps[-1:], own = sliced_product(spec, gemm, chosen.slices)
         buffers = [*buffers, *own]
-        bias = next((spec.producer.key(p) for p in spec.producer.parameters if p.suffix == "bias"), None)
-        tail = plan_norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias, statistics=None)
+        tail = plan_norm_of_product(spec, target, device)
         steps, buffers, why = steps + list(tail.steps), buffers + list(tail.buffers), why + tail.why
     elif chosen.statistics == "none":
         pitch = result_pitch(spec, chosen)

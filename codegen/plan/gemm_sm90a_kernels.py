@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, c_identifier, costly, unique_constants
 from codegen.numerics import FP32, float_literal
+from codegen.plan.gemm_companions import Pointer
 from codegen.plan.gemm_sm90a_epilogue import distinct, epilogue, line, vector_count
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks
 from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, padded_columns
@@ -17,18 +18,6 @@ from codegen.targets import Target
 
 THREADS = 128 * (1 + CONSUMERS)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 * 24 + 256 * 240 = 64512 of 65536
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """A kernel's argument: C type, C name, and whether it is written."""
-
-    c_type: str
-    name: str
-    written: bool = False
-
-    def declaration(self) -> str:
-        return f"{'' if self.written else 'const '}{self.c_type}* {self.name}"
 
 
 @dataclass(frozen=True)

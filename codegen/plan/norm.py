@@ -73,3 +73,9 @@ def plan_norm(
         return NormPlan(steps, (buffer,), (reason,))
     kernel = norm_flat.stream_kernel(spec, source, apply_before, producer_bias)
     return NormPlan((Launch(kernel),), (), (f"a group's {spec.group_size} values exceed a block's registers: two reads, the second from the L2 cache",))
+
+
+def plan_norm_of_product(spec: Spec, target: Target, device: DeviceClass) -> NormPlan:
+    """Kernels from the producer's result without its bias, which lies in "t0", to y."""
+    bias = next((spec.producer.key(p) for p in spec.producer.parameters if p.suffix == "bias"), None)
+    return plan_norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias, statistics=None)

@@ -94,9 +94,7 @@ class FlatKernel(NormKernel):
     def reads_single_values(self) -> bool:
         """Does an access or a parameter take one value at a time?"""
         alone = self.width == 1 and (self.source.itemsize == 2 or self.loads_parameters)
-        if self.fold is not None and self.fold.operands:
-            return True
-        return alone or any(self.channel_mode != "vector" or not operand.per_channel for operand in self.operands)
+        return alone or bool(self.fold and self.fold.operands) or any(self.channel_mode != "vector" or not operand.per_channel for operand in self.operands)
 
     @property
     def reads_first_value(self) -> bool:

@@ -242,6 +242,7 @@ def library_gemm_ms(spec: Spec, device: DeviceClass) -> float:
 def _generated_linear(spec: Spec, target: Target, device: DeviceClass, candidate: Candidate | None = None) -> tuple[Plan, float]:
     """Our GEMM, and the norm kernel behind it unless the chain ends in the GEMM; with the estimated time of the planner's own choice."""
     from codegen.plan.gemm import choose_arithmetic, gemm_ms, plan_gemm
+    from codegen.plan.norm import plan_norm_of_product
 
     arithmetic = choose_arithmetic(spec, device) if candidate is None else ARITHMETICS[candidate.math]
     gemm = plan_gemm(spec, target, device, arithmetic, None if candidate is None else _recorded_tile(spec, device, candidate))
@@ -249,8 +250,7 @@ def _generated_linear(spec: Spec, target: Target, device: DeviceClass, candidate
     estimate = gemm_ms(spec, device, arithmetic)
     if not gemm.finished:
         if gemm.sliced:
-            bias = next((spec.producer.key(p) for p in spec.producer.parameters if p.suffix == "bias"), None)
-            tail = _norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias, statistics=None)
+            tail = plan_norm_of_product(spec, target, device)
         else:
             tail = _norm(spec, target, device, source="y", apply_before=gemm.bare, producer_bias=None, statistics=gemm.statistics)
         steps, buffers, why = steps + tail.steps, buffers + tail.buffers, why + tail.why
