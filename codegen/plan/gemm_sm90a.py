@@ -50,9 +50,8 @@ FORMS = {
     ("fp16", False): Form(False, 1, 256, 128, 4, 0),
     ("bf16", False): Form(False, 1, 256, 128, 4, 0),
 }
-# Share of the card's tensor rate at which a busy SM multiplies (an H100, K = 8192; bench/results/h100): power takes the rest, for tf32 the bytes
-# that come into the SMs.
-PACE = {("fp32", False): 0.74, ("fp32", True): 0.74, ("tf32", False): 0.48, ("tf32", True): 0.67, ("fp16", False): 0.77, ("bf16", False): 0.79}
+# Share of the card's tensor rate at which a busy SM multiplies (an H100, K = 8192; bench/results/h100; ("tf32", False) from an H200): power takes the rest.
+PACE = {("fp32", False): 0.74, ("fp32", True): 0.74, ("tf32", False): 0.67, ("tf32", True): 0.67, ("fp16", False): 0.77, ("bf16", False): 0.79}
 PRODUCTS = {"fp32": 3, "tf32": 1, "fp16": 1, "bf16": 1}
 
 
@@ -167,7 +166,7 @@ def layouts(spec: Spec, form: Form) -> list[Layout]:
     """Every way to lay the chain out, the preferred first; the last ones leave the norm to its own kernel."""
     width, tile = spec.group_channels, form.tile_channels
     apart = [Layout(cluster, share, 1, "none") for cluster, share in CLUSTERS]
-    if ragged_result(spec) or (form.registers and form.parts == 1):  # one product waits for L2, a tile's end for its 128 sums a thread: the norm kernel is faster, measured
+    if ragged_result(spec) or (form.registers and form.parts == 1):  # 128 sums a thread are finished slowly while nothing is multiplied: the norm kernel is faster, measured
         return apart
     power_of_two = width & (width - 1) == 0
     if power_of_two and width < 16:

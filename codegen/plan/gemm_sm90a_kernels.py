@@ -312,8 +312,7 @@ def _constants(
     if form.promote:
         rows.append(("kPromoteSteps", form.promote, f"every {form.promote * TILE_K} of K"))
     if form.registers:
-        # One product waits for bytes from L2: a stage that is released a group earlier is filled earlier (5 % on an H200). Three products wait for none.
-        rows += [("kInFlight", 1 if form.parts == 1 else 2, "groups of multiplications that may run while the next fragment is converted")]
+        rows += [("kInFlight", 2, "pieces of 16 k whose multiplications may run while the next ones are converted")]
     if layout.share == "input" or not form.registers or where.store_samples:
         rows.append(("kRowBytes", 128, "kTileK halves"))
     if form.registers:
@@ -355,7 +354,7 @@ def _constants(
         ]
     if layout.exchange:
         rows.append(("kExchangeAt", where.exchange_at, "statistics from the other CTA of the cluster, two units' places"))
-    rows += [("kBarriersAt", where.barriers_at, "full, empty"), ("kSharedBytes", where.total, "in all")]
+    rows += [("kBarriersAt", where.barriers_at, "full, empty" + (", of W and of x" if form.registers else "")), ("kSharedBytes", where.total, "in all")]
     constants = [Constant(name, str(value), why) for name, value, why in rows]
     if form.registers:
         constants += window(form, min(k, steps * TILE_K), steps * TILE_K * layout.slices - k, "in_features" if layout.slices == 1 else "kSliceK")

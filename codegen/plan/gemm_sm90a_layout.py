@@ -114,7 +114,8 @@ def memory(form: Form, layout: Layout, group_width: int, itemsize: int, limit: i
     parameters_at = groups_at + groups
     exchange_at = parameters_at + (4 * vectors * form.tile_channels * layout.unit_tiles if rows else 0)
     barriers_at = exchange_at + exchange
-    total = barriers_at + 8 * (2 * form.stages + (2 if layout.exchange else 0))
+    rings = 2 if form.registers else 1
+    total = barriers_at + 8 * (2 * rings * form.stages + (2 if layout.exchange else 0))
     if total > limit or (store_samples and stage // CONSUMERS < (pieces - 1) * store_samples * 128):
         return None
     return Memory(weight_part, input_part, stage, scratch_at, scratch, store_samples, groups_at, parameters_at, exchange_at, barriers_at, total)

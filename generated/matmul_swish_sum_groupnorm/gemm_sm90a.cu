@@ -12,7 +12,7 @@
 //   groups of 64 channels lie in one tile
 //   W stays fp32 in memory and is converted on its way into the multiplier's operand registers
 //   the tensor core's sums are added to fp32 registers every 128 of K
-//   132 blocks of 384 threads, 208944 bytes of shared memory
+//   132 blocks of 384 threads, 208992 bytes of shared memory
 //
 // Generated from specs/matmul_swish_sum_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/matmul_swish_sum_groupnorm.yaml
 
@@ -48,7 +48,7 @@ constexpr int kConsumerRegisters = 240;  // a thread that multiplies
 constexpr int kBlocks = 1;  // accumulators of 64 channels a warpgroup
 constexpr int kAccumulators = 64;  // registers of one: 64 x kTileSamples values over 128 threads
 constexpr int kPromoteSteps = 2;  // every 128 of K
-constexpr int kInFlight = 2;  // groups of multiplications that may run while the next fragment is converted
+constexpr int kInFlight = 2;  // pieces of 16 k whose multiplications may run while the next ones are converted
 constexpr int kPlaneRowBytes = 64;  // 16 k of fp32
 constexpr int kPlaneBytes = 4096;  // 16 k of 64 rows of W
 constexpr int kWeightBlockBytes = 16384;  // 64 rows of W
@@ -61,8 +61,8 @@ constexpr int kStripFloats = 384;  // three numbers a sample
 constexpr int kStripValues = 16;  // channels of a group that one warp holds in a tile
 constexpr int kGroupStrips = 4;  // strips of a group in this CTA
 constexpr int kTileGroups = 2;  // groups of a tile
-constexpr int kBarriersAt = 208896;  // full, empty
-constexpr int kSharedBytes = 208944;  // in all
+constexpr int kBarriersAt = 208896;  // full, empty, of W and of x
+constexpr int kSharedBytes = 208992;  // in all
 constexpr float kWeightScale = 4096.0f;  // brings W's low parts into the range of halves
 constexpr uint32_t kWeightScaleHalves = 0x6c006c00;  // the same, twice, as halves
 constexpr float kSmallestHalf = 1.0f;  // the largest value of a scaled row must reach it: what is lost below 2^-25 is then 2^-25 of it
@@ -114,6 +114,8 @@ __device__ __forceinline__ int cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+
+__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
 
 __device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
   uint32_t done;
@@ -194,14 +196,17 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// --- pipeline: a ring of stages in shared memory, filled by one thread, read by the consumers ---
+// --- pipeline: a ring of stages in shared memory, filled by two threads, read by the consumers ---
+
+// Each fills and frees a ring of its own: W is done with once it is in registers, x when it has been multiplied.
+enum Operand { kWeight, kInput };
 
 struct Shared {
   uint32_t base;
   __device__ uint32_t weight(int stage, int part) const { return base + stage * kStageBytes + part * kWeightPartBytes; }
   __device__ uint32_t input(int stage, int part) const { return base + stage * kStageBytes + 1 * kWeightPartBytes + part * kInputPartBytes; }
-  __device__ uint32_t full(int stage) const { return base + kBarriersAt + 8 * stage; }
-  __device__ uint32_t empty(int stage) const { return full(kStages + stage); }
+  __device__ uint32_t full(Operand operand, int stage) const { return base + kBarriersAt + 8 * (2 * kStages * operand + stage); }
+  __device__ uint32_t empty(Operand operand, int stage) const { return full(operand, kStages + stage); }
 };
 
 // A place in the ring; the phase's parity tells this round's fill of a stage from the last one's.
@@ -246,35 +251,33 @@ struct Walk {
 __device__ __forceinline__ void fetch_weight(const Shared& shared, const CUtensorMap* map, const Walk& at, int stage, int rank) {
   const int row = tile_of(at.unit, at.tile, rank).channel;
   // Each CTA fetches one block of 64 rows for both.
-  copy_box_to_all(shared.weight(stage, 0) + rank * kWeightBlockBytes, map, 0, row + rank * 64, at.step * (kTileK / 16), shared.full(stage));
+  copy_box_to_all(shared.weight(stage, 0) + rank * kWeightBlockBytes, map, 0, row + rank * 64, at.step * (kTileK / 16), shared.full(kWeight, stage));
 }
 
 __device__ __forceinline__ void fetch_input(const Shared& shared, const CUtensorMap* map, const Walk& at, int stage, int rank) {
   const int row = tile_of(at.unit, at.tile, rank).sample;
   for (int part = 0; part < 2; ++part) {
-    copy_box(shared.input(stage, part), map, at.step * kTileK, row, part, shared.full(stage));
+    copy_box(shared.input(stage, part), map, at.step * kTileK, row, part, shared.full(kInput, stage));
   }
 }
 
-// One thread keeps the ring full. W needs no other kernel: its first stages are under way before x is ready.
-__device__ void produce(const Shared& shared, const CUtensorMap* map_weight, const CUtensorMap* map_input, int rank) {
-  constexpr int kAhead = kStages < kSteps ? kStages : kSteps;
-  Walk early;
-  for (int stage = 0; stage < kAhead && early.inside(); ++stage, early.advance()) {
-    expect_bytes(shared.full(stage), kStageBytes);
-    fetch_weight(shared, map_weight, early, stage, rank);
-  }
-  wait_for_previous_kernel();
-
+// Two threads keep the rings full. W needs no other kernel: its first stages are under way before x is ready.
+__device__ void produce_weight(const Shared& shared, const CUtensorMap* map, int rank) {
   Ring ring;
-  int fetched = 0;
   for (Walk at; at.inside(); at.advance(), ring.advance()) {
-    if (fetched++ >= kAhead) {
-      wait(shared.empty(ring.stage), ring.parity ^ 1, "empty");
-      expect_bytes(shared.full(ring.stage), kStageBytes);
-      fetch_weight(shared, map_weight, at, ring.stage, rank);
-    }
-    fetch_input(shared, map_input, at, ring.stage, rank);
+    wait(shared.empty(kWeight, ring.stage), ring.parity ^ 1, "W empty");  // true at once in the first round
+    expect_bytes(shared.full(kWeight, ring.stage), kWeightPartBytes);
+    fetch_weight(shared, map, at, ring.stage, rank);
+  }
+}
+
+__device__ void produce_input(const Shared& shared, const CUtensorMap* map, int rank) {
+  wait_for_previous_kernel();
+  Ring ring;
+  for (Walk at; at.inside(); at.advance(), ring.advance()) {
+    wait(shared.empty(kInput, ring.stage), ring.parity ^ 1, "x empty");
+    expect_bytes(shared.full(kInput, ring.stage), 2 * kInputPartBytes);
+    fetch_input(shared, map, at, ring.stage, rank);
   }
 }
 
@@ -291,29 +294,20 @@ struct Consumer {
 struct Feed {
   const Shared& shared;
   const Consumer& self;
-  Ring ring;
-  int reading = -1;  // the stage whose multiplications may still be running
+  Ring weight, input;
+  int reading = -1;  // the stage of x whose multiplications may still be running
 
   // One arrival a warp, in every CTA of the cluster: all of them fill the stage.
+  __device__ __forceinline__ void release_weight(int stage) {
+    if (self.lane < kCluster) arrive(shared.empty(kWeight, stage), self.lane);
+  }
+
+  // The same.
   __device__ __forceinline__ void release() {
-    if (reading >= 0 && self.lane < kCluster) arrive(shared.empty(reading), self.lane);
+    if (reading >= 0 && self.lane == 0) arrive(shared.empty(kInput, reading));
     reading = -1;
   }
 };
-
-// 16 rows x 16 k of W as a warp reads them: lane l has k = 4 (l % 4) .. + 3 of rows l / 4 and l / 4 + 8, 16 bytes each and no two lanes in
-// one bank. They serve as the operand's k = 2c, 2c + 1, 2c + 8, 2c + 9 with c = l % 4; x is stored in the order that matches.
-struct Fragment {
-  float4 row[2];
-};
-
-__device__ __forceinline__ Fragment load_fragment(uint32_t at) { return {load_shared(at), load_shared(at + 8 * kPlaneRowBytes)}; }
-
-// Two values, rounded to nearest, as halves in a word.
-__device__ __forceinline__ uint32_t to_halves(float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
 
 // What a thread has seen of its two rows of W, two halves a word: the largest magnitudes, where NaN wins, and how many were faint.
 struct Seen {
@@ -327,6 +321,12 @@ __device__ __forceinline__ void look_at(Seen& seen, int h, uint32_t halves) {
       : "+r"(seen.largest[h]), "+r"(seen.faint[h]) : "r"(halves), "r"(kFaintHalves));
 }
 
+// Two values, rounded to nearest, as halves in a word.
+__device__ __forceinline__ uint32_t to_halves(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 // v * kWeightScale = high + low up to 2^-22 of v or 2^-25, both halves. The product of a half with the scale is exact.
 __device__ __forceinline__ void split_pair(float v0, float v1, uint32_t& high, uint32_t& low) {
   const uint32_t scale = kWeightScaleHalves;
@@ -337,40 +337,75 @@ __device__ __forceinline__ void split_pair(float v0, float v1, uint32_t& high, u
   low = to_halves(fmaf(v0, kWeightScale, -part.x), fmaf(v1, kWeightScale, -part.y));
 }
 
-__device__ __forceinline__ void split_fragment(const Fragment& raw, uint32_t (&high)[4], uint32_t (&low)[4], Seen& seen) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    split_pair(raw.row[h].x, raw.row[h].y, high[h], low[h]);
-    split_pair(raw.row[h].z, raw.row[h].w, high[2 + h], low[2 + h]);
-    look_at(seen, h, high[h]);
-    look_at(seen, h, high[2 + h]);
-  }
-}
+// 16 rows x 16 k of W as a warp reads them: lane l has k = 4 (l % 4) .. + 3 of rows l / 4 and l / 4 + 8, 16 bytes each and no two lanes in
+// one bank. They serve as the operand's k = 2c, 2c + 1, 2c + 8, 2c + 9 with c = l % 4; x is stored in the order that matches.
+struct Values {
+  float4 row[2];
+};
 
-// One stage. The next 16 k of W are read and split while up to kInFlight groups of multiplications run.
-__device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulators], Feed& feed, bool accumulate, Seen& seen) {
-  wait(feed.shared.full(feed.ring.stage), feed.ring.parity, "full");
-  const uint32_t weight = feed.shared.weight(feed.ring.stage, 0) + feed.self.warpgroup * kWeightBlockBytes +
-                          (feed.self.warp * 16 + feed.self.lane / 4) * kPlaneRowBytes + feed.self.lane % 4 * 16;
-  const uint64_t input = matrix_descriptor(feed.shared.input(feed.ring.stage, 0));
-  Fragment raw = load_fragment(weight);
-#pragma unroll
-  for (int k = 0; k < kTileK / 16; ++k) {
-    const uint64_t input_high = input + k * kDescriptorStep;
-    const uint64_t input_low = input_high + (kInputPartBytes >> 4);
-    uint32_t high[4], low[4];
-    split_fragment(raw, high, low, seen);
-    if (k + 1 < kTileK / 16) raw = load_fragment(weight + (k + 1) * kPlaneBytes);
-    wgmma_fence();
-    wgmma(sums[0], low, input_high, k > 0 || accumulate);  // corrections first, while the sum is small
-    wgmma(sums[0], high, input_low, true);
-    wgmma(sums[0], high, input_high, true);
-    wgmma_commit();
-    wgmma_wait<kInFlight>();  // the registers of kInFlight groups ago are free again
-    if (k == kInFlight - 1) feed.release();
+// W on its way into the multiplier: the operand's words for each 16 k of a stage, and the values that become such next. A piece is split
+// while the one before it is multiplied, and read from shared memory yet one piece earlier, so that neither is waited for.
+struct Weights {
+  uint32_t high[kTileK / 16][4], low[kTileK / 16][4];
+  Values next;
+  uint32_t from;  // the lane's first values of the stage that is read
+
+  __device__ __forceinline__ void read(int piece) {
+    next = {load_shared(from + piece * kPlaneBytes), load_shared(from + piece * kPlaneBytes + 8 * kPlaneRowBytes)};
   }
-  feed.reading = feed.ring.stage;
-  feed.ring.advance();
+  __device__ __forceinline__ void convert(int piece) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      split_pair(next.row[h].x, next.row[h].y, high[piece][h], low[piece][h]);
+      split_pair(next.row[h].z, next.row[h].w, high[piece][2 + h], low[piece][2 + h]);
+    }
+  }
+  __device__ __forceinline__ void look(int piece, Seen& seen) const {
+#pragma unroll
+    for (int word = 0; word < 4; ++word) look_at(seen, word % 2, high[piece][word]);
+  }
+  __device__ __forceinline__ void enter_stage(const Feed& feed) {
+    wait(feed.shared.full(kWeight, feed.weight.stage), feed.weight.parity, "W full");
+    from = feed.shared.weight(feed.weight.stage, 0) + feed.self.warpgroup * kWeightBlockBytes + (feed.self.warp * 16 + feed.self.lane / 4) * kPlaneRowBytes +
+           feed.self.lane % 4 * 16;
+  }
+  // Before a tile: the first piece converted, the second read.
+  __device__ __forceinline__ void begin(const Feed& feed) {
+    enter_stage(feed);
+    read(0);
+    convert(0);
+    read(1);
+  }
+};
+
+// One stage. `more`: another one of this tile follows, whose first pieces are read and converted on the way.
+__device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulators], Weights& weights, Feed& feed, bool accumulate, bool more, Seen& seen) {
+  constexpr int kPieces = kTileK / 16;
+  wait(feed.shared.full(kInput, feed.input.stage), feed.input.parity, "x full");
+  const uint64_t input = matrix_descriptor(feed.shared.input(feed.input.stage, 0));
+  const int stage = feed.weight.stage;
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const uint64_t input_high = input + piece * kDescriptorStep;
+    wgmma_fence();
+    const uint64_t input_low = input_high + (kInputPartBytes >> 4);
+    wgmma(sums[0], weights.low[piece], input_high, piece > 0 || accumulate);  // corrections first, while the sum is small
+    wgmma(sums[0], weights.high[piece], input_low, true);
+    wgmma(sums[0], weights.high[piece], input_high, true);
+    wgmma_commit();
+    weights.look(piece, seen);
+    if (piece == kPieces - 1) feed.release_weight(stage);  // all of it is in registers
+    if (piece + 1 < kPieces || more) weights.convert((piece + 1) % kPieces);
+    if (piece == kPieces - 2) {
+      feed.weight.advance();
+      if (more) weights.enter_stage(feed);
+    }
+    if (piece + 2 < kPieces || more) weights.read((piece + 2) % kPieces);
+    wgmma_wait<kInFlight>();
+    if (piece == kInFlight - 1) feed.release();  // the stage before
+  }
+  feed.reading = feed.input.stage;
+  feed.input.advance();
 }
 
 // Volatile, so that the additions stay between the wait that made `sums` final and the multiplication that overwrites them.
@@ -391,10 +426,12 @@ __device__ __forceinline__ void multiply_tile(float (&total)[kBlocks][kAccumulat
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) total[block][i] = 0.0f;
   }
+  Weights weights;
+  weights.begin(feed);
   int chunk = min(kPromoteSteps, kSteps);
   for (int step = 0; step < kSteps; step += chunk, chunk = min(kPromoteSteps, kSteps - step)) {
 #pragma unroll 1
-    for (int i = 0; i < chunk; ++i) multiply_stage(sums, feed, i > 0, seen);
+    for (int i = 0; i < chunk; ++i) multiply_stage(sums, weights, feed, i > 0, step + i + 1 < kSteps, seen);
     wgmma_wait<0>();
     feed.release();
     promote(total, sums);
@@ -724,8 +761,10 @@ gemm(const __grid_constant__ CUtensorMap map_weight, const __grid_constant__ CUt
     prefetch_map(&map_weight);
     prefetch_map(&map_input);
     for (int stage = 0; stage < kStages; ++stage) {
-      barrier_init(shared.full(stage), 1);
-      barrier_init(shared.empty(stage), kCluster * kConsumerWarps);
+      barrier_init(shared.full(kWeight, stage), 1);
+      barrier_init(shared.full(kInput, stage), 1);
+      barrier_init(shared.empty(kWeight, stage), kCluster * kConsumerWarps);
+      barrier_init(shared.empty(kInput, stage), kConsumerWarps);
     }
     barrier_init_done();
   }
@@ -733,7 +772,8 @@ gemm(const __grid_constant__ CUtensorMap map_weight, const __grid_constant__ CUt
 
   if (threadIdx.x < 128) {
     give_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce(shared, &map_weight, &map_input, cluster_rank());
+    if (threadIdx.x == 0) produce_weight(shared, &map_weight, cluster_rank());
+    if (threadIdx.x == 32) produce_input(shared, &map_input, cluster_rank());
   } else {
     take_registers<kConsumerRegisters>();
     consume(shared, memory, arguments);
