@@ -31,6 +31,7 @@ LANES_MS = 0.02  # that a tile's epilogue takes longer where groups lie in the l
 CLUSTERS = ((2, "weight"), (2, "input"), (1, "none"))  # CTAs, and the operand that they share
 SLICES_OF_K = (2, 3, 4, 5, 6, 8, 10, 12, 16)  # that CTAs of one tile may share
 SLICED_MEMORY = 0.8  # of the memory's rate, at most, where it limits slices: a stage takes 128 bytes of each row
+FP32_GBS = 1900.0  # at which W comes in fp32 at most, in pieces of 64 bytes: 1400 to 2000 on an H200 in four cases, whose memory gives 4200
 FILL_MS = 0.003  # that a slice waits for its first stages, and its sums for the copy to memory
 CONVERSION_MARGIN = 0.95  # W is converted on every call where the estimate is below this share of the other
 CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
@@ -158,7 +159,8 @@ def estimated_ms(spec: Spec, device: DeviceClass, form: Form, layout: Layout) ->
         moved = (8 * layout.slices + spec.precision.itemsize * 2 + spec.result.itemsize) * spec.batch * spec.channels
         multiply += rounds * FILL_MS + moved / (device.hbm * 1e6)
     launches = 1 + (spec.precision.itemsize == 4) + (layout.statistics == "none") + (layout.slices > 1) + (conversion > 0)
-    memory = floor(spec, device, products, device.fp16).memory_ms / (SLICED_MEMORY if layout.slices > 1 else 1.0)
+    rate = min(SLICED_MEMORY if layout.slices > 1 else 1.0, FP32_GBS / device.hbm if form.registers else 1.0)
+    memory = floor(spec, device, products, device.fp16).memory_ms / rate
     return max(multiply, memory) + conversion + launches * device.launch_us / 1e3
 
 
