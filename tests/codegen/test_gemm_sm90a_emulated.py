@@ -83,12 +83,12 @@ EVERYTHING = {"all": (slice(None),)}
 class Built:
     """An example in the emulation, its parameters, and what its result is judged by."""
 
-    def __init__(self, example: Example, precision: str, folder: Path, sms: int = 2) -> None:
+    def __init__(self, example: Example, precision: str, folder: Path, sms: int = 2, edit=lambda text: text) -> None:
         spec = replace(example.case.spec(folder, precision, None), prepack=example.prepack, gives=FP32 if example.gives else None)
         plan = plan_sm_90a(spec, TARGETS["sm_90a"], replace(DEVICES["h100"], sms=sms), form=example.form, layout=example.layout)
         self.spec, self.kernel = spec, next(kernel for kernel in plan.kernels if isinstance(kernel, GemmSm90aKernel))
         self.dtype, self.single = DTYPES[spec.precision.dtype], spec.precision.itemsize == 4
-        self.run = Emulated(plan, folder)
+        self.run = Emulated(plan, folder, edit)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The producer's as PyTorch draws them, the others normal."""
@@ -261,3 +261,30 @@ def test_promises(example, precision, tmp_path):
     if built.single and example.looks:
         samples_of_which_only_the_smallest_values_count(built)
         faint_weights(built)
+
+
+RINGS = {
+    "W is free before its last values are read": ("if (piece == kPieces - 1) feed.release_weight(stage);", "if (piece == 0) feed.release_weight(stage);"),
+    "W is not waited for": ('wait(feed.shared.full(kWeight, feed.weight.stage), feed.weight.parity, "W full");', ""),
+    "x is not waited for": ('wait(feed.shared.full(kInput, feed.input.stage), feed.input.parity, "x full");', ""),
+    "x is free while it is multiplied": ("if (piece == kInFlight - 1) feed.release();", "if (piece == 0) feed.release();"),
+    "words are written anew while they are multiplied": ("wgmma_wait<kInFlight>();", "wgmma_wait<4>();"),
+    "x does not wait for its kernel": ("  wait_for_previous_kernel();\n  Ring ring;", "  Ring ring;"),
+}
+
+
+@pytest.mark.parametrize("mistake", RINGS)
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_mistakes_in_the_rings_are_noticed(mistake, precision, tmp_path):
+    """The emulation leaves NaN where nothing may be relied on, and stops where a stage is filled too early."""
+    right, wrong = RINGS[mistake]
+
+    def edit(text: str) -> str:
+        assert text.count(right) == 1, f"{right} stands {text.count(right)} times"
+        return text.replace(right, wrong)
+
+    built = Built(Example(Case("mistake", 256, 576, 512, 16, mish(512), ("silu",)), (precision,)), precision, tmp_path, edit=edit)
+    with pytest.raises(AssertionError):
+        for seed in range(8):
+            y = built.run(built.draw(), built.parameters(), seed)
+            assert torch.isfinite(y).all(), "values that nobody has written"
