@@ -4,6 +4,7 @@ far, constant and faint data, NaN; the same bits whatever the order of the threa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -264,6 +265,7 @@ def test_promises(example, precision, tmp_path):
 
 
 RINGS = {
+    "none": ("W full", "W full"),
     "W is free before its last values are read": ("if (piece == kPieces - 1) feed.release_weight(stage);", "if (piece == 0) feed.release_weight(stage);"),
     "W is not waited for": ('wait(feed.shared.full(kWeight, feed.weight.stage), feed.weight.parity, "W full");', ""),
     "x is not waited for": ('wait(feed.shared.full(kInput, feed.input.stage), feed.input.parity, "x full");', ""),
@@ -284,7 +286,7 @@ def test_mistakes_in_the_rings_are_noticed(mistake, precision, tmp_path):
         return text.replace(right, wrong)
 
     built = Built(Example(Case("mistake", 256, 576, 512, 16, mish(512), ("silu",)), (precision,)), precision, tmp_path, edit=edit)
-    with pytest.raises(AssertionError):
+    with nullcontext() if mistake == "none" else pytest.raises(AssertionError):
         for seed in range(8):
             y = built.run(built.draw(), built.parameters(), seed)
             assert torch.isfinite(y).all(), "values that nobody has written"
