@@ -5,7 +5,7 @@ from __future__ import annotations
 from codegen.emit import DEFAULT_TARGETS
 from codegen.numerics import ARITHMETICS, MATH_CHOICES, PRECISIONS
 from codegen.ops import ALIASES, OPERATORS, REQUIRED, Argument, Kind
-from codegen.spec import MAX_SIZES
+from codegen.spec import MAX_SIZES, resolve
 from codegen.targets import DEVICES, TARGETS
 
 _TYPES = {
@@ -94,8 +94,6 @@ def reference(example: str) -> str:
 
 def example() -> str:
     """The default spec's text, as the reference shows it."""
-    from codegen.spec import resolve
-
     return resolve("specs/default.yaml")[0].read_text(encoding="utf-8")
 
 

@@ -12,8 +12,12 @@ from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, c_identifier
 from codegen.plan.backward_segments import Operand, Segment, segment
+from codegen.plan.backward_stages import back_through_stages
 from codegen.plan.cpu import STACK_VALUES, CpuKernel, Scratch, _c_type, _segments, _suffix, _wrapped, cpu_kernel
+from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Launch, Plan
+from codegen.plan.routes import plan
+from codegen.plan.stages import first_stage, head_of
 from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
 
@@ -111,10 +115,6 @@ def plan_backward(spec: Spec, target: Target, device: DeviceClass) -> Plan:
     Its launches take the producer's result, the values of those parameters that they need, and `grad:y`, and give `grad:t0` and `grad:<key>` of
     every parameter behind the producer. Of a chain with stages the last launch is the head's.
     """
-    from codegen.plan.backward_stages import back_through_stages
-    from codegen.plan.routes import floor, plan
-    from codegen.plan.stages import first_stage, head_of
-
     first = first_stage(spec, target)
     kernel, sums_bytes = cpu_backward(spec if first is None else head_of(spec, first))
     launches, buffers = (Launch(kernel),), (Buffer(SUMS, bytes=sums_bytes),) if sums_bytes else ()

@@ -17,8 +17,12 @@ from codegen.chain import Apply, Constant, c_identifier
 from codegen.numerics import Precision, float_literal
 from codegen.plan.backward import SUMS, BackwardPool, CpuBackwardKernel, cpu_backward, gradient_keys
 from codegen.plan.backward_segments import Operand, Segment
+from codegen.plan.backward_stages import back_through_stages
 from codegen.plan.cpu import _segments
+from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Kernel, Launch, Library, Plan
+from codegen.plan.norm import plan_norm
+from codegen.plan.stages import first_stage, head_of, plan_stages
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
@@ -101,10 +105,6 @@ def plan_backward_cuda(spec: Spec, target: Target, device: DeviceClass) -> Plan:
     Its launches take what those of the cpu target's backward take, and give the same. No forward keeps the producer's result, so the plan starts
     with the step of torch's library that computes it again.
     """
-    from codegen.plan.backward_stages import back_through_stages
-    from codegen.plan.routes import floor
-    from codegen.plan.stages import first_stage, head_of
-
     first = first_stage(spec, target)
     head = spec if first is None else head_of(spec, first)
     twin, _ = cpu_backward(head)
@@ -123,10 +123,6 @@ def plan_backward_cuda(spec: Spec, target: Target, device: DeviceClass) -> Plan:
 
 def _behind_the_producer(spec: Spec, head: Spec, first: int, target: Target, device: DeviceClass) -> Plan:
     """The forward from the producer's result on: the norm kernel with the whole head, then the stages. Names of its own keep it apart from the forward's."""
-    from codegen.plan.norm import plan_norm
-    from codegen.plan.routes import floor
-    from codegen.plan.stages import plan_stages
-
     norm = plan_norm(head, target, device, source="t0", apply_before=True, producer_bias=None, statistics=None)
     steps = tuple(replace(step, kernel=replace(step.kernel, name=f"backward_{step.kernel.name}")) for step in norm.steps)
     return plan_stages(spec, Plan(head, target, device, steps, norm.buffers, floor(spec, device), ()), first, apart=True)

@@ -17,7 +17,8 @@ from codegen.numerics import FP32, Precision
 from codegen.ops import Shape
 from codegen.plan.backward_segments import Operand, Segment, segment
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
-from codegen.plan.stages import THREADS, StageKernel, element_offset, first_stage, stages_of
+from codegen.plan.stage_kernels import THREADS, StageKernel, element_offset
+from codegen.plan.stages import first_stage, stages_of
 from codegen.spec import Spec, Step
 from codegen.targets import Target
 

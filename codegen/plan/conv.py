@@ -9,7 +9,7 @@ from codegen.chain import Constant, describe
 from codegen.numerics import ARITHMETICS, Arithmetic
 from codegen.ops import Kind
 from codegen.plan.norm_pool import Direction, direction
-from codegen.plan.routes import PlanError
+from codegen.plan.model import PlanError
 from codegen.spec import Spec, Step
 
 # Arithmetic by precision: tf32's promise (10 mantissa bits) is kept by one product of fp16 operands, at twice the rate of a TF32 one.

@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 
 from codegen.chain import Constant
 from codegen.numerics import ARITHMETICS, FP32, Arithmetic
+from codegen.plan.floor import floor
 from codegen.plan.gemm_companions import SLICES, WEIGHT_ROWS, Pointer, add_slices_kernel
+from codegen.plan.gemm_cost import CLOCK_GHZ, EPILOGUE_SHARE, SLICE_MARGIN, VALUE_CYCLES, block_rounds, product_ms
 from codegen.plan.gemm_kernels import RASTER_ROWS, TiledKernel, panel_constants, stage_counts, warp_constants
-from codegen.plan.gemm_tiles import (
-    CLOCK_GHZ, EPILOGUE_SHARE, SINGLE, SLICE_MARGIN, Tile, block_rounds, product_ms, slice_counts, slice_stages, tiles_for,
-)  # fmt: skip
-from codegen.plan.gemm_epilogue import VALUE_CYCLES
-from codegen.plan.model import Buffer, Kernel, Launch, Plan
+from codegen.plan.gemm_tiles import SINGLE, Tile, slice_counts, slice_stages, tiles_for
+from codegen.plan.model import Buffer, Kernel, Launch, Plan, PlanError
 from codegen.plan.norm import plan_norm_of_product
 from codegen.plan.norm_chain import named_operand
-from codegen.plan.routes import PlanError, floor
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 

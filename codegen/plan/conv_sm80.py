@@ -29,7 +29,8 @@ from codegen.plan.norm_chain import (
     unique_operands,
 )
 from codegen.plan.norm_pool import Direction
-from codegen.plan.routes import PlanError, floor
+from codegen.plan.floor import floor
+from codegen.plan.model import PlanError
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 

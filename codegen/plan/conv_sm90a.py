@@ -18,7 +18,8 @@ from codegen.plan.conv_sm90a_geometry import PREFERENCE, REGISTERS, Geometry, La
 from codegen.plan.conv_steps import Step, steps, uses_none
 from codegen.plan.model import Kernel, Launch, Plan
 from codegen.plan.norm_chain import Operand, ValueFunction, norm_constants, norm_operands, operand_of, prepare_function, unique_operands
-from codegen.plan.routes import PlanError, floor
+from codegen.plan.floor import floor
+from codegen.plan.model import PlanError
 from codegen.spec import Spec
 from codegen.spec import Step as ChainStep
 from codegen.targets import DeviceClass, Target

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from codegen.chain import Apply, Constant, applies, c_identifier, kept_name, parameter_keys, unique_constants
 from codegen.ops import Kind
+from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Kernel, Launch, Library, Plan
 from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
@@ -160,8 +161,6 @@ def _pointer(key: str) -> str:
 
 def plan_cpu(spec: Spec, target: Target, device: DeviceClass) -> Plan:
     """The cpu plan of `spec`: a library step into t0 and one launch."""
-    from codegen.plan.routes import floor
-
     producer = spec.producer
     keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
     options = {}

@@ -13,7 +13,7 @@ from codegen.plan.gemm_companions import Pointer
 from codegen.plan.gemm_kernels import GemmKernel
 from codegen.plan.model import Kernel, Launch, Plan
 from codegen.plan.norm_flat import FlatKernel
-from codegen.plan.stages import StageKernel
+from codegen.plan.stage_kernels import StageKernel
 
 
 def fold_first(head: Plan, stage: Launch) -> Launch | None:

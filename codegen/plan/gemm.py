@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 
 from codegen.numerics import ARITHMETICS, Arithmetic
+from codegen.plan.gemm_choice import Choice, choose_tile
 from codegen.plan.gemm_companions import SCALES, WEIGHT_ROWS, X_ROWS, align_rows_kernel, row_scale_kernel, sliced_product
 from codegen.plan.gemm_kernels import STATISTICS, gemm_kernel, rounds_early
-from codegen.plan.gemm_tiles import Choice, aligned_k, choose_tile
+from codegen.plan.gemm_tiles import aligned_k
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm import TileStatistics
 from codegen.spec import Spec

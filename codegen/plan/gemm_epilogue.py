@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from codegen.numerics import Arithmetic
+from codegen.plan.gemm_cost import VALUE_CYCLES, item_cycles
+from codegen.plan.gemm_tiles import WARP, Tile
 from codegen.spec import Spec
 
-if TYPE_CHECKING:
-    from codegen.plan.gemm_tiles import Tile
-
-WARP = 32
-
-# The epilogue waits for itself: an item's loads, three sums over its lanes, the norm, stores; two items of a team hardly overlap. Estimated cycles.
-ITEM_CYCLES, LEVEL_CYCLES, VALUE_CYCLES = 150, 75, 20
 LANE_VALUES = 16  # of an item in a lane's registers, at most
 
 
@@ -69,7 +63,7 @@ def epilogue_cycles(epilogue: Epilogue, tile: Tile, finished: bool) -> float:
     rounds = tile.m // epilogue.round_rows
     if not finished:
         return rounds * epilogue.items_per_team * VALUE_CYCLES * values
-    return rounds * _cycles(epilogue.items, epilogue.teams, epilogue.team.bit_length() - 1, values)
+    return rounds * item_cycles(epilogue.items, epilogue.teams, epilogue.team.bit_length() - 1, values)
 
 
 def _team(slices: int, vector: int, items: int, threads: int) -> int:
@@ -79,9 +73,5 @@ def _team(slices: int, vector: int, items: int, threads: int) -> int:
     for log in range(widest.bit_length()):
         values = math.ceil(slices / (1 << log)) * vector
         if values <= LANE_VALUES or 1 << log == widest:
-            cycles[1 << log] = _cycles(items, threads >> log, log, values)
+            cycles[1 << log] = item_cycles(items, threads >> log, log, values)
     return min(cycles, key=cycles.get)
-
-
-def _cycles(items: int, teams: int, levels: int, values: int) -> int:
-    return math.ceil(items / teams) * (ITEM_CYCLES + LEVEL_CYCLES * levels + VALUE_CYCLES * values)

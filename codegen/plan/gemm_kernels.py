@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from codegen.chain import Apply, Constant, applies, parameter_keys, unique_constants
 from codegen.numerics import FP32, Arithmetic, Precision, float_literal
+from codegen.plan.gemm_choice import Choice
 from codegen.plan.gemm_companions import SCALES, WEIGHT_ROWS, X_ROWS, Pointer, PointerKernel
 from codegen.plan.gemm_epilogue import Epilogue, epilogue_of
-from codegen.plan.gemm_tiles import Choice, Tile, aligned_k, partial_sum_stages, slice_stages
+from codegen.plan.gemm_tiles import Tile, aligned_k, partial_sum_stages, slice_stages
 from codegen.plan.model import Kernel
 from codegen.plan.norm_chain import Operand, kept_in_front, named_operand, norm_operands, operand_of
 from codegen.spec import Spec
@@ -327,4 +328,3 @@ def _epilogue_constants(spec: Spec, kernel: GemmKernel) -> tuple[Constant, ...]:
     if kernel.finished or kernel.statistics:
         constants.append(Constant("kInverseSpan", "1.0f / kSpan", "for the mean and the variance", "float"))
     return tuple(constants)
-

@@ -11,17 +11,17 @@ import math
 from dataclasses import replace
 
 from codegen.chain import costly
+from codegen.plan.floor import floor
 from codegen.plan.gemm_companions import sliced_product
+from codegen.plan.gemm_cost import SLICE_MARGIN
 from codegen.plan.gemm_sm90a_epilogue import epilogue, vector_count
 from codegen.plan.gemm_sm90a_kernels import gemm_kernel, ragged_result, result_pitch
 from codegen.plan.gemm_sm90a_layout import CONSUMERS, TILE_K, Form, Layout, by_rows, memory
 from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, padded_columns, split_kernel
 from codegen.plan.gemm_sm90a_window import WEIGHT_SHIFT
-from codegen.plan.gemm_tiles import SLICE_MARGIN
-from codegen.plan.model import Buffer, Launch, Plan
+from codegen.plan.model import Buffer, Launch, Plan, PlanError
 from codegen.plan.norm import plan_norm, plan_norm_of_product
 from codegen.plan.norm_flat import access_width, residency
-from codegen.plan.routes import PlanError, floor
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 

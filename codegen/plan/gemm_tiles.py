@@ -1,27 +1,16 @@
-"""Tiles of the sm_80 GEMM as data, and the cost model that chooses among them."""
+"""Tiles of the sm_80 GEMM as data, and how a tile's pipeline goes through K."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from codegen.numerics import Arithmetic
-from codegen.plan.gemm_epilogue import WARP, epilogue_cycles, epilogue_of
-from codegen.spec import Spec
-from codegen.targets import DeviceClass
 
-STEP_CYCLES = 600  # one turn of the pipeline with an idle multiplier: a barrier, shared memory, dependent multiplies
-FILL_CYCLES = 2500  # launch to first multiply, and the epilogue behind the last
-CLOCK_GHZ = 1.4  # under load
+WARP = 32
 PROMOTE_STEPS = 4  # multiplies in a chain before a rounded addition: every one of them cuts off, TF32's after 8 of K, the others' after 16
 SLICES = (2, 4, 8, 16, 32)  # parts of K that blocks of one tile share
 SLICE_STAGES = 4  # of the pipeline, at least, in a slice
-SLICE_MARGIN = 0.85  # K is sliced where the estimate is below this share of the other
-EPILOGUE_SHARE = 2.0  # of an epilogue's cycles: two blocks of an SM are in theirs at the same time
-NARROW = {2: 3.3, 4: 1.4, 8: 1.2}  # times that copies of so many bytes take longer than those of 16
-COPIED = 0.6  # of the memory's rate, at which rows are copied to where they are aligned
-ALIGNED_VALUES = 1 << 32  # of x and W together, fewer than that kernel counts
-L2_BYTES_PER_CLOCK = 40  # L2 to one SM; arXiv 2501.12084 measures 30 to 47 with every SM reading
 
 
 @dataclass(frozen=True)
@@ -151,26 +140,6 @@ def tiles_for(arithmetic: Arithmetic) -> tuple[Tile, ...]:
     return SPLIT if arithmetic.operand == "tf32" else SPLIT_16_BIT
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A tile for a spec: whole groups of the norm fit into `columns` of its n columns, or `columns` is n and a norm kernel follows. `slices` blocks
-    share a tile, each with its own part of K; a kernel then adds what they leave. `aligned`: a kernel copies x and W to rows of aligned_k first."""
-
-    tile: Tile
-    columns: int
-    finished: bool
-    ms: float
-    slices: int = 1
-    aligned: bool = False
-
-
-def multiplier_rate(arithmetic: Arithmetic, device: DeviceClass) -> float:
-    """TFLOP/s that the arithmetic's instruction reaches on the device."""
-    if arithmetic.operand == "fp32":
-        return device.fp32
-    return (device.tf32 if arithmetic.operand == "tf32" else device.fp16) * device.mma_share
-
-
 def partial_sum_stages(arithmetic: Arithmetic, tile: Tile, itemsize: int) -> int:
     """Stages of the pipeline after which the tensor cores' sum is added to the others, rounded; 1 where they keep it."""
     if not arithmetic.promote:
@@ -197,87 +166,6 @@ def slice_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> l
     return [count for count in found if count > 1]
 
 
-def tile_ms(
-    spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, columns: int, finished: bool, slices: int = 1, k: int | None = None
-) -> float:  # fmt: skip
-    """Estimated milliseconds of the GEMM alone: the slowest of multiplier, L2, memory and the pipeline's own latency, and the epilogues behind it."""
-    m, n, k = spec.batch, spec.channels, k or spec.input_shape[1]
-    itemsize = spec.precision.itemsize
-    written = m * n * (4 * slices if slices > 1 else spec.result.itemsize)
-    product = product_ms(device, arithmetic, tile, m, n, k, columns, slices, itemsize, (m * k + n * k) * itemsize + written)
-    rounds = block_rounds(device, tile, math.ceil(m / tile.m) * math.ceil(n / columns) * slices)
-    epilogue = rounds * EPILOGUE_SHARE * epilogue_cycles(epilogue_of(spec, tile, columns, finished, arithmetic), tile, finished) / (CLOCK_GHZ * 1e6)
-    return product + epilogue
-
-
-def block_rounds(device: DeviceClass, tile: Tile, blocks: int) -> int:
-    """How many blocks an SM takes one after the other where as many as fit run at the same time."""
-    resident = max(1, min(tile.blocks_per_sm, device.smem_per_sm // (tile.smem_bytes + 1024)))
-    return math.ceil(blocks / (device.sms * resident))
-
-
-def product_ms(
-    device: DeviceClass, arithmetic: Arithmetic, tile: Tile, m: int, n: int, k: int, columns: int, slices: int, itemsize: int, moved: float, products: int = 1,
-    rows: int | None = None,
-) -> float:  # fmt: skip
-    """Estimated milliseconds of `products` products of m x k and k x n values without their epilogues; `moved` bytes lie in memory, and a block reads
-    `rows` rows of both operands, unless said otherwise all that its tile has."""
-    blocks = math.ceil(m / tile.m) * math.ceil(n / columns) * slices * products
-    per_sm = math.ceil(blocks / device.sms)
-    stages = slice_stages(arithmetic, tile, k, itemsize, slices)
-    flop = 2.0 * tile.m * tile.n * stages * tile.stage_k(itemsize) * len(arithmetic.products)
-    multiply = per_sm * flop / (multiplier_rate(arithmetic, device) / device.sms * tile.share * 1e9)
-    narrow = NARROW.get(math.gcd(16, k * itemsize), 1.0)
-    level2 = narrow * per_sm * (rows or tile.m + tile.n) * min(k, stages * tile.stage_k(itemsize)) * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
-    latency = block_rounds(device, tile, blocks) * (narrow * stages * STEP_CYCLES + FILL_CYCLES) / (CLOCK_GHZ * 1e6)
-    return max(multiply, level2, moved / (device.hbm * 1e6), latency)
-
-
-def choose_tile(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> Choice:
-    """The tile with the least estimated time, the norm kernel's included where the tile cannot hold whole groups."""
-    return tile_choices(spec, device, arithmetic)[0]
-
-
-def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> list[Choice]:
-    """All tiles, with and without the norm in the epilogue, the least estimated time first."""
-    k = spec.input_shape[1]
-    choices = _choices(spec, device, arithmetic, k)
-    if spec.precision.itemsize == 2 and k % 2 and (spec.batch + spec.channels) * aligned_k(k) < ALIGNED_VALUES:
-        copied = 2 * (spec.batch + spec.channels) * k * 2 / (device.hbm * COPIED * 1e6) + device.launch_us / 1e3
-        choices += [replace(choice, ms=choice.ms + copied, aligned=True) for choice in _choices(spec, device, arithmetic, aligned_k(k))]
-    return sorted(choices, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))  # the smaller of equals
-
-
 def aligned_k(k: int) -> int:
     """K with the zeros behind it that bring every row of 16-bit values to a multiple of 16 bytes."""
     return math.ceil(k / 8) * 8
-
-
-def _choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, k: int) -> list[Choice]:
-    """The tiles for rows of `k` values."""
-    width = spec.group_channels
-    tail_bytes = 2 * spec.batch * spec.channels * spec.result.itemsize
-    tail = tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3
-    choices = []
-    for tile in tiles_for(arithmetic):
-        fits = width <= tile.n
-        columns = min(tile.n // width * width, spec.channels) if fits else tile.n  # columns that do not exist cost the epilogue as much as others
-        choices.append(Choice(tile, columns, fits, tile_ms(spec, device, arithmetic, tile, columns, fits, k=k) + (0.0 if fits else tail)))
-        if fits and columns < tile.n:  # the unused columns may cost more than a second kernel
-            choices.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, False, k=k) + tail))
-    least = min(choice.ms for choice in choices)
-    return choices + [choice for choice in _sliced(spec, device, arithmetic, tail, k) if choice.ms < SLICE_MARGIN * least]
-
-
-def _sliced(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tail: float, k: int) -> list[Choice]:
-    """Tiles that several blocks share, each with its own part of K. Their sums meet in a kernel of their own, in front of the norm's. Arithmetic that
-    looks through x and W beforehand would read them twice; tiles that split once a block know nothing of slices."""
-    if arithmetic.operand != "tf32" and (arithmetic.parts == 2 or arithmetic.name == "ffma"):
-        return []
-    itemsize = spec.precision.itemsize
-    found = []
-    for tile in tiles_for(arithmetic):
-        for slices in slice_counts(arithmetic, tile, k, itemsize):
-            add = (slices * 4 + itemsize) * spec.batch * spec.channels / (device.hbm * 1e6) + device.launch_us / 1e3
-            found.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, False, slices, k) + add + tail, slices))
-    return found

@@ -11,6 +11,10 @@ from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 
+class PlanError(Exception):
+    """A valid spec that this target or device class has no kernel for; the message says why and what to do."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One translation unit. Subclasses add the numbers their template reads.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from codegen.ops import Kind
-from codegen.plan.model import Buffer, Launch
+from codegen.plan import norm_flat, norm_pool
+from codegen.plan.model import Buffer, Launch, PlanError
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
@@ -43,9 +44,6 @@ def plan_norm(
     each channel. `statistics`: what the producer left, instead of computing it. `pitch`: values from one sample of `source` to the next, if there are others between them. Parameters must start at multiples of 16 bytes.
     Raises PlanError for a chain that no kernel here covers, ValueError for one with two poolings and for statistics whose tiles do not divide the groups.
     """
-    from codegen.plan import norm_flat, norm_pool
-    from codegen.plan.routes import PlanError
-
     pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
     if len(pools) > 1:
         raise ValueError(f"{len(pools)} max_pool2d operators follow the norm; plan/stages.py cuts the chain in front of the second")

@@ -14,7 +14,8 @@ import torch
 from codegen.numerics import ARITHMETICS
 from codegen.plan.conv_gemm import Choice, arithmetic_of, plan_conv_gemm, shape_of, tile_choices
 from codegen.plan.gemm_tiles import tiles_for
-from codegen.plan.routes import PlanError, plan
+from codegen.plan.model import PlanError
+from codegen.plan.routes import plan
 from codegen.reserved import BUFFERS
 from codegen.spec import SpecError, load_spec
 from codegen.targets import DEVICES, TARGETS

@@ -14,8 +14,8 @@ from codegen.plan.gemm_sm90a import FORMS, LEAST_STEPS, choose_layout, layouts, 
 from codegen.plan.gemm_sm90a_kernels import GemmSm90aKernel
 from codegen.plan.gemm_sm90a_layout import TILE_K, balanced, memory
 from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, X_SPLIT
-from codegen.plan.model import Launch
-from codegen.plan.routes import PlanError, plan
+from codegen.plan.model import Launch, PlanError
+from codegen.plan.routes import plan
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
