@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from codegen.numerics import ARITHMETICS
-from codegen.plan.gemm import arithmetics
-from codegen.plan.gemm_choice import tile_choices
+from codegen.plan.gemm.choice import tile_choices
+from codegen.plan.gemm.route import arithmetics
 from codegen.spec import Spec
 from codegen.targets import DeviceClass
 

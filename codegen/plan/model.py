@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from codegen.chain import Constant
+from codegen.ir.apply import Constant
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 

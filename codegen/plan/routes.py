@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 from codegen.numerics import ARITHMETICS
 from codegen.plan import tuned
 from codegen.plan.candidates import CONVOLUTIONS, Candidate
-from codegen.plan.floor import floor
 from codegen.plan.conv_estimates import hopper_ms, library_ms, norm_ms, one_pass_ms
-from codegen.plan.conv_gemm import plan_conv_gemm
-from codegen.plan.conv_sm80 import plan_conv_sm_80
-from codegen.plan.conv_sm90a import plan_conv_sm_90a
-from codegen.plan.cpu import plan_cpu
-from codegen.plan.gemm import choose_arithmetic, gemm_ms, plan_gemm
-from codegen.plan.gemm_choice import tile_choices
-from codegen.plan.gemm_sm90a import hopper_linear_ms, plan_sm_90a
+from codegen.plan.conv_gemm.kernel import plan_conv_gemm
+from codegen.plan.conv_sm80.kernel import plan_conv_sm_80
+from codegen.plan.conv_sm90a.kernel import plan_conv_sm_90a
+from codegen.plan.cpu.kernel import plan_cpu
+from codegen.plan.floor import floor
+from codegen.plan.gemm.choice import tile_choices
+from codegen.plan.gemm.route import choose_arithmetic, gemm_ms, plan_gemm
+from codegen.plan.gemm_sm90a.route import hopper_linear_ms, plan_sm_90a
 from codegen.plan.model import Buffer, Library, Plan, PlanError
-from codegen.plan.norm import plan_norm, plan_norm_of_product
-from codegen.plan.stages import first_stage, head_of, plan_stages
+from codegen.plan.norm.route import plan_norm, plan_norm_of_product
+from codegen.plan.stages.route import first_stage, head_of, plan_stages
 from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS, DeviceClass, Target
 
