@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from codegen.emit import DEFAULT_TARGETS
 from codegen.numerics import ARITHMETICS, MATH_CHOICES, PRECISIONS
 from codegen.ops import ALIASES, OPERATORS, REQUIRED, Argument, Kind
-from codegen.spec.types import MAX_SIZES, resolve
-from codegen.targets import DEVICES, TARGETS
+from codegen.spec.reader import resolve
+from codegen.spec.types import MAX_SIZES
+from codegen.targets import DEFAULT_TARGETS, DEVICES, TARGETS
 
 _TYPES = {
     "size": "integer >= 1", "count": "integer >= 0", "pair": "integer >= 1, or two of them", "count_pair": "integer >= 0, or two of them",

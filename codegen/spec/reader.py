@@ -1,13 +1,14 @@
-"""YAML nodes -> Spec: every check that a spec must stand, each fault reported where it is written."""
+"""YAML -> Spec: `load_spec` finds and reads a file, and makes every check that a spec must stand, each fault reported where it is written."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from codegen import numerics
 from codegen.ops import ShapeError
-from codegen.spec.types import MAX_ELEMENTS, MAX_SIZES, PREPACKED, Spec, SpecError
+from codegen.spec.types import ELSEWHERE, MAX_ELEMENTS, MAX_SIZES, PREPACKED, Spec, SpecError
 from codegen.spec.chain_reader import ChainReader
 from codegen.spec.scalars import INVALID, nearest
 from codegen.spec.yaml_reader import Node, Problem, YamlError, read
@@ -15,6 +16,47 @@ from codegen.targets import TARGETS
 
 _TOP = ("name", "batch", "precision", "input", "args", "defaults", "chain", "targets", "math", "gemm", "prepack", "pad_batch")
 _INPUT_VALUES = ("rand", "randn")
+
+
+def load_spec(path: str | Path, precision: str | None = None, prepack: bool = False) -> Spec:
+    """Read and validate a spec file; `precision` overrides the file's, `prepack` asks for prepared weights where the file does not.
+
+    Raises SpecError (all problems at once).
+    """
+    found, shown = resolve(str(path))
+    spec = replace(read_spec(found, named(found, shown), precision), path=shown)
+    return replace(spec, prepack=True, prepack_asked=True) if prepack and not spec.prepack else spec
+
+
+def resolve(path: str) -> tuple[Path, str]:
+    """Where a spec named on the command line lies (under the current folder, else under codegen/), and the name that sources show.
+
+    The shown name is the same wherever the command runs: `specs/<file>` for a shipped spec, else the path from the current folder; of an
+    absolute path elsewhere, `.../<file>`. Raises SpecError when there is no such file.
+    """
+    package = Path(__file__).resolve().parent.parent
+    for candidate in (Path(path), package / path):
+        if candidate.is_file():
+            if candidate.resolve().is_relative_to(package):
+                return candidate, candidate.resolve().relative_to(package).as_posix()
+            if not candidate.is_absolute():
+                return candidate, candidate.as_posix()
+            here = Path.cwd()
+            return candidate, candidate.relative_to(here).as_posix() if candidate.is_relative_to(here) else f"{ELSEWHERE}{candidate.name}"
+    if Path(path).exists():
+        what = "a folder" if Path(path).is_dir() else "no regular file"
+        raise SpecError(path, [Problem(1, 1, f"is {what}; a spec is a YAML file, such as {', '.join(shipped()[:1])}")])
+    raise SpecError(path, [Problem(1, 1, f"no such file here or under codegen/; shipped specs: {', '.join(shipped())}")])
+
+
+def named(found: Path, shown: str) -> str:
+    """The name of the file at `found` for who is at the terminal: what sources show, where that leads to the file, else the whole path."""
+    return str(found) if shown.startswith(ELSEWHERE) else shown
+
+
+def shipped() -> list[str]:
+    """The specs that come with the generator, as `specs/<name>.yaml`."""
+    return sorted(f"specs/{p.name}" for p in (Path(__file__).parent.parent / "specs").glob("*.yaml"))
 
 
 def read_spec(path: Path, shown: str, precision: str | None) -> Spec:

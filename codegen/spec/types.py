@@ -1,7 +1,6 @@
-"""The spec: what a layer computes and for which exact shapes, read from YAML and checked completely before anything is planned.
+"""The spec as a value: the operators of a layer with their exact shapes. `load_spec` (reader.py) makes one from YAML and checks it completely.
 
-`load_spec(path)` returns a frozen `Spec` or raises `SpecError`, which lists every problem of the file with line and column. What a Spec
-holds has been validated as a number or an identifier, so later stages may put it into sources as it is.
+Everything that a Spec holds has been validated as a number or an identifier, so later stages may put it into sources as it is.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from codegen.numerics import PRECISIONS, Precision
@@ -209,46 +207,3 @@ def result_shape(operator: Operator, values: dict[str, Any], shape: Shape, earli
     if values.get("shape") is not None and any(step.operator.kind is Kind.REDUCTION for step in earlier):
         return broadcast(values["shape"], shape)
     return output
-
-
-def load_spec(path: str | Path, precision: str | None = None, prepack: bool = False) -> Spec:
-    """Read and validate a spec file; `precision` overrides the file's, `prepack` asks for prepared weights where the file does not.
-
-    Raises SpecError (all problems at once).
-    """
-    from codegen.spec.reader import read_spec
-
-    found, shown = resolve(str(path))
-    spec = replace(read_spec(found, named(found, shown), precision), path=shown)
-    return replace(spec, prepack=True, prepack_asked=True) if prepack and not spec.prepack else spec
-
-
-def resolve(path: str) -> tuple[Path, str]:
-    """Where a spec named on the command line lies (under the current folder, else under codegen/), and the name that sources show.
-
-    The shown name is the same wherever the command runs: `specs/<file>` for a shipped spec, else the path from the current folder; of an
-    absolute path elsewhere, `.../<file>`. Raises SpecError when there is no such file.
-    """
-    package = Path(__file__).resolve().parent.parent
-    for candidate in (Path(path), package / path):
-        if candidate.is_file():
-            if candidate.resolve().is_relative_to(package):
-                return candidate, candidate.resolve().relative_to(package).as_posix()
-            if not candidate.is_absolute():
-                return candidate, candidate.as_posix()
-            here = Path.cwd()
-            return candidate, candidate.relative_to(here).as_posix() if candidate.is_relative_to(here) else f"{ELSEWHERE}{candidate.name}"
-    if Path(path).exists():
-        what = "a folder" if Path(path).is_dir() else "no regular file"
-        raise SpecError(path, [Problem(1, 1, f"is {what}; a spec is a YAML file, such as {', '.join(shipped()[:1])}")])
-    raise SpecError(path, [Problem(1, 1, f"no such file here or under codegen/; shipped specs: {', '.join(shipped())}")])
-
-
-def named(found: Path, shown: str) -> str:
-    """The name of the file at `found` for who is at the terminal: what sources show, where that leads to the file, else the whole path."""
-    return str(found) if shown.startswith(ELSEWHERE) else shown
-
-
-def shipped() -> list[str]:
-    """The specs that come with the generator, as `specs/<name>.yaml`."""
-    return sorted(f"specs/{p.name}" for p in (Path(__file__).parent.parent / "specs").glob("*.yaml"))

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from codegen.ir.apply import Constant
 from codegen.numerics import ARITHMETICS, FP32, Arithmetic
 from codegen.plan.floor import floor
-from codegen.plan.gemm.companions import SLICES, WEIGHT_ROWS, Pointer, add_slices_kernel
+from codegen.plan.gemm.companions import WEIGHT_ROWS
 from codegen.plan.gemm.cost import CLOCK_GHZ, EPILOGUE_SHARE, SLICE_MARGIN, VALUE_CYCLES, block_rounds, product_ms
 from codegen.plan.gemm.kernel import RASTER_ROWS, TiledKernel, panel_constants, stage_counts, warp_constants
 from codegen.plan.gemm.tiles import SINGLE, Tile, slice_counts, slice_stages, tiles_for
 from codegen.plan.model import Buffer, Kernel, Launch, Plan, PlanError
 from codegen.plan.norm.route import plan_norm_of_product
+from codegen.plan.shared.pointers import Pointer
+from codegen.plan.shared.slices import SLICES, add_slices_kernel
 from codegen.plan.shared.values import named_operand
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target

@@ -16,13 +16,13 @@ from codegen.numerics import FAINT, FAINT_SHARE, FP32, Arithmetic, float_literal
 from codegen.plan.conv_sm80.geometry import Geometry, candidates, choose
 from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Kernel, Launch, Plan, PlanError
-from codegen.plan.norm.pool import Direction
 from codegen.plan.shared.values import (
     NormKernel, Operand, ValueFunction, channel_mode, finish_function, norm_constants, prepare_function,
     share_constants, shares, unique_operands,
 )  # fmt: skip
 from codegen.plan.shared.windows import (
-    ONE_READ, Windows, arithmetic_of, ceil_div, constant, direction_of, reasons, shape_constants, windows_of,
+    ONE_READ, Direction, Windows, arithmetic_of, ceil_div, constant, direction_of, reasons, shape_constants,
+    windows_of,
 )  # fmt: skip
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target

@@ -10,55 +10,14 @@ from dataclasses import dataclass
 
 from codegen.ir.apply import Constant
 from codegen.plan.gemm.tiles import aligned_k
-from codegen.plan.model import Buffer, Kernel, Launch
+from codegen.plan.model import Kernel
+from codegen.plan.shared.pointers import Pointer, PointerKernel
 from codegen.plan.shared.values import named_operand
 from codegen.spec import Spec
 
 SCALES = "row_scales"
-SLICES = "sliced_sums"
 X_ROWS, WEIGHT_ROWS = "x_rows", "weight_rows"
-ADD_THREADS = 256
 ALIGN_THREADS, ALIGN_WORDS = 256, 4  # of a block; of a thread, so that the latency of their reads counts once
-
-
-@dataclass(frozen=True)
-class Pointer:
-    """A launcher's argument: C type, C name, and whether the kernel writes it."""
-
-    c_type: str
-    name: str
-    written: bool = False
-
-    def declaration(self, restrict: bool = False) -> str:
-        const = "" if self.written else "const "
-        return f"{const}{self.c_type}* {'__restrict__ ' if restrict else ''}{self.name}"
-
-
-@dataclass(frozen=True)
-class PointerKernel(Kernel):
-    """A kernel whose arguments are listed as C pointers."""
-
-    pointers: tuple[Pointer, ...] = ()
-
-    def restricted(self, pointers: tuple[Pointer, ...]) -> list[str]:
-        """Parameter declarations of a CUDA function."""
-        return [p.declaration(restrict=True) for p in pointers]
-
-    @property
-    def declarations(self) -> list[str]:
-        return [p.declaration() for p in self.pointers]
-
-    @property
-    def names(self) -> list[str]:
-        return [p.name for p in self.pointers]
-
-
-@dataclass(frozen=True)
-class AddSlicesKernel(Kernel):
-    """Sums of parts of K, `width` values a thread, which become the storage type; `ragged`: the last block has threads without any."""
-
-    width: int = 4
-    ragged: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,30 +67,6 @@ def row_scale_kernel(spec: Spec) -> RowScaleKernel:
         max_registers=min(255, 65536 // threads), threads=threads, blocks=rows, pointers=pointers, vector=vector, held=held,
         ragged=vectors % threads != 0, weight=pointer,
     )  # fmt: skip
-
-
-def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
-    """The kernel that adds what the blocks of a tile left, in their order."""
-    values = math.prod(spec.producer.output_shape)
-    width = math.gcd(4, values)
-    blocks = math.ceil(values // width / ADD_THREADS)
-    constants = (
-        Constant("kSlices", str(slices), "parts of K whose sums lie behind each other"),
-        Constant("kWidth", str(width), "values of a thread"),
-        Constant("kVectors", str(values // width), ("batch * out_features" if spec.spatial == 1 else f"{values} results") + " / kWidth"),
-        Constant("kThreads", str(ADD_THREADS), "threads of a block"),
-        Constant("kBlocks", str(blocks), "kVectors / kThreads, rounded up"),
-    )
-    return AddSlicesKernel(
-        name="add_slices", template="gemm/add_slices.cu.j2", arguments=(SLICES, "t0"), constants=constants, summary=f"adds the sums of {slices} parts of K",
-        threads=ADD_THREADS, blocks=blocks, max_registers=64, width=width, ragged=values // width % ADD_THREADS != 0,
-    )  # fmt: skip
-
-
-def sliced_product(spec: Spec, kernel: Kernel, slices: int) -> tuple[tuple[Launch, Launch], tuple[Buffer, Buffer]]:
-    """The launches of a GEMM whose blocks share K and of the kernel that adds their sums into "t0", without the bias, and both buffers."""
-    sums = Buffer(SLICES, (slices, *spec.producer.output_shape), "float32")
-    return (Launch(kernel, result=SLICES), Launch(add_slices_kernel(spec, slices))), (sums, Buffer("t0", spec.producer.output_shape, spec.precision.dtype))
 
 
 def align_rows_kernel(spec: Spec) -> AlignRowsKernel:

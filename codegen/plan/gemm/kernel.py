@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from codegen.ir.apply import Apply, Constant, applies, parameter_keys, unique_constants
 from codegen.numerics import FP32, Arithmetic, Precision, float_literal
 from codegen.plan.gemm.choice import Choice
-from codegen.plan.gemm.companions import SCALES, WEIGHT_ROWS, X_ROWS, Pointer, PointerKernel
+from codegen.plan.gemm.companions import SCALES, WEIGHT_ROWS, X_ROWS
 from codegen.plan.gemm.epilogue import Epilogue, epilogue_of
 from codegen.plan.gemm.tiles import Tile, aligned_k, partial_sum_stages, slice_stages
 from codegen.plan.model import Kernel
+from codegen.plan.shared.pointers import Pointer, PointerKernel
 from codegen.plan.shared.values import Operand, kept_in_front, named_operand, norm_operands, operand_of
 from codegen.spec import Spec
 

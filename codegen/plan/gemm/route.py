@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from codegen.numerics import ARITHMETICS, Arithmetic
 from codegen.plan.gemm.choice import Choice, choose_tile
-from codegen.plan.gemm.companions import (
-    SCALES, WEIGHT_ROWS, X_ROWS, align_rows_kernel, row_scale_kernel, sliced_product,
-)  # fmt: skip
+from codegen.plan.gemm.companions import SCALES, WEIGHT_ROWS, X_ROWS, align_rows_kernel, row_scale_kernel
 from codegen.plan.gemm.kernel import STATISTICS, gemm_kernel, rounds_early
 from codegen.plan.gemm.tiles import aligned_k
 from codegen.plan.model import Buffer, Launch
-from codegen.plan.norm.route import TileStatistics
+from codegen.plan.shared.moments import TileStatistics
+from codegen.plan.shared.slices import sliced_product
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, c_identifier, costly, unique_constants
 from codegen.numerics import FP32, float_literal
-from codegen.plan.gemm.companions import Pointer
 from codegen.plan.gemm_sm90a.epilogue import distinct, epilogue, line, vector_count
 from codegen.plan.gemm_sm90a.layout import (
     CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks,
@@ -15,6 +14,7 @@ from codegen.plan.gemm_sm90a.layout import (
 from codegen.plan.gemm_sm90a.split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, padded_columns
 from codegen.plan.gemm_sm90a.window import window
 from codegen.plan.model import Kernel
+from codegen.plan.shared.pointers import Pointer
 from codegen.spec import Spec
 from codegen.targets import Target
 

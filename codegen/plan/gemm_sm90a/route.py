@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from codegen.ir.apply import costly
 from codegen.plan.floor import floor
-from codegen.plan.gemm.companions import sliced_product
 from codegen.plan.gemm.cost import SLICE_MARGIN
 from codegen.plan.gemm_sm90a.epilogue import epilogue, vector_count
 from codegen.plan.gemm_sm90a.kernel import gemm_kernel, ragged_result, result_pitch
@@ -22,6 +21,7 @@ from codegen.plan.gemm_sm90a.window import WEIGHT_SHIFT
 from codegen.plan.model import Buffer, Launch, Plan, PlanError
 from codegen.plan.norm.flat import access_width, residency
 from codegen.plan.norm.route import plan_norm, plan_norm_of_product
+from codegen.plan.shared.slices import sliced_product
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Constant, applies
@@ -18,9 +17,10 @@ from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm.flat import SPLIT_BLOCKS, plan_statistics
 from codegen.plan.shared.values import (
     NormKernel, Operand, ValueFunction, blocks_within, chain_items, channel_mode, finish_function, follow_function,
-    launch_arguments, norm_constants, norm_operands, operand_of, prepare_function, register_limit, shape_constants,
+    launch_arguments, norm_constants, prepare_function, register_limit, shape_constants,
     share_constants, shares, tensor_names, tensor_types, unique_operands, vector_width,
 )  # fmt: skip
+from codegen.plan.shared.windows import Direction, direction
 from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
 
@@ -108,33 +108,6 @@ def window_of(step: Step) -> Window:
     return Window(
         step.input_shape[2:], step.output_shape[2:], values["kernel_size"], values["stride"] or values["kernel_size"], values["padding"], values["dilation"]
     )
-
-
-@dataclass(frozen=True)
-class Direction:
-    """Whether the norm and the operators up to the pool rise or fall with their input: the signs of a channel's `factors`, and a fixed one."""
-
-    factors: tuple[Operand, ...]
-    negative: bool
-
-    @property
-    def expression(self) -> str:
-        """C: 1 where they rise, -1 where they fall."""
-        signs = (["-1.0f"] if self.negative else []) + [f"copysignf(1.0f, {factor.value})" for factor in self.factors]
-        return " * ".join(signs) or "1.0f"
-
-
-def direction(spec: Spec, steps: Sequence[Step]) -> Direction | None:
-    """The direction of the norm followed by `steps`; None if one of them neither rises nor falls everywhere."""
-    factors, negative = list(norm_operands(spec)[:1]), False
-    for step, item in zip(steps, applies(spec, steps), strict=True):
-        if item.multiplies:
-            factors.append(operand_of(item))
-        elif step.operator.name == "mul" and step.values["value"] is not None:
-            negative ^= step.values["value"] < 0
-        elif not item.monotone:
-            return None
-    return Direction(tuple(factors), negative)
 
 
 def _window_constants(window: Window, rows_compared: bool) -> list[Constant]:

@@ -7,22 +7,9 @@ from dataclasses import dataclass
 from codegen.ops import Kind
 from codegen.plan.model import Buffer, Launch, PlanError
 from codegen.plan.norm import flat as norm_flat, pool as norm_pool
+from codegen.plan.shared.moments import TileStatistics
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
-
-
-@dataclass(frozen=True)
-class TileStatistics:
-    """Statistics that a GEMM left behind: one float4 (count, mean, mean_rest, M2) per row and tile of `tile_n` columns, row-major
-    [batch, tiles] in `buffer`.
-
-    The tile's mean is mean + mean_rest, two floats; M2 is the sum of squared differences from it; all of the values as stored (rounded to
-    the storage type). `tile_n` divides the group width, so `tiles` * `tile_n` = channels.
-    """
-
-    tile_n: int
-    tiles: int
-    buffer: str
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import math
 from dataclasses import dataclass
 
-from codegen.ir.apply import Constant, describe
+from codegen.ir.apply import Constant, applies, describe
 from codegen.numerics import ARITHMETICS, Arithmetic
 from codegen.ops import Kind
 from codegen.plan.model import PlanError
-from codegen.plan.norm.pool import Direction, direction
+from codegen.plan.shared.values import Operand, norm_operands, operand_of
 from codegen.spec import Spec, Step
 
 # Arithmetic by precision: tf32's promise (10 mantissa bits) is kept by one product of fp16 operands, at twice the rate of a TF32 one.
@@ -85,6 +86,33 @@ def arithmetic_of(spec: Spec) -> Arithmetic:
     if arithmetic.parts == 2 and spec.before_norm and channels * taps < FEWEST_PRODUCTS:
         raise PlanError(f"sums of {channels * taps} products in two parts are no more accurate than fp32's, and operators before the norm may magnify what they lose")
     return arithmetic
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Whether the norm and the operators up to the pool rise or fall with their input: the signs of a channel's `factors`, and a fixed one."""
+
+    factors: tuple[Operand, ...]
+    negative: bool
+
+    @property
+    def expression(self) -> str:
+        """C: 1 where they rise, -1 where they fall."""
+        signs = (["-1.0f"] if self.negative else []) + [f"copysignf(1.0f, {factor.value})" for factor in self.factors]
+        return " * ".join(signs) or "1.0f"
+
+
+def direction(spec: Spec, steps: Sequence[Step]) -> Direction | None:
+    """The direction of the norm followed by `steps`; None if one of them neither rises nor falls everywhere."""
+    factors, negative = list(norm_operands(spec)[:1]), False
+    for step, item in zip(steps, applies(spec, steps), strict=True):
+        if item.multiplies:
+            factors.append(operand_of(item))
+        elif step.operator.name == "mul" and step.values["value"] is not None:
+            negative ^= step.values["value"] < 0
+        elif not item.monotone:
+            return None
+    return Direction(tuple(factors), negative)
 
 
 def direction_of(spec: Spec) -> Direction:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from codegen.ir.apply import Constant, unique_constants
-from codegen.plan.gemm.companions import Pointer
 from codegen.plan.gemm.kernel import GemmKernel
 from codegen.plan.model import Kernel, Launch, Plan
 from codegen.plan.norm.flat import FlatKernel
+from codegen.plan.shared.pointers import Pointer
 from codegen.plan.stages.kernel import StageKernel
 
 
