@@ -16,7 +16,7 @@ import torch
 
 from .devices import Capability, driver_version
 from .errors import PackageError, UnsupportedDeviceError
-from .processor import ABILITIES, PROCESSOR
+from .processor import ABILITIES
 
 INDEX = "prebuilt.json"
 INDEX_FORMAT = 1
