@@ -544,8 +544,21 @@ __device__ __forceinline__ void take_tile(Seen& seen, const Tile& acc, int colum
   }
 }
 
-// The moments of a unit of `count` values a channel, without the channel's sign.
-__device__ __forceinline__ void store_moments(Moments* moments, const Channel* channels, const Seen& seen, float count) {
+__device__ __forceinline__ void shrink(Tile& acc) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int j = 0; j < kTileOctets; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[m][j][i] *= kShrink;
+    }
+  }
+}
+
+// The moments of a unit of `count` values a channel, without the channel's sign. `times`: 1, or kShrink where the values were multiplied by it; then
+// only what exceeded fp32's range is replaced. Returns whether anything of the warp's does.
+__device__ __forceinline__ bool store_moments(Moments* moments, const Channel* channels, const Seen& seen, float count, float times) {
+  bool beyond = false;
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -557,9 +570,16 @@ __device__ __forceinline__ void store_moments(Moments* moments, const Channel* c
       const float rest = from_reference - __fsub_rn(mean, seen.reference[m][h]);
       const int row = row_of(m, h);
       const float sign = channels[row].sign;
-      if (threadIdx.x % 4 == 0) moments[row] = {count, sign * mean, sign * rest, fmaf(-from_reference, sum, square)};
+      const float m2 = fmaf(-from_reference, sum, square);
+      beyond |= !(m2 < INFINITY);
+      if (threadIdx.x % 4 == 0 && times == 1.0f) {
+        moments[row] = {count, sign * mean, sign * rest, m2};
+      } else if (threadIdx.x % 4 == 0 && !(moments[row].m2 < INFINITY)) {
+        moments[row] = {count, sign * mean * kGrow, sign * rest * kGrow, -m2};
+      }
     }
   }
+  return __any_sync(0xffffffffu, beyond);
 }
 
 // The extremes of a unit meet in shared memory; a value of each window leaves, without the channel's sign. `kept` is at the unit's sample and row of
@@ -641,25 +661,32 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) conv(
       const int column = unit % kColumnTiles * kUsedColumns;
       const int rows = min(kWindowHeight, kOutHeight - first_row - strip * kWindowHeight);
       const int columns = min(kUsedColumns, kOutWidth - column);
-      uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + (strip * kWindowHeight * kPitch + column + pixel) * 16;
-      Seen seen;
+      // Where squares exceed fp32's range, a unit's moments are taken once more, of values kShrink times as large.
 #pragma unroll 1
-      for (int row = 0; row < rows; ++row, tile += kPitch * 16) {
-        Tile acc;
-        if (exact) {
-          exact_tile(acc, image, weight, first_row + strip * kWindowHeight + row, column);
-        } else {
-          multiply_tile(acc, tile, high, low);
+      for (float times = 1.0f;; times = kShrink) {
+        uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + (strip * kWindowHeight * kPitch + column + pixel) * 16;
+        Seen seen;
+#pragma unroll 1
+        for (int row = 0; row < rows; ++row, tile += kPitch * 16) {
+          Tile acc;
+          if (exact) {
+            exact_tile(acc, image, weight, first_row + strip * kWindowHeight + row, column);
+          } else {
+            multiply_tile(acc, tile, high, low);
+          }
+          transform_tile(acc, s.channels, exact, unscale);
+          if (times != 1.0f) shrink(acc);
+          if (row == 0) start_unit(seen, acc);
+          take_tile(seen, acc, columns);
         }
-        transform_tile(acc, s.channels, exact, unscale);
-        if (row == 0) start_unit(seen, acc);
-        take_tile(seen, acc, columns);
-      }
-      store_moments(s.moments[unit], s.channels, seen, static_cast<float>(rows * columns));
-      const int pooled_row = part * kPartStrips + strip;
-      if (pooled_row < kPooledHeight) {
-        float* to = kept + (int64_t{sample} * kOutChannels) * kPooledPlane + pooled_row * kPooledWidth;
-        store_extremes(to, s.extremes[warp], s.channels, seen, column / kWindowWidth);
+        const bool beyond = store_moments(s.moments[unit], s.channels, seen, static_cast<float>(rows * columns), times);
+        if (times != 1.0f) break;
+        const int pooled_row = part * kPartStrips + strip;
+        if (pooled_row < kPooledHeight) {
+          float* to = kept + (int64_t{sample} * kOutChannels) * kPooledPlane + pooled_row * kPooledWidth;
+          store_extremes(to, s.extremes[warp], s.channels, seen, column / kWindowWidth);
+        }
+        if (!beyond) break;
       }
     }
     __syncthreads();
