@@ -283,19 +283,24 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][
   wait_copies<0>();
 }
 
-// Whether any of a thread's sums is infinite or NaN: 0 * v is 0 for every other v. An operand that is infinite or NaN, or that rounds to
-// infinity, shows in every sum that it enters.
-__device__ __forceinline__ bool holds_non_finite(const float (&sums)[kBlocksM][kBlocksN][4]) {
+// Whether any of a thread's sums is infinite or NaN, or so small that an operand may be: 0 * v is 0 for every other v. An operand that is infinite or NaN, or that rounds to
+// infinity, shows in every sum that it enters. One near fp32's smallest, whose second part is lost, leaves a small sum.
+__device__ __forceinline__ bool beyond_parts(const float (&sums)[kBlocksM][kBlocksN][4]) {
   float zero = 0.0f;
+  bool faint = false;
 #pragma unroll
   for (int m = 0; m < kBlocksM; ++m) {
 #pragma unroll
     for (int n = 0; n < kBlocksN; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) zero = fmaf(sums[m][n][e], 0.0f, zero);
+      for (int e = 0; e < 4; ++e) {
+        const float sum = sums[m][n][e];
+        zero = fmaf(sum, 0.0f, zero);
+        faint |= sum != 0.0f && fabsf(sum) < 8.271806125530277e-25f;  // 2^-80
+      }
     }
   }
-  return zero != 0.0f;  // NaN differs from everything
+  return zero != 0.0f || faint;  // NaN differs from everything
 }
 
 // The sums once more, by fp32 multiply-adds straight from global memory: slow, and right for whatever fp32 operands there are.
@@ -529,7 +534,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemm(
   float sums[kBlocksM][kBlocksN][4] = {};
   const Source source = source_of(x, p_gemm_weight, tile.first_row, tile.first_column);
   multiply_tile(sums, shared_address(shared), source, warp);
-  if (__syncthreads_or(holds_non_finite(sums))) recompute(sums, x, p_gemm_weight, first_row, first_column, warp.layer);
+  if (__syncthreads_or(beyond_parts(sums))) recompute(sums, x, p_gemm_weight, first_row, first_column, warp.layer);
 
   float* staged = reinterpret_cast<float*>(shared);
   __syncthreads();
