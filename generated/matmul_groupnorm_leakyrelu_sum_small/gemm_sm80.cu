@@ -50,7 +50,7 @@ constexpr int kCopyRows = 16;  // rows that the block's threads copy at once, 16
 constexpr int kStageBytes = 24576;  // (tile_m + tile_n) * row_bytes * warps_k
 constexpr int kSharedBytes = 98304;  // 4 stages, reused by the epilogue
 constexpr int kBlocks = kTilesM * kTilesN;  // 64
-constexpr int kStagesPerSum = 4;  // K = 128 in one partial sum of a warp
+constexpr int kStagesPerSum = 1;  // K = 32 in one partial sum of a warp
 constexpr int kSpan = kGroupWidth;  // neighbouring columns that a team of lanes takes together
 constexpr int kVector = 4;  // values in one access: the most that span and out_features allow, 16 bytes at most
 constexpr int kTeam = 8;  // lanes in a team
