@@ -253,6 +253,12 @@ def readable_cache() -> Cache | None:
     return None if root is None else Cache(root)
 
 
+def caches_in_use() -> list[Cache]:
+    """The caches that libraries are loaded from: the wanted one where it can be read, and the one that is written to."""
+    caches = {cache.root: cache for cache in (readable_cache(), default_cache()) if cache is not None}
+    return list(caches.values())
+
+
 def find_built(key: str) -> Path | None:
     """The library under ``key`` in the wanted cache, also in one that is read-only, or None. Nothing is written.
 

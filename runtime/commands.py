@@ -23,11 +23,15 @@ ACCELERATORS = frozenset("buildcache ccache distcc icecc sccache".split())
 
 @dataclass(frozen=True)
 class Command:
-    """A compiler by its absolute path, what is called in front of it, and the flags that it is given on every call."""
+    """A compiler by its absolute path, what is called in front of it, and the flags that it is given on every call.
+
+    ``left_out`` are the launchers that are not installed and not needed.
+    """
 
     path: str
     launcher: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def asked_through(self) -> tuple[str, ...]:
@@ -53,8 +57,9 @@ def split_command(variable: str, text: str) -> Command | None:
     if at is None:
         raise ToolchainError(f"{variable} is {text!r}, which names no compiler; write {FORM}.")
     launcher, compiler, flags = words[:at], words[at], words[at + 1 :]
+    left_out = []
     while launcher and os.path.basename(launcher[0]) in ACCELERATORS and find_program(launcher[0]) is None:
-        del launcher[0]
+        left_out.append(launcher.pop(0))
     path = find_program(compiler)
     if path is None:
         raise ToolchainError(f"{variable} names {compiler!r}, which was not found; install it, or set {variable} to {FORM}.")
@@ -63,7 +68,7 @@ def split_command(variable: str, text: str) -> Command | None:
         if first is None:
             raise ToolchainError(f"{variable} names {launcher[0]!r} in front of {compiler!r}, which was not found; install it, or set {variable} to {FORM}.")
         launcher[0] = first
-    return Command(path, tuple(launcher), tuple(flags))
+    return Command(path, tuple(launcher), tuple(flags), tuple(left_out))
 
 
 def _place_of_compiler(words: list[str]) -> int | None:

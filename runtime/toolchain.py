@@ -46,7 +46,8 @@ HOST_VARIABLES = ("CUDAHOSTCXX", "NVCC_CCBIN", "CXX")
 class Tool:
     """A program that was found: where, its version, what it said it is, and how it was found.
 
-    A compiler's ``launcher`` is called in front of it; its ``flags`` are part of the command that names it.
+    A compiler's ``launcher`` is called in front of it; its ``flags`` are part of the command that names it, as were the
+    launchers ``left_out``.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Tool:
     origin: str
     launcher: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -217,7 +219,7 @@ def _find_gxx(variable: str, text: str) -> Tool:
 
 
 def _with_command(tool: Tool, command: Command) -> Tool:
-    return dataclasses.replace(tool, launcher=command.launcher, flags=command.flags)
+    return dataclasses.replace(tool, launcher=command.launcher, flags=command.flags, left_out=command.left_out)
 
 
 def find_ninja() -> Tool:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from .build import Build, ensure_built, plan_build
 from .errors import PackageError, ToolchainError
+from .files import cause_of, remedy_for
 from .manifest import TargetManifest
 from .package import Package
 from .prebuilt import FOLDER, INDEX, INDEX_FORMAT, PROCESSOR
@@ -258,9 +259,10 @@ def _record(files: dict[str, bytes], own_name: str) -> bytes:
 
 def _write(files: dict[str, bytes], path: Path) -> Path:
     """The zip file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    temporary = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
         with os.fdopen(descriptor, "wb") as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, content in files.items():
                 member = zipfile.ZipInfo(name, _EPOCH)
@@ -270,8 +272,14 @@ def _write(files: dict[str, bytes], path: Path) -> Path:
                 archive.writestr(member, content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            remedy = remedy_for(error)
+            raise PackageError(
+                f"the wheel cannot be written to {path.parent}: {cause_of(error)}; {f'{remedy}, or ' if remedy else ''}name another folder (--out)."
+            ) from error
         raise
     return path
 
