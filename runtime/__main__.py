@@ -7,11 +7,12 @@ from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import kernel_report, toolchain
 from .build import ensure_built, plan_build
-from .cache import LIBRARY, default_cache
+from .cache import LIBRARY, caches_in_use, default_cache
 from .doctor import examine, examine_package
 from .errors import PackageError, RuntimeFailure
 from .load import with_backwards
@@ -36,7 +37,7 @@ def doctor(package):
     findings = examine() + (examine_package(Package(package)) if package else [])
     table = Table("what", "state", "detail", box=None)
     for finding in findings:
-        table.add_row(finding.what, f"[{STYLES[finding.state]}]{finding.state}[/]", finding.detail.replace("[", r"\["))
+        table.add_row(finding.what, f"[{STYLES[finding.state]}]{finding.state}[/]", escape(finding.detail))
     _console().print(table)
     sys.exit(any(finding.state == "missing" for finding in findings))
 
@@ -134,27 +135,26 @@ def cache():
 @cache.command("list")
 def list_entries():
     """List what is in the cache."""
-    store = default_cache()
-    table = Table("key", "package", "target", "size", "flags", box=None)
-    for key in store.keys():
-        try:
-            record = store.record(key)
-            size = (store.entries / key / LIBRARY).stat().st_size
-            table.add_row(key[:12], record.package, record.target, f"{size / 1e6:.1f} MB", " ".join(record.flags))
-        except (OSError, ValueError, KeyError, TypeError):
-            table.add_row(key[:12], "damaged", "", "", "")
-    click.echo(store.root)
-    _console().print(table)
+    for store in caches_in_use():
+        table = Table("key", "package", "target", "size", "flags", box=None)
+        for key in store.keys():
+            try:
+                record = store.record(key)
+                size = (store.entries / key / LIBRARY).stat().st_size
+                table.add_row(key[:12], *map(escape, (record.package, record.target, f"{size / 1e6:.1f} MB", " ".join(record.flags))))
+            except (OSError, ValueError, KeyError, TypeError):
+                table.add_row(key[:12], "damaged", "", "", "")
+        click.echo(store.root)
+        _console().print(table)
 
 
 @cache.command()
 def verify():
     """Check every entry against its digest; exit with 1 where one is damaged."""
-    store = default_cache()
-    problems = {key: store.problem_of(key) for key in store.keys()}
-    for key, problem in problems.items():
+    problems = {store.entries / key: store.problem_of(key) for store in caches_in_use() for key in store.keys()}
+    for entry, problem in problems.items():
         if problem:
-            click.echo(f"{store.entries / key} {problem}; it is built again when it is next needed.")
+            click.echo(f"{entry} {problem}; it is built again when it is next needed.")
     damaged = sum(problem is not None for problem in problems.values())
     click.echo(f"{len(problems) - damaged} sound, {damaged} damaged")
     sys.exit(damaged > 0)

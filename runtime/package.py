@@ -1,12 +1,12 @@
 """A generated package: a folder with ``manifest.json`` and the sources that it names."""
 
-import json
 import re
 import shlex
 from functools import cached_property
 from pathlib import Path
 
 from .errors import PackageError
+from .files import read_json
 from .manifest import MANIFEST_FORMAT, RANGE_FORMAT, TARGETS, Manifest, TargetManifest, read_manifest
 from .prebuilt import Prebuilt, read_prebuilt
 
@@ -43,7 +43,7 @@ class Package:
         """The validated manifest."""
         path = self.path / "manifest.json"
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
         except FileNotFoundError:
             raise PackageError(
                 f"{self.path} is not a generated package: it has no manifest.json; generate it with make generate SPEC=..."

@@ -15,7 +15,7 @@ from .tiny_package import BATCH, FEATURES, CountingCompiler, TinyPackage, unpack
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path, monkeypatch) -> Path:
     """An empty build cache for this test alone, and TARGETS=cpu; no other variable steers the runtime."""
-    for name in ("CUDA_HOME", "CXX", "MAX_JOBS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+    for name in ("CUDA_HOME", "NVCC", "CUDAHOSTCXX", "NVCC_CCBIN", "CXX", "MAX_JOBS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(load, "_functions", {})  # what another test loaded
     monkeypatch.setenv("TARGETS", "cpu")
