@@ -29,7 +29,7 @@ LAYERS = (
     ("render",),
     ("standalone",),
     ("emit",),
-    ("from_module",),
+    ("from_module", "checked_in"),
 )
 FAMILIES = 6  # the layer whose members import one another only where FAMILY_IMPORTS says so
 
