@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
         return 0
     except FileNotFoundError:
         pass
-    done = subprocess.run([os.environ[REAL], *words], stderr=subprocess.PIPE)
+    done = subprocess.run([os.environ[REAL], *words], check=False, stderr=subprocess.PIPE)
     sys.stderr.buffer.write(done.stderr)
     if done.returncode == 0 and not done.stderr:
         handle, temporary = tempfile.mkstemp(dir=kept.parent)
@@ -74,7 +74,7 @@ def key_of(words: list[str]) -> str | None:
     at = words.index("-o")
     flags = [word for word in (*words[:at], *words[at + 2 :]) if word != sources[0]]
     preprocessed = [word for word in flags if word not in ("-c", "-shared")]
-    text = subprocess.run([os.environ[REAL], *preprocessed, "-E", "-P", sources[0]], capture_output=True)
+    text = subprocess.run([os.environ[REAL], *preprocessed, "-E", "-P", sources[0]], check=False, capture_output=True)
     if text.returncode != 0 or text.stderr:
         return None
     compiler = Path(os.environ[REAL]).resolve()

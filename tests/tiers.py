@@ -6,8 +6,6 @@ kernels in the emulation, or takes long. One test for each template branch does 
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 DEAR = ("gpu", "two_gpus", "nvcc", "emulated", "slow")

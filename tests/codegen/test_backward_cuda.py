@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from codegen import index
 from codegen.plan.backward import SUMS
 from codegen.plan.backward_cuda import WINDOWS, WINNERS
 from codegen.plan.model import Library
@@ -17,25 +16,18 @@ from codegen.spec import load_spec
 from tests.codegen.backward_chains import check, elementwise_specs, operand_specs, pool_specs
 from tests.codegen.backward_cuda import build_emulated, planned
 from tests.codegen.cpu_chains import conv_chain, linear_chain, make_spec
+from tests.codegen.test_compile import PACKAGES
 from tests.codegen.test_cpu import ELEMENTWISE, POOLS
 from tests.compile_matrix import faults
 
-TOP = Path(__file__).parents[2]
 FACTOR = 1.5  # of eager's error: sums over a group are in fp32, as they are in eager
 emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def sources():
-    """One case per distinct text among the checked-in packages' backwards."""
-    seen = {}
-    for path, precision in index.entries(TOP / "generated"):
-        plan = planned(load_spec(path, precision))
-        seen.setdefault("".join(render_kernel(plan, kernel) for kernel in plan.kernels), plan)
-    return [pytest.param(plan, id=plan.spec.package) for plan in seen.values()]
-
-
-@pytest.mark.parametrize("plan", sources())
-def test_source_compiles_without_spills(plan, tmp_path):
+@pytest.mark.nvcc
+@pytest.mark.parametrize(("path", "precision"), PACKAGES, ids=[f"{Path(path).stem}-{precision}" for path, precision in PACKAGES])
+def test_source_compiles_without_spills(path, precision, tmp_path):
+    plan = planned(load_spec(path, precision))
     assert not (found := [text for kernel in plan.kernels for text in faults(plan, kernel, tmp_path)]), "\n".join(found)
 
 
@@ -77,8 +69,8 @@ def test_teams_follow_the_shape(tmp_path, chain, batch, spatial, teams, channel_
 
 
 def test_nothing_in_the_text_depends_on_chance() -> None:
-    for param in sources():
-        (plan,) = param.values
+    for path, precision in PACKAGES:
+        plan = planned(load_spec(path, precision))
         for text in (render_kernel(plan, kernel) for kernel in plan.kernels):
             assert "atomic" not in text and "torch" not in text.split("#include")[1] and "double" not in text
 

@@ -36,6 +36,7 @@ CHAINS = {
 }  # fmt: skip
 
 
+@pytest.mark.nvcc
 @pytest.mark.parametrize(("target", "device"), [("sm_80", "a100"), ("sm_90a", "h100")])
 @pytest.mark.parametrize("name", CHAINS)
 def test_sources_compile_without_spills(tmp_path, name: str, target: str, device: str) -> None:
