@@ -6,6 +6,8 @@ kernels in the emulation, or takes long. One test for each template branch does 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 DEAR = ("gpu", "two_gpus", "nvcc", "emulated", "slow")
@@ -41,3 +43,15 @@ def complaints(item: pytest.Item) -> list[str]:
     if item.get_closest_marker("representative") and dear:
         found.append(f"{item.nodeid} is marked representative and {dear[0]}: make test would not run it.")
     return found
+
+
+def emulated(values: Iterable, *representative: object) -> list:
+    """Parameters of a test that runs kernels in the emulation: `representative` in `make test`, the others in `make test-all`.
+
+    A value is a parameter or a tuple of parameters. Raises ValueError where a representative is none of the values.
+    """
+    values = list(values)
+    if missing := [value for value in representative if value not in values]:
+        raise ValueError(f"{missing} are not among the values")
+    marks = {True: pytest.mark.representative, False: pytest.mark.emulated}
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks[value in representative]) for value in values]

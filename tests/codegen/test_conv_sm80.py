@@ -15,6 +15,7 @@ from codegen.plan.model import Library
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
+from tests import tiers
 from tests.codegen.conv_cases import FAMILY, STRIDED, chain
 from tests.codegen.conv_sm80_emulated import Emulated
 from tests.codegen.emulated import DTYPES
@@ -236,7 +237,7 @@ def cases(names, precisions):
     return [(name, precision) for name in names for precision in precisions if (name, precision) != ("pointwise", "fp32")]
 
 
-@pytest.mark.parametrize(("name", "precision"), cases(EMULATED, ("fp32", "tf32", "fp16", "bf16")))
+@pytest.mark.parametrize(("name", "precision"), tiers.emulated(cases(EMULATED, ("fp32", "tf32", "fp16", "bf16")), ("short_groups", "fp32"), ("odd_width", "fp16")))
 def test_emulated_kernels_keep_the_promise(tmp_path, name, precision):
     spec = read(EMULATED[name], tmp_path, precision)
     emulated = Emulated(planned(spec), tmp_path)
