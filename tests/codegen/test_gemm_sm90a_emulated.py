@@ -249,7 +249,7 @@ def faint_weights(built: Built) -> None:
 
 def tier_of(name: str, precision: str) -> pytest.MarkDecorator:
     """The mark of an example: W through registers, and halves that a norm of their own follows, are what make test runs."""
-    return pytest.mark.representative if (name, precision) in (("alone", "fp32"), ("odd_rows", "fp16")) else pytest.mark.emulated
+    return pytest.mark.representative if (name, precision) in (("lanes", "fp32"), ("odd_rows", "fp16")) else pytest.mark.emulated
 
 
 @pytest.mark.parametrize(("example", "precision"), [pytest.param(e, p, id=f"{e.case.name}-{p}", marks=tier_of(e.case.name, p)) for e in EXAMPLES for p in e.precisions])
