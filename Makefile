@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu generate generate-all check-generated golden explain standalone from-module compile-all package verify bench report evidence evidence-peers sweep tune sanitize clean
+.PHONY: help demo test test-all test-gpu generate generate-all check-generated golden explain standalone from-module compile-all package verify bench report evidence evidence-peers sweep tune sanitize clean
 
 WORKERS ?= 2
 # $(call python,emit|run|test|bench) starts a recipe: the interpreter that has what the command needs, or its set-up's error.
@@ -26,8 +26,12 @@ demo-options = $(if $(PRECISION),--precision $(PRECISION)) $(foreach t,$(TARGETS
 demo: ## generate specs/default.yaml, build it, run it beside PyTorch
 	$(call python,run) -m bench.demo $(if $(SPEC),"$(SPEC)") $(demo-options)
 
-test: ## all tests that need no GPU
-	$(call python,test) -m pytest -m "not gpu" -n $(WORKERS)
+# Worksteal: an idle worker takes tests that another has not begun, so that one long file does not keep the others waiting.
+test: ## generator, runtime, cpu numbers, one CUDA source of each template: minutes on two cores, no GPU
+	$(call python,test) -m pytest -m "not (gpu or nvcc or emulated or slow)" -n $(WORKERS) --dist worksteal
+
+test-all: ## what `make test` leaves out and needs no GPU: every source compiled, emulations, many processes, properties on many examples
+	$(call python,test) -m pytest -m "(nvcc or emulated or slow or hypothesis) and not gpu" --hypothesis-profile ci -n $(WORKERS) --dist worksteal
 
 test-gpu: ## the tests marked gpu, on a machine with a GPU
 	$(call python,test) -m pytest -m gpu

@@ -1,7 +1,8 @@
 """Compiles one CUDA source and reports what ptxas made of it; no GPU needed.
 
-The tests of the generator and ``python -m runtime show --resources`` ask the same question here. An answer is kept in
-the cache under everything that determines it, so asking again compiles nothing.
+The tests of the generator and ``python -m runtime show --resources`` ask the same question here. A report without
+warnings is kept in the cache under everything that determines it, so asking again compiles nothing. Comments do not
+determine it: an edited comment compiles nothing either.
 """
 
 import json
@@ -23,6 +24,7 @@ from .toolchain import Toolchain, arch_flags, compile_command, compile_flags, in
 REPORT_VERSION = "kernel-report-2"
 VERBOSE = ("-Xptxas", "-v")
 
+_COMMENT_OR_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\[^\'\n]+|[^\'\\\n])\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
@@ -71,12 +73,20 @@ def compile_report(source: Path, flags: tuple[str, ...], arch: str, cache: Cache
     complete = compile_flags(tools, True, tuple(flags) + VERBOSE, arch_flags(arch, (0, 0), None))
     text = source.read_bytes()
     cache = cache or default_cache()
-    key = build_key({source.name: text}, (*complete, *inherited_flags(tools, True), REPORT_VERSION), tools.identity)
-    kept = _read(cache, key)
-    if kept is None:
-        kept = _compile(source.name, text, tools, complete)
-        _write(cache, key, kept)
-    return kept
+    bare = without_comments(text.decode(errors="replace")).encode()
+    key = build_key({source.name: bare}, (*complete, *inherited_flags(tools, True), REPORT_VERSION), tools.identity)
+    report = _read(cache, key)
+    if report is None:
+        report = _compile(source.name, text, tools, complete)
+        if not report.warnings:  # they name lines, which comments move
+            _write(cache, key, report)
+    return report
+
+
+def without_comments(text: str) -> str:
+    """C++ or CUDA text without comments, trailing blanks and empty lines: what a compiler makes the same code of."""
+    bare = _COMMENT_OR_LITERAL.sub(lambda found: " " if found[0].startswith("/") else found[0], text)
+    return "\n".join(line for line in map(str.rstrip, bare.splitlines()) if line)
 
 
 def device_code(source: Path, flags: tuple[str, ...], arch: str, form: str) -> Path:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOP = Path(__file__).parents[1]
 NAME = "gemm_groupnorm_hardtanh_small"
 
@@ -21,6 +23,7 @@ model(x).sum().backward()
 """
 
 
+@pytest.mark.slow
 def test_a_checkout_in_a_folder_with_spaces_and_commas(tmp_path):
     checkout = tmp_path / "my work, v2 (arch)"
     for name in ("codegen", "runtime", ".ci"):

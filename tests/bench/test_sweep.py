@@ -145,6 +145,7 @@ def test_the_page_shows_the_sweep(tmp_path):
     assert "Random specs" in page and "2 specs drawn" in page and (tmp_path / "page" / "h100" / "sweep.svg").is_file()
 
 
+@pytest.mark.slow
 def test_thirty_random_specs_are_right(tmp_path):
     """`make sweep SMALL=1 COUNT=30 ON=cpu`, in a folder of its own; sources and cache keys are the same at each run."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}

@@ -12,6 +12,7 @@ from codegen.plan.conv_sm90a.geometry import Layout
 from codegen.plan.conv_sm90a.kernel import plan_conv_sm_90a
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
+from tests import tiers
 from tests.codegen.conv_cases import FAMILY, chain
 from tests.codegen.conv_sm90a_emulated import Emulated
 from tests.codegen.emulated import DTYPES
@@ -77,10 +78,13 @@ def parameters(spec):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [
-        *((name, "tf32" if name in ONE_PRODUCT else "fp32") for name in CASES),
-        *((name, p) for name in ("before", "padded", "turns") for p in ("tf32", "fp16", "bf16")),
-    ],
+    tiers.emulated(
+        [
+            *((name, "tf32" if name in ONE_PRODUCT else "fp32") for name in CASES),
+            *((name, p) for name in ("before", "padded", "turns") for p in ("tf32", "fp16", "bf16")),
+        ],
+        ("one_group", "fp32"),
+    ),
 )
 def test_errors_keep_the_promise(tmp_path, name, precision):
     data, batch, sms, layout = CASES[name]
@@ -108,6 +112,7 @@ def test_errors_keep_the_promise(tmp_path, name, precision):
         assert error <= limit, f"{kind}: {error:.2e}, allowed {limit:.2e}"
 
 
+@pytest.mark.emulated
 def test_weights_of_any_size_keep_their_accuracy(tmp_path):
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": 2}))
@@ -121,6 +126,7 @@ def test_weights_of_any_size_keep_their_accuracy(tmp_path):
     assert relative_error(emulated(x, values), chain_result(spec, x, values, torch.float64)) <= 3e-7
 
 
+@pytest.mark.emulated
 def test_a_large_half_beside_small_weights_costs_them_nothing(tmp_path):
     """It meets zeros in x. Scaled down with it, weights of a tenth would become subnormal halves: 3.9e-4 instead of 2.1e-4 without an operator before the norm."""
     path = tmp_path / "case.yaml"
@@ -133,6 +139,7 @@ def test_a_large_half_beside_small_weights_costs_them_nothing(tmp_path):
     assert relative_error(emulated(x, values), exact) <= 1.05 * relative_error(exact.half(), exact)
 
 
+@pytest.mark.emulated
 def test_one_far_value_does_not_hide_that_the_others_are_faint(tmp_path):
     """Values of 1e-5 lose digits in two fp16 parts scaled by 64; where they are nearly all of a sample, it is computed in fp32. Without that: 2e-6."""
     path = tmp_path / "case.yaml"

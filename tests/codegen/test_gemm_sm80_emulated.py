@@ -2,8 +2,11 @@
 arithmetic, adversarial data."""
 
 import contextlib
+import functools
 import shutil
+import tempfile
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +111,12 @@ FURTHER = {
     "bf16x3": (),
     "ffma": LONGER,
 }
+# An entry for each of the templates, with what it needs in front of it and behind it.
+ONE_EACH = {
+    "fp16": (Entry("slices_words", (16, 32), False, 13), Entry("odd_pitch", (16, 32), False, aligned=True)), "fp16x3": (Entry("groups_cut", (64, 64), False),), "tf32x3": (Entry("taps", (32, 64)),),
+    "ffma": (Entry("row_folded", (16, 64)),),
+}  # fmt: skip
+FOLDER = tempfile.TemporaryDirectory(prefix="emulated-")  # of this process's libraries
 # What the templates of a GEMM decide by, as it stands in a plan.
 KERNEL_FLAGS = (
     "ragged_m", "ragged_n", "ragged_k", "ragged_outputs", "raster_remainder", "finished", "statistics", "layered", "sliced", "copy_bytes", "rounds",
@@ -150,32 +159,32 @@ def test_every_tile_and_every_branch_that_the_cases_take_on_a_gpu_is_emulated(tm
     assert {f"norm/group_norm_{kind}.cu.j2" for kind in ("warp", "block", "stream", "statistics", "apply")} <= {template for template, *_ in emulated}
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """Arithmetic -> what `layers` gives of it, compiled once."""
-    made = {}
-
-    def layers_of(arithmetic):
-        if arithmetic not in made:
-            precision = next(p for p, a in ARITHMETICS if a == arithmetic)
-            folder = tmp_path_factory.mktemp(arithmetic)
-            chosen = entries(arithmetic)
-            found = build(folder, [entry.plan(folder, precision, arithmetic) for entry in chosen])
-            made[arithmetic] = precision, arithmetic, [(entry.case, layer) for entry, layer in zip(chosen, found, strict=True)]
-        return made[arithmetic]
-
-    return layers_of
+@functools.cache
+def layers_of(arithmetic: str, one: bool):
+    """(precision, arithmetic, [(case, layer)]): the entries of an arithmetic, or those of ONE_EACH, compiled once as one library."""
+    precision = next(p for p, a in ARITHMETICS if a == arithmetic)
+    folder = Path(tempfile.mkdtemp(prefix=f"emulated-{arithmetic}-", dir=FOLDER.name))
+    chosen = ONE_EACH[arithmetic] if one else entries(arithmetic)
+    found = build(folder, [entry.plan(folder, precision, arithmetic) for entry in chosen])
+    return precision, arithmetic, [(entry.case, layer) for entry, layer in zip(chosen, found, strict=True)]
 
 
-@pytest.fixture(scope="module", params=[arithmetic for _, arithmetic in ARITHMETICS])
-def layers(request, built):
-    """(precision, arithmetic, [(case, layer)]): the entries of an arithmetic."""
-    return built(request.param)
+def parameters(*arithmetics: str, one: tuple[str, ...] = ()) -> list:
+    """Values of the fixture `layers`: a few entries of the arithmetics in `one` for make test, all of `arithmetics` for make test-all."""
+    values = [(arithmetic, True) for arithmetic in one] + [(arithmetic, False) for arithmetic in arithmetics]
+    marks = {True: pytest.mark.representative, False: pytest.mark.emulated}
+    return [pytest.param(value, id=value[0] + ("-one" if value[1] else ""), marks=marks[value[1]]) for value in values]
+
+
+@pytest.fixture(params=parameters(*(arithmetic for _, arithmetic in ARITHMETICS), one=tuple(ONE_EACH)))
+def layers(request):
+    """What `layers_of` gives of an arithmetic."""
+    return layers_of(*request.param)
 
 
 def only(*arithmetics):
     """These alone are tested."""
-    return pytest.mark.parametrize("layers", arithmetics, indirect=True)
+    return pytest.mark.parametrize("layers", parameters(*arithmetics), indirect=True)
 
 
 def draw(layer: Layer, kind=torch.rand, seed: int = 2) -> torch.Tensor:

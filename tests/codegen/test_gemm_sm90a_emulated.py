@@ -259,7 +259,12 @@ def faint_weights(built: Built) -> None:
         built.check(x, values, {kind: (slice(None), channels) for kind, channels in kinds})
 
 
-@pytest.mark.parametrize(("example", "precision"), [pytest.param(e, p, id=f"{e.case.name}-{p}") for e in EXAMPLES for p in e.precisions])
+def tier_of(name: str, precision: str) -> pytest.MarkDecorator:
+    """The mark of an example: W through registers, and halves that a norm of their own follows, are what make test runs."""
+    return pytest.mark.representative if (name, precision) in (("lanes", "fp32"), ("odd_rows", "fp16")) else pytest.mark.emulated
+
+
+@pytest.mark.parametrize(("example", "precision"), [pytest.param(e, p, id=f"{e.case.name}-{p}", marks=tier_of(e.case.name, p)) for e in EXAMPLES for p in e.precisions])
 def test_promises(example, precision, tmp_path):
     built = Built(example, precision, tmp_path)
     if example.cards:
@@ -289,6 +294,7 @@ RINGS = {
 }
 
 
+@pytest.mark.emulated
 @pytest.mark.parametrize("mistake", RINGS)
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_mistakes_in_the_rings_are_noticed(mistake, precision, tmp_path):

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.plan import plan
@@ -53,7 +53,6 @@ def test_in_place_kernels_promise_nothing_about_aliasing(case, tmp_path):
 
 
 @given(channels=st.integers(1, 300), groups=st.integers(1, 8), batch=st.integers(1, 40), precision=st.sampled_from(["fp32", "fp16", "bf16"]))
-@settings(max_examples=60, deadline=None)
 def test_every_group_is_covered_once(tmp_path_factory, channels, groups, batch, precision):
     if channels == 1:
         return

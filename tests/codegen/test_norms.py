@@ -46,6 +46,7 @@ def test_norms_on_the_cpu(tmp_path) -> None:
         check(built, built.source())
 
 
+@pytest.mark.representative
 @needs_gxx
 def test_norms_by_the_kernels_of_sm_80_in_an_emulation(tmp_path) -> None:
     specs = [make_spec(tmp_path, linear(norm, False), 5, precision) for norm in LINEARS.values() for precision in ("fp16", "bf16")]

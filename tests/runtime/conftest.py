@@ -1,5 +1,6 @@
 """Fixtures of the runtime's tests: a cache of its own for every test, the tiny package, a compiler that counts."""
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 from runtime import load
 from runtime.wheel import make_wheel
+from tests.compiler import gxx
 
 from .tiny_package import BATCH, FEATURES, CountingCompiler, TinyPackage, unpack, write_tiny_package
 
@@ -21,6 +23,12 @@ def private_cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("TARGETS", "cpu")
     monkeypatch.setenv("CODEGEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "v1"
+
+
+@pytest.fixture
+def kept_objects(private_cache, monkeypatch) -> None:
+    """The compiler that keeps objects, for tests that build the same models over and over and look at what those compute."""
+    monkeypatch.setenv("CXX", shlex.quote(gxx()))
 
 
 @pytest.fixture

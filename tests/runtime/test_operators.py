@@ -17,6 +17,7 @@ from .generated_packages import CHAINS, generate, import_from
 from .tiny_package import run_python
 
 pytestmark = [
+    pytest.mark.usefixtures("kept_objects"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # torch's own modules, and the test of its tracer
     pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean:torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
@@ -61,7 +62,7 @@ class Watch(TorchDispatchMode):
 # ---- compilers and exporters ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile_without_a_graph_break(model, x, backend):
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend=backend)

@@ -16,7 +16,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from runtime import BuildError, CallError, build as build_module, cache as cache_module, toolchain
+from runtime import BuildError, CallError, toolchain
+from runtime import build as build_module
+from runtime import cache as cache_module
 from runtime.__main__ import main
 from runtime.build import ensure_built, plan_build
 from runtime.cache import LIBRARY, RECORD, CacheWarning, default_cache
