@@ -96,7 +96,3 @@ def run(folder: Path, spec: Spec, trials: int) -> None:
             milliseconds = timed(lambda model=model: model(x), device, trials)
             table.add_row(name, f"{milliseconds:.3f} ms", f"{relative_error(y, reference):.2e}", f"{float((y.double() - reference).abs().max()):.2e}")
     console.print(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -183,7 +183,3 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         if not complete:
             console.print("stopped for lack of time; run again to go on")
     sys.exit(bool(wrong or failed))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,9 @@
-"""What the commands say of faults that are the user's to mend: a sentence and an exit code, no traceback."""
+"""The sentences that commands say of faults that are the user's to mend, each with its exit code and no traceback."""
 
 from __future__ import annotations
 
+import errno
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,7 +11,6 @@ import click
 
 from codegen.plan import PlanError
 from codegen.spec import SpecError
-from runtime import RuntimeFailure
 
 
 class SpecFault(click.ClickException):
@@ -18,15 +19,31 @@ class SpecFault(click.ClickException):
     exit_code = 2
 
     def show(self, file=None) -> None:
-        click.echo(self.message, file=file, err=file is None)  # as make generate prints it: file, line, column
+        click.echo(self.message, file=file, err=file is None)  # file, line and column stand first, where editors look for them
 
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    """For a command's work: SpecError ends it with code 2, PlanError, RuntimeFailure and RuntimeError with code 1."""
+    """Run a command's work. SpecError ends it with code 2; PlanError, RuntimeFailure, RuntimeError and OSError end it with code 1."""
     try:
         yield
+    except (click.exceptions.Exit, click.Abort):  # click's own, which are RuntimeErrors
+        raise
     except SpecError as error:
         raise SpecFault(str(error)) from None
-    except (PlanError, RuntimeFailure, RuntimeError) as error:
+    except (PlanError, RuntimeError) as error:
         raise click.ClickException(str(error)) from None
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # who read the output has gone; click ends quietly
+            raise
+        raise click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
+    except Exception as error:
+        if not _is_failure_of_the_runtime(error):
+            raise
+        raise click.ClickException(str(error)) from None
+
+
+def _is_failure_of_the_runtime(error: Exception) -> bool:
+    """Is it a RuntimeFailure? Only where `runtime` is loaded can it be: loading it here would need torch for a command that emits."""
+    errors = sys.modules.get("runtime.errors")
+    return errors is not None and isinstance(error, errors.RuntimeFailure)

@@ -318,7 +318,3 @@ def main(checkout, problems, shapes, precisions, results, work, budget_s, timeou
     if not waiting.empty():
         click.echo("stopped for lack of time; run again to go on")
     sys.exit(not all(r["correct"] for r in record["runs"]))
-
-
-if __name__ == "__main__":
-    main()

@@ -114,7 +114,3 @@ def main(results, out, readme, kernels) -> None:
             raise click.ClickException(str(error)) from None
     if kernels.is_file():
         kernels.write_text(renewed(kernels.read_text(encoding="utf-8"), results), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

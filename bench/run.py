@@ -139,7 +139,3 @@ def main(specs, precisions, prepack, target, device, peers, seconds, out, result
                 if at:
                     write_json(at, record)
                     save_machine(results, machine, ceilings)
-
-
-if __name__ == "__main__":
-    main()

@@ -44,6 +44,7 @@ from runtime.devices import visible_capabilities
 
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first, so that the last to finish is short
 FEW_SMS = (4, 16)  # of the card that a small shape is planned for: beside more it would go to another kernel than the full one
+READ, UNREAD = "read", "unread"  # whether the child looks at its results
 _HOME = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
 
 
@@ -119,7 +120,7 @@ def examine(sanitizer: str, jobs: list[Job], timeout_s: float, threads: int) -> 
     tool, target = jobs[0].tool, jobs[0].target
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", *_only(tuple(sorted({name for job in jobs for name in job.kernels})))]
     command += ["--leak-check", "no", "--report-api-errors", "no"] if tool == "memcheck" else []
-    command += [sys.executable, "-m", "bench.sanitize", *(word for job in jobs for word in ("--child", str(job.folder))), *(["--unread"] if tool == "initcheck" else [])]
+    command += [sys.executable, "-m", "bench.sanitize", UNREAD if tool == "initcheck" else READ, *(str(job.folder) for job in jobs)]
     env = {**os.environ, "TARGETS": target, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
     start = time.perf_counter()
     try:
@@ -188,13 +189,8 @@ def _shape(plan: Plan) -> list[tuple]:
 @click.option("--timeout-s", default=180.0, show_default=True, help="For one tool on one package.")
 @click.option("--force", is_flag=True, help="Examine again what is recorded for today's sources.")
 @click.option("--together", default=6, show_default=True, type=click.IntRange(1), help="Packages that one child process examines.")
-@click.option("--child", "folders", multiple=True, type=click.Path(path_type=Path), hidden=True)
-@click.option("--unread", is_flag=True, hidden=True)
-def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, together, folders, unread) -> None:
+def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, together) -> None:
     """Run compute-sanitizer over the kernels of SPECS (all checked-in packages without any) at small shapes."""
-    if folders:
-        child(list(folders), 2, not unread)
-        return
     with sentences():
         wanted = {load_spec(spec).path for spec in specs}
         if not torch.cuda.is_available():
@@ -263,5 +259,5 @@ def _jobs(packages: list[tuple[str, str]], targets: list[str], tools: tuple[str,
     return [Job(spec, target, tool, key, folder, kernels) for tool in tools for spec, target, key, folder, kernels in emitted]
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # the process that a tool watches
+    child([Path(folder) for folder in sys.argv[2:]], 2, sys.argv[1] == READ)

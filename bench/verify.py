@@ -214,7 +214,3 @@ def main(specs, precision, prepack, target, device, families, repeats, seed, out
     wrong = [name for name, found in results.items() if not all(f.ok for f in found)]
     console.print(f"[bold red]wrong: {', '.join(wrong)}[/]" if wrong else "[green]all promises kept[/]")
     sys.exit(bool(wrong))
-
-
-if __name__ == "__main__":
-    main()

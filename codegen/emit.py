@@ -1,4 +1,4 @@
-"""The generator's command: YAML specs in, packages of sources out.
+"""The steps from a spec to a folder of sources, and what a folder holds already.
 
     load_spec -> Spec -> plan -> Plan -> render -> {path: text} -> write_if_different
 """
@@ -9,20 +9,16 @@ import difflib
 import json
 import os
 import re
-import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-import click
 
 from codegen import index
 from codegen.manifest import Package
-from codegen.numerics import PRECISIONS
 from codegen.plan import PlanError, plan
 from codegen.render import render
-from codegen.report import explain
-from codegen.spec import Spec, SpecError, load_spec, shipped
+from codegen.spec import Spec, SpecError, load_spec
 from codegen.standalone import render_standalone
 from codegen.targets import DEVICES, TARGETS
 
@@ -147,10 +143,10 @@ def is_foreign(folder: Path) -> bool:
 def refuse_foreign(folder: Path) -> None:
     """Raises PlanError where what is in `folder` is not ours to replace."""
     if is_foreign(folder):
-        raise PlanError(f"{folder} is not empty and holds no generated package; move what is in it, choose another OUT, or pass --force (make: FORCE=1)")
+        raise PlanError(f"{folder} is not empty and holds no generated package; move what is in it, choose another --out (make: OUT=), or pass --force (make: FORCE=1)")
 
 
-def _read(path: str, precision: str | None, prepack: bool) -> Spec:
+def read_spec_or_package(path: str, precision: str | None = None, prepack: bool = False) -> Spec:
     """The spec at `path`. The spec.yaml of a package, unchanged, is the spec that the package was generated from: what it emits is the same."""
     spec = load_spec(path, precision, prepack)
     folder = Path(spec.named).parent
@@ -177,7 +173,7 @@ def _claim(folder: Path, spec: Spec) -> None:
     held = owner(folder)
     if held not in (None, spec.path) and Path(spec.named).resolve() != (folder / "spec.yaml").resolve():
         raise PlanError(
-            f"{folder} holds the package of {held}, and {spec.named} has the same name; change its name, choose another OUT, or pass --force (make: FORCE=1)"
+            f"{folder} holds the package of {held}, and {spec.named} has the same name; change its name, choose another --out (make: OUT=), or pass --force (make: FORCE=1)"
         )
 
 
@@ -187,13 +183,45 @@ def _umask() -> int:
     return mask
 
 
-def check(out: Path) -> list[str]:
-    """Compare the checked-in packages listed in generated/index.yaml with what their specs emit; returns what differs, as text."""
+@dataclass(frozen=True)
+class Written:
+    """A package on disk: its folder, the names of its files, and the paths that were written or removed this time."""
+
+    folder: Path
+    files: tuple[str, ...]
+    changed: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        names = ", ".join(sorted(name for name in self.files if name not in ("__init__.py", "spec.yaml", "manifest.json")))
+        return f"{self.folder}: {names}" + (f" ({len(self.changed)} files changed)" if self.changed else " (unchanged)")
+
+
+def write_package(package: Package, out: Path, standalone: bool = False, force: bool = False) -> Written:
+    """Write the sources of `package` into a folder of its name under `out`; `standalone` adds standalone.py.
+
+    Raises PlanError where the folder holds the package of another spec, or files that are no package, unless `force` is set; OSError where it
+    cannot be written.
+    """
+    folder = out / package.spec.package
+    if not force:
+        _claim(folder, package.spec)
+    files = render(package)
+    if standalone:
+        files["standalone.py"] = render_standalone(package, files)
+    return Written(folder, tuple(files), tuple(write_if_different(folder, files)))
+
+
+def check(out: Path, report: Callable[[str], None] = lambda package: None) -> list[str]:
+    """Compare the checked-in packages listed in `out`/index.yaml with what their specs emit; returns what differs, as text.
+
+    `report` is told the name of each package before it is compared. Raises PlanError where no package is listed.
+    """
     differences = []
     if not index.entries(out):
-        raise click.ClickException(f"{out}/index.yaml lists no packages to check")
+        raise PlanError(f"{out}/index.yaml lists no packages to check")
     for spec_path, precision in index.entries(out):
         package = make_package(load_spec(spec_path, precision))
+        report(package.spec.package)
         files = render(package)
         folder = out / package.spec.package
         stale = [p for p in sorted(folder.glob("*")) if p.name not in files and p.name != "standalone.py" and is_emitted(p)]
@@ -205,56 +233,3 @@ def check(out: Path) -> list[str]:
                 diff = difflib.unified_diff(present.splitlines(), text.splitlines(), f"{path} (checked in)", f"{path} (emitted)", lineterm="", n=1)
                 differences.append("\n".join(list(diff)[:40]))
     return differences
-
-
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("specs", nargs=-1)
-@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision; the package is then <name>_<precision>.")
-@click.option("--prepack", is_flag=True, help="Prepared weights whatever the spec says; the package is then <name>_prepacked.")
-@click.option("--target", "targets", multiple=True, type=click.Choice(list(TARGETS)), help="Emit for this target only (may be repeated).")
-@click.option("--device", type=click.Choice(list(DEVICES)), help="Plan for this class of card instead of each target's default.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the packages.  [default: generated, with --debug build/debug]")
-@click.option("--explain", "explaining", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--standalone", is_flag=True, help="Also write standalone.py: one file that imports nothing of ours.")
-@click.option("--debug", is_flag=True, help="Bounded waits that trap and name their barrier (sm_90a; the others wait for nothing).")
-@click.option("--force", is_flag=True, help="Replace a package that was generated from another spec, and files that are no package.")
-@click.option("--all", "everything", is_flag=True, help="Every package listed in <out>/index.yaml.")
-@click.option("--check", "checking", is_flag=True, help="Fail when a checked-in package differs from what its spec emits.")
-def main(specs, precision, prepack, targets, device, out, explaining, standalone, debug, force, everything, checking) -> None:
-    """Generate specialised kernels from SPECS (YAML files; `specs/default.yaml` finds the shipped one)."""
-    out = out or Path("build/debug" if debug else "generated")
-    try:
-        if checking:
-            differences = check(out)
-            if differences:
-                raise click.ClickException("checked-in packages differ from what their specs emit; run make generate-all\n" + "\n".join(differences))
-            click.echo(f"{len(index.entries(out))} checked-in packages are what their specs emit")
-            return
-        jobs = index.entries(out) if everything else [(spec, precision) for spec in specs]
-        if not jobs:
-            raise click.UsageError(f"name at least one spec; shipped: {', '.join(shipped())}")
-        packages = [make_package(_read(path, chosen, prepack and not everything), targets, device, debug) for path, chosen in jobs]
-        for package in packages:
-            if explaining:
-                click.echo("\n".join([explain(p) for p in package.plans] + [f"not for {name}: {reason}" for name, reason in package.skipped]))
-                continue
-            folder = out / package.spec.package
-            if not force:
-                _claim(folder, package.spec)
-            files = render(package)
-            if standalone:
-                files["standalone.py"] = render_standalone(package, files)
-            changed = write_if_different(folder, files)
-            names = ", ".join(sorted(f for f in files if f not in ("__init__.py", "spec.yaml", "manifest.json")))
-            click.echo(f"{folder}: {names}" + (f" ({len(changed)} files changed)" if changed else " (unchanged)"))
-    except SpecError as error:
-        click.echo(str(error), err=True)
-        sys.exit(2)
-    except PlanError as error:
-        raise click.ClickException(str(error)) from None
-    except OSError as error:
-        raise click.ClickException(f"{error.filename or out}: {error.strerror or error}; nothing half-written was left") from None
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The command `python -m codegen.from_module`: a child process reads the problem file, this one writes the spec and generates."""
+"""The command `fsk from-module`: a child process reads the problem file, this one writes the spec and generates."""
 
 from __future__ import annotations
 
@@ -114,4 +114,4 @@ def main(target, name, out, precision, generate, no_check, force) -> None:
     click.echo(f"{destination}: {chain}, x {spec.input_shape} -> y {spec.output_shape}" + ("" if changed else " (unchanged)"))
     click.echo("not checked against the file's Model" if no_check else "initial weights bit for bit those of the file's Model, outputs equal in float64")
     if generate:
-        emit.main(args=[str(destination), *(["--force"] if force else [])], standalone_mode=False)
+        click.echo(str(emit.write_package(emit.make_package(spec), Path("generated"), force=force)))

@@ -208,7 +208,7 @@ def _crew(device: torch.device) -> int:
 @click.option("--small", is_flag=True, help="Sizes that a CPU verifies in milliseconds.")
 @click.option("--device", "device_name", type=click.Choice(["cpu", "cuda"]))
 @click.option("--target", "targets", multiple=True, help="Emit this target alone (repeatable), else the loader chooses.")
-@click.option("--class", "device_class", type=click.Choice(list(DEVICES)), help="Plan for this class of card; default: the present one's where it is known.")
+@click.option("--device-class", type=click.Choice(list(DEVICES)), help="Plan for this class of card; default: the present one's where it is known.")
 @click.option("--family", "families", multiple=True, help=f"Verify on this family of data (repeatable), else on {', '.join(FAMILIES)}; `all` for all.")
 @click.option("--verify-only", is_flag=True, help="No times (never taken on a CPU).")
 @click.option("--build-only", is_flag=True, help="Generate and compile, then stop; needs no GPU with --capability.")
@@ -283,7 +283,3 @@ def _conclude(sweep: Sweep, console: Console, count: int) -> int:
     console.print(f"{found['right']} of {len(cases)} right, {found['wrong']} wrong, {found['failed']} failed, {found['open']} still to run")
     console.print(str(sweep.results / sweep.machine.slug / SWEEP))
     return int(bool(found["wrong"] or found["failed"]))
-
-
-if __name__ == "__main__":
-    main()

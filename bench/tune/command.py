@@ -165,7 +165,7 @@ def _table(spec: Spec, record: dict[str, Any]) -> Table:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("specs", nargs=-1, required=True)
 @click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)), help="Precision (repeatable); else the spec's own.")
-@click.option("--class", "device_class", type=click.Choice(list(DEVICES)), help="The card's device class, where its name does not say it.")
+@click.option("--device-class", type=click.Choice(list(DEVICES)), help="The card's device class, where its name does not say it.")
 @click.option("--device", "device_name", type=click.Choice(["cpu", "cuda"]))
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), default=Path("build/tune"), show_default=True, help="Folder for the packages.")
 @click.option("--budget-s", default=0.0, help="Stop when so many seconds are over, with what is complete recorded; 0 means no limit.")
@@ -181,7 +181,7 @@ def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, 
         machine = describe(device)
         name = device_class or ("host" if device.type == "cpu" else machine.slug)
         if name not in DEVICES:
-            raise click.UsageError(f"{machine.gpu} is none of the device classes {', '.join(DEVICES)}; name the nearest with --class")
+            raise click.UsageError(f"{machine.gpu} is none of the device classes {', '.join(DEVICES)}; name the nearest with --device-class")
         tuner = Tuner(console, device, limit_s, deadline)
         rejected = []
         for file, spec in [(path, size) for path in specs for precision in precisions or (None,) for size in load_spec(path, precision).sizes]:
@@ -205,7 +205,3 @@ def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, 
             recorded = tuned.write(name, {**known, record["spec"]: record})
             console.print(f"{recorded}: recorded; make generate SPEC={file} DEVICE={name} follows it")
     sys.exit(bool(rejected))
-
-
-if __name__ == "__main__":
-    main()
