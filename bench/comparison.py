@@ -13,7 +13,7 @@ LEAST_ROUNDS = 6  # the fewest whose extremes enclose the median with that confi
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times as long the other call takes as ours: the median over the rounds, and an interval that holds the true median."""
+    """The other call's time over ours: the median of the rounds, and an interval that holds the true median."""
 
     ratio: float
     low: float
@@ -29,14 +29,16 @@ class Comparison:
         """The conclusion in words, with the interval."""
         interval = f"{CONFIDENCE:.0%} interval {self.low:.2f} to {self.high:.2f}, {self.rounds} rounds"
         if not self.differs:
-            return f"No difference shows between {ours} and {other}: the ratio of their times is {self.ratio:.2f} ({interval})."
-        return f"{ours} is {'faster' if self.ratio > 1 else 'slower'} than {other}, which takes {self.ratio:.2f} times as long ({interval})."
+            return f"No difference shows between {ours} and {other}; their times' ratio is {self.ratio:.2f} ({interval})."
+        word = "faster" if self.ratio > 1 else "slower"
+        return f"{ours} is {word} than {other}, which takes {self.ratio:.2f} times as long ({interval})."
 
 
 def compare_rounds(ours: Sequence[float], other: Sequence[float]) -> Comparison:
     """Compare times of the same rounds, pair by pair, so that what slows a whole round down cancels.
 
-    The interval is the sign test's, from order statistics: it supposes nothing about how times scatter. Raises ValueError for fewer than LEAST_ROUNDS pairs.
+    The interval is the sign test's, from order statistics: it supposes nothing about how times scatter. Raises
+    ValueError for fewer than LEAST_ROUNDS pairs.
     """
     ratios = sorted(b / a for a, b in zip(ours, other, strict=True))
     if len(ratios) < LEAST_ROUNDS:
@@ -46,7 +48,10 @@ def compare_rounds(ours: Sequence[float], other: Sequence[float]) -> Comparison:
 
 
 def _outside(count: int) -> int:
-    """How many ordered values may lie outside at each end, for the rest to enclose the median with CONFIDENCE: P(Bin(count, 1/2) <= k) <= (1 - CONFIDENCE) / 2."""
+    """The number of ordered values to leave out at each end, so that the rest enclose the median with CONFIDENCE.
+
+    It is the largest k with P(Bin(count, 1/2) <= k) <= (1 - CONFIDENCE) / 2.
+    """
     below, chance = 0, 0.0
     while True:
         chance += math.comb(count, below) / 2**count

@@ -39,19 +39,54 @@ def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
 @click.argument("spec", default="specs/default.yaml")
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision.")
 @click.option("--prepack", is_flag=True, help="With prepared weights whatever the spec says.")
-@click.option("--target", "targets", multiple=True, type=click.Choice(list(TARGETS)), help="Emit for this target only (repeatable).")
-@click.option("--device-class", type=click.Choice(list(DEVICES)), help="Plan for this class of card instead of each target's default.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the package.")
-@click.option("--seconds", default=20.0, show_default=True, help=f"Time for the timed rounds, of which there are {LEAST_ROUNDS} to {MOST_ROUNDS}.")
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    type=click.Choice(list(TARGETS)),
+    help="Emit for this target only (repeatable).",
+)
+@click.option(
+    "--device-class",
+    type=click.Choice(list(DEVICES)),
+    help="Plan for this class of card instead of each target's default.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("generated"),
+    show_default=True,
+    help="Folder for the package.",
+)
+@click.option(
+    "--seconds",
+    default=20.0,
+    show_default=True,
+    help=f"Time for the timed rounds, of which there are {LEAST_ROUNDS} to {MOST_ROUNDS}.",
+)
 @sentences()
-def main(spec: str, precision: str | None, prepack: bool, targets: tuple[str, ...], device_class: str | None, out: Path, seconds: float) -> None:
+def main(
+    spec: str,
+    precision: str | None,
+    prepack: bool,
+    targets: tuple[str, ...],
+    device_class: str | None,
+    out: Path,
+    seconds: float,
+) -> None:
     """Generate SPEC, build it for this machine, and run ModelNew beside the PyTorch reference."""
     loaded = load_spec(spec, precision, prepack)
     folder = generate(spec, precision, targets, device_class, out, prepack)
-    click.echo(f"wrote {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".cu", ".cpp", ".py"))))
+    click.echo(
+        f"wrote {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".cu", ".cpp", ".py")))
+    )
     run(folder, loaded, seconds)
     options = [("--precision", precision), *(("--target", name) for name in targets), ("--device-class", device_class)]
-    words = [shlex.quote(spec), *(f"{option} {value}" for option, value in options if value), *(["--prepack"] if prepack else [])]
+    words = [
+        shlex.quote(spec),
+        *(f"{option} {value}" for option, value in options if value),
+        *(["--prepack"] if prepack else []),
+    ]
     program = click.get_current_context().find_root().info_name
     click.echo(f"The sources lie in {folder}/; the plan: {program} explain {' '.join(words)}")
 
@@ -77,7 +112,10 @@ def run(folder: Path, spec: Spec, seconds: float) -> None:
         with torch.no_grad(), precision_flags(spec.precision.name):
             reference = _exact(package, eager, x)
             results = {name: model(x) for name, model in ((OURS, ours), (EAGER, eager))}
-            errors = {name: (relative_error(y, reference), float((y.double() - reference).abs().max())) for name, y in results.items()}
+            errors = {
+                name: (relative_error(y, reference), float((y.double() - reference).abs().max()))
+                for name, y in results.items()
+            }
             del reference, results
             calls = {OURS: lambda: ours(x), EAGER: lambda: eager(x)}
             library = f"PyTorch's {spec.producer.operator.name} alone"
@@ -113,7 +151,12 @@ def _exact(package: ModuleType, eager: torch.nn.Module, x: torch.Tensor) -> torc
 
 
 def _table(title: str, times: dict[str, list[float]], errors: dict[str, tuple[float, float]]) -> Table:
-    table = Table(title=title, caption="ms: median of the rounds, half of which lie within the spread; errors: against float64, relative and the largest of an element", title_justify="left", caption_justify="left")
+    table = Table(
+        title=title,
+        caption="ms: median of the rounds, half of which lie within the spread; errors: against float64",
+        title_justify="left",
+        caption_justify="left",
+    )
     for column in ("", "ms", "spread", "error", "largest"):
         table.add_column(column, justify="left" if not column else "right")
     for name, samples in times.items():
@@ -127,19 +170,25 @@ def _of_cpu(times: dict[str, list[float]], library: str, operator: str, load: fl
     """The reach of these figures on a machine without a GPU."""
     share = compare_rounds(times[OURS], times[library]).ratio
     lines = [
-        f"No GPU was used: the cpu target runs, which is torch's own {operator} and then one generated C++ pass over its result. {library} takes {share:.0%} as "
+        f"No GPU was used: the cpu target runs, which is torch's own {operator} and then one generated C++ pass over "
+        f"its result. {library} takes {share:.0%} as "
         f"long as {OURS}; what lies beyond it is all that generated code can change here.",
-        "This shows that generating, building and loading work on this machine, and that the results are right. It cannot show the speed of the CUDA kernels, "
-        "for which the generator is made: there the whole chain is generated. Measured times on GPUs lie in bench/results.",
+        "This shows that generating, building and loading work on this machine, and that the results are right. It "
+        "cannot show the speed of the CUDA kernels, for which the generator is made: there the whole chain is "
+        "generated. Measured times on GPUs lie in bench/results.",
     ]
     if load > BUSY * usable_cores():
-        lines.append(f"Other programs keep this machine busy ({load:.0f} runnable on {usable_cores()} cores), so that times scatter; the interval allows for that.")
+        lines.append(
+            f"Other programs keep this machine busy ({load:.0f} runnable on {usable_cores()} cores), so that times "
+            "scatter; the interval allows for that."
+        )
     return lines
 
 
 def _of_gpu() -> list[str]:
     """The reach of these figures on a GPU."""
     return [
-        "Times are those of the device, by CUDA events, with the L2 cache overwritten before each call. PyTorch eager is not the fastest peer: the command bench "
+        "Times are those of the device, by CUDA events, with the L2 cache overwritten before each call. PyTorch eager "
+        "is not the fastest peer: the command bench "
         "adds torch.compile and others at equal precision, and verify examines adversarial data."
     ]

@@ -19,12 +19,17 @@ class SpecFault(click.ClickException):
     exit_code = 2
 
     def show(self, file=None) -> None:
-        click.echo(self.message, file=file, err=file is None)  # file, line and column stand first, where editors look for them
+        click.echo(
+            self.message, file=file, err=file is None
+        )  # file, line and column stand first, where editors look for them
 
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    """Run a command's work. SpecError ends it with code 2; PlanError, RuntimeFailure, RuntimeError and OSError end it with code 1."""
+    """Run a command's work. SpecError ends it with code 2, the other faults of a user's with code 1.
+
+    Those are PlanError, RuntimeFailure, RuntimeError and OSError.
+    """
     try:
         yield
     except (click.exceptions.Exit, click.Abort):  # click's own, which are RuntimeErrors
@@ -44,6 +49,6 @@ def sentences() -> Iterator[None]:
 
 
 def _is_failure_of_the_runtime(error: Exception) -> bool:
-    """Is it a RuntimeFailure? Only where `runtime` is loaded can it be: loading it here would need torch for a command that emits."""
+    """Is it a RuntimeFailure? It can be one only where `runtime` is loaded; to load it here would need torch."""
     errors = sys.modules.get("runtime.errors")
     return errors is not None and isinstance(error, errors.RuntimeFailure)

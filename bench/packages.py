@@ -14,22 +14,37 @@ from codegen.spec import load_spec
 _DIGEST = "__sources_digest__"  # of an imported package: which sources it was made from
 
 
-def generate(spec: str, precision: str | None = None, targets: tuple[str, ...] = (), device: str | None = None, out: Path = Path("generated"), prepack: bool = False) -> Path:
-    """Emit one spec for a measurement, over the package of another spec of that name; returns the package's folder. Raises SpecError or PlanError."""
+def generate(
+    spec: str,
+    precision: str | None = None,
+    targets: tuple[str, ...] = (),
+    device: str | None = None,
+    out: Path = Path("generated"),
+    prepack: bool = False,
+) -> Path:
+    """Emit one spec for a measurement, over the package of another spec of that name; returns the package's folder.
+
+    Raises SpecError or PlanError.
+    """
     package = make_package(load_spec(spec, precision, prepack), targets, device)
     refuse_foreign(out / package.spec.package)
     return write_package(package, out, force=True).folder
 
 
 def load_package(folder: Path) -> ModuleType:
-    """Import the generated package in `folder` under the name `generated.<folder>`; a second call returns the same module, unless it was generated anew."""
+    """Import the generated package in `folder` under the name `generated.<folder>`.
+
+    A second call returns the same module, unless the package was generated anew.
+    """
     folder = folder.resolve()
     name = f"generated.{folder.name}"
     digest = _digest(folder)
     present = sys.modules.get(name)
     if present is not None and Path(present.__file__).parent == folder and getattr(present, _DIGEST, digest) == digest:
         return present
-    found = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    found = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
     module = importlib.util.module_from_spec(found)
     setattr(module, _DIGEST, digest)
     sys.modules[name] = module
@@ -40,4 +55,6 @@ def load_package(folder: Path) -> ModuleType:
 
 def _digest(folder: Path) -> str:
     """The digest of the module's text and of the manifest, which names the sources of every kernel by their keys."""
-    return hashlib.sha256(b"\0".join((folder / name).read_bytes() for name in ("model.py", "manifest.json"))).hexdigest()
+    return hashlib.sha256(
+        b"\0".join((folder / name).read_bytes() for name in ("model.py", "manifest.json"))
+    ).hexdigest()

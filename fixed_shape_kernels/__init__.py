@@ -6,7 +6,8 @@
     print(fsk.explain("layer.yaml"))         # kernels, tiles, memory, the floor, and why
     model = fsk.load("layer.yaml").ModelNew(*fsk.load("layer.yaml").get_init_inputs())
 
-The command `fsk` does the same from a shell. Importing this package, `generate` and `explain` need no torch; `load` does.
+The command `fsk` does the same from a shell. `load` needs torch, the rest
+does not.
 """
 
 from codegen.plan import PlanError

@@ -20,7 +20,7 @@ from codegen.targets import DEVICES, TARGETS
 from codegen.yaml_reader import Problem
 
 SpecLike = str | Path | Mapping[str, Any]
-"""A spec: the path of a YAML file (`specs/default.yaml` finds the shipped one), YAML text of more than one line, or the same as a mapping."""
+"""A spec: a YAML file's path (`specs/default.yaml` finds the shipped one), YAML text of several lines, or a mapping."""
 
 GIVEN = "<spec>"  # names a spec without a file in messages
 
@@ -33,12 +33,17 @@ class _Plain(yaml.SafeDumper):
 
 
 def read(spec: SpecLike, precision: str | None = None, prepack: bool = False) -> Spec:
-    """Read and check a spec of any form. Raises SpecError, whose lines of a mapping are those of the mapping as YAML."""
+    """Read and check a spec of any form.
+
+    Raises SpecError. The lines that it names of a mapping are those of the mapping written as YAML.
+    """
     if isinstance(spec, Mapping):
         try:
             text = yaml.dump(dict(spec), Dumper=_Plain, sort_keys=False)
         except (yaml.YAMLError, RecursionError) as error:
-            raise SpecError(GIVEN, [Problem(1, 1, f"a spec holds numbers, words, lists and mappings alone: {error.args[0]}")]) from None
+            raise SpecError(
+                GIVEN, [Problem(1, 1, f"a spec holds numbers, words, lists and mappings alone: {error.args[0]}")]
+            ) from None
         return _from_text(text, precision, prepack)
     if isinstance(spec, str) and "\n" in spec:
         return _from_text(spec, precision, prepack)
@@ -46,7 +51,7 @@ def read(spec: SpecLike, precision: str | None = None, prepack: bool = False) ->
 
 
 def _from_text(text: str, precision: str | None, prepack: bool) -> Spec:
-    """The spec that YAML text holds. Sources name it as one from elsewhere, so that its package's spec.yaml makes it again."""
+    """The spec in YAML text. Sources name it as one from elsewhere, so that its package's spec.yaml makes it again."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "given.yaml"
         path.write_text(text, encoding="utf-8")
@@ -57,8 +62,13 @@ def _from_text(text: str, precision: str | None, prepack: bool) -> Spec:
     return replace(spec, path=f"{ELSEWHERE}{spec.name}.yaml", named=GIVEN)
 
 
-def plan_package(spec: Spec, targets: str | Iterable[str] = (), device_class: str | None = None, debug: bool = False) -> Package:
-    """The plans of a spec for `targets` (else the spec's own, else all that serve it). Raises PlanError, or ValueError for an unknown name."""
+def plan_package(
+    spec: Spec, targets: str | Iterable[str] = (), device_class: str | None = None, debug: bool = False
+) -> Package:
+    """The plans of a spec for `targets`, else the spec's own, else all that serve it.
+
+    Raises PlanError where none can be made, ValueError for an unknown name.
+    """
     chosen = (targets,) if isinstance(targets, str) else tuple(targets)
     for name in chosen:
         _known(name, TARGETS, "target")
@@ -73,41 +83,50 @@ def _known(name: str, table: Mapping[str, Any], what: str) -> None:
 
 
 def generate(
-    spec: SpecLike, *, precision: str | None = None, prepack: bool = False, targets: str | Iterable[str] = (), device_class: str | None = None,
+    spec: SpecLike, *, precision: str | None = None, prepack: bool = False, targets: str | Iterable[str] = (),
+    device_class: str | None = None,
     out: str | Path = "generated", standalone: bool = False, debug: bool = False, force: bool = False,
 ) -> Path:  # fmt: skip
     """Write the package of a spec into a folder of its name under `out`, and return that folder.
 
-    `precision` (fp32, tf32, fp16, bf16) and `prepack` override the spec's own. `targets` names what to emit for, else the spec's own, else all that
-    serve it; `device_class` the class of card to plan for, else each target's default. `standalone` adds standalone.py, which imports nothing of
-    ours; `debug` bounds the waits of sm_90a. A folder that holds something else is replaced only with `force`.
+    `precision` (fp32, tf32, fp16, bf16) and `prepack` override the spec's own. `targets` names what to emit for, else
+    the spec's own, else all that serve it. `device_class` is the class of card to plan for, else each target's default.
+    `standalone` adds standalone.py, which imports nothing of ours; `debug` bounds the waits of sm_90a. A folder that
+    holds something else is replaced only with `force`.
 
-    Raises SpecError for a wrong spec, PlanError where no kernel serves it or the folder holds something else, ValueError for an unknown name,
-    OSError where nothing can be written.
+    Raises SpecError for a wrong spec, PlanError where no kernel serves it or the folder holds something else,
+    ValueError for an unknown name, OSError where nothing can be written.
     """
     package = plan_package(read(spec, precision, prepack), targets, device_class, debug)
     return write_package(package, Path(out), standalone, force).folder
 
 
 def explain(
-    spec: SpecLike, *, precision: str | None = None, prepack: bool = False, targets: str | Iterable[str] = (), device_class: str | None = None,
-    debug: bool = False,
+    spec: SpecLike, *, precision: str | None = None, prepack: bool = False, targets: str | Iterable[str] = (),
+    device_class: str | None = None, debug: bool = False,
 ) -> str:  # fmt: skip
-    """The plan of a spec as text, one part a target: kernels, tiles, memory, the floor in milliseconds, and the reasons. Arguments and errors as `generate`."""
+    """The plan of a spec as text, one part a target: kernels, tiles, memory, floor in milliseconds, and the reasons.
+
+    Arguments and errors are those of `generate`.
+    """
     return describe(plan_package(read(spec, precision, prepack), targets, device_class, debug))
 
 
 def describe(package: Package) -> str:
     """The plans of a package as text, and the targets that it has none for."""
-    return "\n".join([explain_plan(plan) for plan in package.plans] + [f"not for {name}: {reason}" for name, reason in package.skipped])
+    return "\n".join(
+        [explain_plan(plan) for plan in package.plans]
+        + [f"not for {name}: {reason}" for name, reason in package.skipped]
+    )
 
 
 def load(package_or_spec: SpecLike, **options: Any) -> ModuleType:
     """Import a package, given its folder or its spec, and return its module.
 
-    The module holds `ModelNew`, `Model` (the same layer in plain PyTorch), `get_inputs` and `get_init_inputs`: `load("layer.yaml").ModelNew`. It is
-    the module, for a model cannot be constructed without `get_init_inputs` nor compared without `Model`. Of a spec the package is generated first, as
-    `generate` does with the same `options`; its sources stay in the folder. Kernels are compiled when a ModelNew is constructed.
+    The module holds `ModelNew`, `Model` (the same layer in plain PyTorch), `get_inputs` and `get_init_inputs`:
+    `load("layer.yaml").ModelNew`. It is the module, for a model cannot be constructed without `get_init_inputs` nor
+    compared without `Model`. Of a spec the package is generated first, as `generate` does with the same `options`; its
+    sources stay in the folder. Kernels are compiled when a ModelNew is constructed.
 
     Raises what `generate` raises, and ValueError for a folder that holds no package, or options beside one.
     """

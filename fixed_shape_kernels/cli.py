@@ -1,4 +1,4 @@
-"""The command `fsk`: one table of commands, each imported when it is called, so that `fsk --help` needs neither torch nor time."""
+"""The command `fsk`: a table of commands, each imported when it is called, so that help needs neither torch nor time."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ Exit codes: 0 done; 1 it failed, or what was examined is wrong; 2 the call or th
 
 @dataclass(frozen=True)
 class Row:
-    """A command: its section of the help, where it is defined, one line on it, and examples."""
+    """A command: its section of the help, its origin as `module:attribute`, one line on it, and examples."""
 
     section: str
-    module: str
-    attribute: str
+    origin: str
     summary: str
     examples: tuple[str, ...]
 
     def load(self, name: str, program: str) -> click.Command:
         """Import the command. Raises click.ClickException where a library that it needs is not installed."""
         try:
-            command = getattr(importlib.import_module(self.module), self.attribute)
+            module, _, attribute = self.origin.partition(":")
+            command = getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.split(".")[0] in _OURS:
                 raise
-            raise click.ClickException(f"fsk {name} needs {error.name}, which is not installed here: pip install {error.name.split('.')[0]}") from None
+            raise click.ClickException(
+                f"fsk {name} needs {error.name}, which is not installed here: pip install {error.name.split('.')[0]}"
+            ) from None
         command.name, command.short_help = name, self.summary
         lines = [f"  {program} {example}" for example in self.examples]
         command.epilog = "\n".join(["\b", "Example:" if len(lines) == 1 else "Examples:", *lines])
@@ -52,30 +54,78 @@ class Row:
 _EMIT, _RUN, _MEASURE = "From a spec", "Packages and this machine", "Right and fast"
 
 COMMANDS = {
-    "demo": Row(_EMIT, "bench.demo", "main", "generate the shipped spec, build it, run it beside PyTorch", ("demo", "demo layer.yaml --precision bf16")),
+    "demo": Row(
+        _EMIT, "bench.demo:main", "generate the shipped spec, build it, run it beside PyTorch",
+        ("demo", "demo layer.yaml --precision bf16"),
+    ),
     "generate": Row(
-        _EMIT, "fixed_shape_kernels.emitting", "generate", "emit the packages of specs",
+        _EMIT, "fixed_shape_kernels.emitting:generate", "emit the packages of specs",
         ("generate layer.yaml", "generate specs/default.yaml --precision bf16 --target sm_90a --out kernels"),
     ),
-    "explain": Row(_EMIT, "fixed_shape_kernels.emitting", "explain", "print plans: kernels, tiles, memory, floor", ("explain layer.yaml --target sm_90a --device-class h200",)),
-    "standalone": Row(_EMIT, "fixed_shape_kernels.emitting", "standalone", "also write standalone.py, which imports nothing of ours", ("standalone layer.yaml",)),
+    "explain": Row(
+        _EMIT, "fixed_shape_kernels.emitting:explain", "print plans: kernels, tiles, memory, floor",
+        ("explain layer.yaml --target sm_90a --device-class h200",),
+    ),
+    "standalone": Row(
+        _EMIT, "fixed_shape_kernels.emitting:standalone", "also write standalone.py, which imports nothing of ours",
+        ("standalone layer.yaml",),
+    ),
     "package": Row(
-        _EMIT, "fixed_shape_kernels.packing", "package", "wheels that need torch and no compiler",
+        _EMIT, "fixed_shape_kernels.packing:package", "wheels that need torch and no compiler",
         ("package layer.yaml --target sm_80 --target cpu", "package generated/layer --version 1.2.0"),
     ),
-    "from-module": Row(_EMIT, "codegen.from_module.command", "main", "the spec of a layer in a PyTorch file", ("from-module layers.py:Net --name layer --generate",)),
-    "doctor": Row(_RUN, "runtime.commands", "doctor", "what this machine has, lacks and should install", ("doctor", "doctor generated/layer")),
-    "build": Row(_RUN, "runtime.commands", "build", "compile a package ahead of time", ("build generated/layer --target sm_80 --capability 8.6",)),
-    "show": Row(_RUN, "runtime.commands", "show", "registers, spills, PTX or machine code of a package", ("show generated/layer --resources", "show generated/layer --ptx --target sm_90a")),
-    "cache": Row(_RUN, "runtime.commands", "cache", "list, verify or clear the build cache", ("cache list", "cache verify", "cache clear")),
-    "verify": Row(_MEASURE, "bench.verify", "main", "is a model right, on ordinary and adversarial data?", ("verify layer.yaml --precision fp16",)),
-    "bench": Row(_MEASURE, "bench.run", "main", "time a model beside PyTorch and other peers", ("bench layer.yaml --peers eager,compile", "bench layer.yaml --backward")),
-    "evidence": Row(_MEASURE, "bench.evidence", "main", "verify and time packages, and write records", ("evidence --budget-s 600", "evidence layer.yaml --results results")),
-    "sweep": Row(_MEASURE, "bench.sweep.command", "main", "random specs: right? how fast?", ("sweep --count 20 --small --device cpu",)),
-    "tune": Row(_MEASURE, "bench.tune.command", "main", "measure the planner's candidates on this card", ("tune layer.yaml --precision fp16",)),
-    "sanitize": Row(_MEASURE, "bench.sanitize", "main", "compute-sanitizer over the kernels, at small shapes", ("sanitize specs/default.yaml --tool memcheck",)),
-    "kernelbench": Row(_MEASURE, "bench.kernelbench", "main", "KernelBench's own harness over standalone.py", ("kernelbench --checkout KernelBench --problem 30 --precision fp32",)),
-    "report": Row(_MEASURE, "bench.report", "main", "a page with pictures, and the tables, from the records", ("report --out build/report",)),
+    "from-module": Row(
+        _EMIT, "codegen.from_module.command:main", "the spec of a layer in a PyTorch file",
+        ("from-module layers.py:Net --name layer --generate",),
+    ),
+    "doctor": Row(
+        _RUN, "runtime.commands:doctor", "what this machine has, lacks and should install",
+        ("doctor", "doctor generated/layer"),
+    ),
+    "build": Row(
+        _RUN, "runtime.commands:build", "compile a package ahead of time",
+        ("build generated/layer --target sm_80 --capability 8.6",),
+    ),
+    "show": Row(
+        _RUN, "runtime.commands:show", "registers, spills, PTX or machine code of a package",
+        ("show generated/layer --resources", "show generated/layer --ptx --target sm_90a"),
+    ),
+    "cache": Row(
+        _RUN, "runtime.commands:cache", "list, verify or clear the build cache",
+        ("cache list", "cache verify", "cache clear"),
+    ),
+    "verify": Row(
+        _MEASURE, "bench.verify:main", "is a model right, on ordinary and adversarial data?",
+        ("verify layer.yaml --precision fp16",),
+    ),
+    "bench": Row(
+        _MEASURE, "bench.run:main", "time a model beside PyTorch and other peers",
+        ("bench layer.yaml --peers eager,compile", "bench layer.yaml --backward"),
+    ),
+    "evidence": Row(
+        _MEASURE, "bench.evidence:main", "verify and time packages, and write records",
+        ("evidence --budget-s 600", "evidence layer.yaml --results results"),
+    ),
+    "sweep": Row(
+        _MEASURE, "bench.sweep.command:main", "random specs: right? how fast?",
+        ("sweep --count 20 --small --device cpu",),
+    ),
+    "tune": Row(
+        _MEASURE, "bench.tune.command:main", "measure the planner's candidates on this card",
+        ("tune layer.yaml --precision fp16",),
+    ),
+    "sanitize": Row(
+        _MEASURE, "bench.sanitize:main", "compute-sanitizer over the kernels, at small shapes",
+        ("sanitize specs/default.yaml --tool memcheck",),
+    ),
+    "kernelbench": Row(
+        _MEASURE, "bench.kernelbench:main", "KernelBench's own harness over standalone.py",
+        ("kernelbench --checkout KernelBench --problem 30 --precision fp32",),
+    ),
+    "report": Row(
+        _MEASURE, "bench.report:main", "a page with pictures, and the tables, from the records",
+        ("report --out build/report",),
+    ),
 }  # fmt: skip
 
 
@@ -89,7 +139,9 @@ class Commands(click.Group):
         row = COMMANDS.get(name)
         return row and row.load(name, ctx.find_root().info_name or "fsk")
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(f"{args[0]!r} is no command{nearest(args[0], COMMANDS)}")
         return super().resolve_command(ctx, args)
@@ -113,5 +165,8 @@ class Commands(click.Group):
 @click.group(cls=Commands, name="fsk", context_settings={"help_option_names": ["-h", "--help"]}, epilog=_COMPLETION)
 @click.version_option(__version__, prog_name="fsk")
 def main() -> None:
-    """Specialised GPU kernels for fixed shapes, from a YAML spec. `fsk COMMAND --help` has an example of each command."""
+    """Specialised GPU kernels for fixed shapes, from a YAML spec.
+
+    `fsk COMMAND --help` shows a command's options and an example.
+    """
     warnings.showwarning = lambda message, *_: click.echo(f"warning: {message}", err=True)

@@ -20,15 +20,39 @@ from .progress import steps
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 _PLAN_OPTIONS = (
-    click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision; the package is then <name>_<precision>."),
-    click.option("--prepack", is_flag=True, help="Prepared weights whatever the spec says; the package is then <name>_prepacked."),
-    click.option("--target", "targets", multiple=True, type=click.Choice(list(TARGETS)), help="Only this target (repeatable)."),
-    click.option("--device-class", type=click.Choice(list(DEVICES)), help="Plan for this class of card instead of each target's default."),
+    click.option(
+        "--precision",
+        type=click.Choice(list(PRECISIONS)),
+        help="Override the spec's precision; the package is then <name>_<precision>.",
+    ),
+    click.option(
+        "--prepack", is_flag=True, help="Prepared weights whatever the spec says; the package is then <name>_prepacked."
+    ),
+    click.option(
+        "--target", "targets", multiple=True, type=click.Choice(list(TARGETS)), help="Only this target (repeatable)."
+    ),
+    click.option(
+        "--device-class",
+        type=click.Choice(list(DEVICES)),
+        help="Plan for this class of card instead of each target's default.",
+    ),
 )
 _WRITE_OPTIONS = (
-    click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the packages.  [default: generated, with --debug build/debug]"),
-    click.option("--debug", is_flag=True, help="Bounded waits that trap and name their barrier (sm_90a; the others wait for nothing)."),
-    click.option("--force", is_flag=True, help="Replace a package that was generated from another spec, and files that are no package."),
+    click.option(
+        "--out",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Folder for the packages.  [default: generated, with --debug build/debug]",
+    ),
+    click.option(
+        "--debug",
+        is_flag=True,
+        help="Bounded waits that trap and name their barrier (sm_90a; the others wait for nothing).",
+    ),
+    click.option(
+        "--force",
+        is_flag=True,
+        help="Replace a package that was generated from another spec, and files that are no package.",
+    ),
 )
 
 
@@ -45,11 +69,24 @@ def _write_options(command: Callable) -> Callable:
     return command
 
 
-def planned(specs: tuple[str, ...], precision: str | None, prepack: bool, targets: tuple[str, ...], device_class: str | None, debug: bool = False) -> list[Package]:
-    """The packages of all specs, before any is written. Raises click.UsageError without a spec, SpecError and PlanError."""
+def planned(
+    specs: tuple[str, ...],
+    precision: str | None,
+    prepack: bool,
+    targets: tuple[str, ...],
+    device_class: str | None,
+    debug: bool = False,
+) -> list[Package]:
+    """The packages of all specs, before any is written.
+
+    Raises click.UsageError without a spec, SpecError and PlanError.
+    """
     if not specs:
         raise click.UsageError(f"name at least one spec; shipped: {', '.join(shipped())}")
-    return [api.plan_package(api.read(spec, precision, prepack), targets, device_class, debug) for spec in steps(specs, "planning")]
+    return [
+        api.plan_package(api.read(spec, precision, prepack), targets, device_class, debug)
+        for spec in steps(specs, "planning")
+    ]
 
 
 def _write(packages: list[Package], out: Path | None, debug: bool, force: bool, standalone: bool = False) -> None:
@@ -62,12 +99,19 @@ def _write(packages: list[Package], out: Path | None, debug: bool, force: bool, 
 @plan_options
 @_write_options
 @click.option("--all", "everything", is_flag=True, help="Every package listed in <out>/index.yaml.")
-@click.option("--check", "checking", is_flag=True, help="Write nothing; fail when a package listed in <out>/index.yaml differs from what its spec emits.")
+@click.option(
+    "--check",
+    "checking",
+    is_flag=True,
+    help="Write nothing; fail when a package listed in <out>/index.yaml differs from what its spec emits.",
+)
 def generate(specs, precision, prepack, targets, device_class, out, debug, force, everything, checking) -> None:
     """Emit the packages of SPECS (YAML files; `specs/default.yaml` finds the shipped one)."""
     if everything or checking:
         if specs or precision or prepack or targets or device_class or debug:
-            raise click.UsageError("--all and --check take the packages of index.yaml as they are listed there; leave specs and plan options out")
+            raise click.UsageError(
+                "--all and --check take the packages that index.yaml lists; leave specs and plan options out"
+            )
         _all(out or Path("generated"), force, checking)
     else:
         _write(planned(specs, precision, prepack, targets, device_class, debug), out, debug, force)
@@ -76,15 +120,24 @@ def generate(specs, precision, prepack, targets, device_class, out, debug, force
 def _all(out: Path, force: bool, checking: bool) -> None:
     entries = index.entries(out)
     if not entries:
-        raise click.ClickException(f"{out}/index.yaml lists no packages; name a spec, or with --out a folder that has such a list")
+        raise click.ClickException(
+            f"{out}/index.yaml lists no packages; name a spec, or with --out a folder that has such a list"
+        )
     if not checking:
-        _write([api.plan_package(api.read(spec, precision)) for spec, precision in steps(entries, "planning")], out, False, force)
+        _write(
+            [api.plan_package(api.read(spec, precision)) for spec, precision in steps(entries, "planning")],
+            out,
+            False,
+            force,
+        )
         return
     done = iter(steps(entries, "comparing"))
     differences = check(out, lambda package: next(done))
     next(done, None)
     if differences:
-        raise click.ClickException("checked-in packages differ from what their specs emit; run make generate-all\n" + "\n".join(differences))
+        raise click.ClickException(
+            "checked-in packages differ from what their specs emit; run make generate-all\n" + "\n".join(differences)
+        )
     click.echo(f"{len(entries)} checked-in packages are what their specs emit")
 
 
@@ -103,5 +156,8 @@ def explain(specs, precision, prepack, targets, device_class, debug) -> None:
 @plan_options
 @_write_options
 def standalone(specs, precision, prepack, targets, device_class, out, debug, force) -> None:
-    """Emit the packages of SPECS, each with standalone.py: one file that imports nothing of ours and compiles its CUDA text itself."""
+    """Emit the packages of SPECS, each with standalone.py.
+
+    That is one file, which imports nothing of ours and compiles its CUDA text itself.
+    """
     _write(planned(specs, precision, prepack, targets, device_class, debug), out, debug, force, standalone=True)

@@ -18,10 +18,19 @@ from .progress import busy
 @click.command(context_settings=SETTINGS)
 @click.argument("sources", metavar="SPEC_OR_PACKAGE...", nargs=-1, required=True)
 @plan_options
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("dist"), show_default=True, help="Folder for the wheels.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("dist"),
+    show_default=True,
+    help="Folder for the wheels.",
+)
 @click.option("--version", help="Version of the wheels.  [default: this product's, with the targets as its local part]")
 def package(sources, precision, prepack, targets, device_class, out, version) -> None:
-    """Compile each spec or generated folder for all its targets into a wheel, which needs torch and no compiler. The options on plans are for specs."""
+    """Compile specs or generated folders for all their targets into wheels, which need torch and no compiler.
+
+    The options on plans (precision, prepack, target, device class) are for specs.
+    """
     folders = [Path(source) for source in sources if Path(source).is_dir()]
     specs = tuple(source for source in sources if not Path(source).is_dir())
     if folders and (precision or prepack or targets or device_class):

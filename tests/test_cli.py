@@ -1,4 +1,4 @@
-"""The command `fsk`: every command is listed, explained by an example that is a valid call, imported only when called, and fails in sentences."""
+"""The command `fsk`: commands are listed, have examples that are valid calls, load when called, fail in sentences."""
 
 import os
 import re
@@ -23,7 +23,8 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TOP)}
 
 def test_help_lists_every_command_and_imports_none():
     code = (
-        "import sys, click.testing, fixed_shape_kernels.cli as cli; done = click.testing.CliRunner().invoke(cli.main, ['--help']); print(done.output);"
+        "import sys, click.testing, fixed_shape_kernels.cli as cli;"
+        "done = click.testing.CliRunner().invoke(cli.main, ['--help']); print(done.output);"
         "sys.exit('torch' in sys.modules or 'fixed_shape_kernels.emitting' in sys.modules or done.exit_code)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, check=False)
@@ -64,20 +65,25 @@ def test_an_unknown_command_names_the_nearest():
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):
-    """A module that imports what is not installed is a sentence; a module of ours that is missing is a fault of ours."""
-    monkeypatch.setitem(COMMANDS, "report", Row("", "runtime.not_there", "main", "", ()))
+    """An import of what is not installed ends in a sentence; a module of ours that is missing is a fault of ours."""
+    monkeypatch.setitem(COMMANDS, "report", Row("", "runtime.not_there:main", "", ()))
     with pytest.raises(ModuleNotFoundError):
         COMMANDS["report"].load("report", "fsk")
     monkeypatch.setattr(cli.importlib, "import_module", lambda name: __import__("not_a_library_at_all.part"))
     done = fsk("report")
-    assert done.exit_code == 1 and "fsk report needs not_a_library_at_all, which is not installed here: pip install not_a_library_at_all" in done.output
+    assert (
+        done.exit_code == 1
+        and "fsk report needs not_a_library_at_all, which is not installed here: pip install not_a_library_at_all"
+        in done.output
+    )
 
 
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
         (PermissionError(13, "Permission denied", "/somewhere"), "Error: /somewhere: Permission denied"),
-        (OSError(28, "No space left on device"), "Error: [Errno 28] No space left on device"), (RuntimeError("out of memory"), "Error: out of memory"),
+        (OSError(28, "No space left on device"), "Error: [Errno 28] No space left on device"),
+        (RuntimeError("out of memory"), "Error: out of memory"),
         (errors.ToolchainError("g++ is missing; install it"), "Error: g++ is missing; install it"),
     ],
 )  # fmt: skip
@@ -85,22 +91,33 @@ def test_failures_are_sentences_with_exit_code_1(error, sentence, monkeypatch):
     def fail():
         raise error
 
-    monkeypatch.setitem(COMMANDS, "doctor", Row("", "", "", "", ()))
+    monkeypatch.setitem(COMMANDS, "doctor", Row("", "", "", ()))
     monkeypatch.setattr(Row, "load", lambda self, name, program: click.Command(name, callback=fail))
     done = fsk("doctor")
     assert done.exit_code == 1 and done.output == f"{sentence}\n"
 
 
 def test_a_reader_that_goes_away_ends_it_quietly():
-    command = f"{shlex.quote(sys.executable)} -m fixed_shape_kernels explain specs/default.yaml specs/default.yaml | head -n 1"
-    done = subprocess.run(["bash", "-c", command], env=ENVIRONMENT, cwd=TOP, capture_output=True, text=True, check=False)
+    specs = "specs/default.yaml specs/default.yaml"
+    command = f"{shlex.quote(sys.executable)} -m fixed_shape_kernels explain {specs} | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", command], env=ENVIRONMENT, cwd=TOP, capture_output=True, text=True, check=False
+    )
     assert done.stderr == "" and done.stdout.startswith("gemm_groupnorm_hardtanh for cpu")
 
 
 def complete(words: str) -> list[str]:
     """What bash would offer behind `words`, and whether torch was imported for it, which must not be."""
-    environment = {**ENVIRONMENT, "_FSK_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
-    code = "import sys, atexit; from fixed_shape_kernels.cli import main; atexit.register(lambda: print('torch' in sys.modules)); main(prog_name='fsk')"
+    environment = {
+        **ENVIRONMENT,
+        "_FSK_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    code = (
+        "import sys, atexit; from fixed_shape_kernels.cli import main;"
+        "atexit.register(lambda: print('torch' in sys.modules)); main(prog_name='fsk')"
+    )
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     *found, torch_came = done.stdout.splitlines()
     assert torch_came == "False", done.stderr
@@ -119,7 +136,13 @@ def test_what_is_emitted_says_how_to_replace_it(tmp_path):
     (tmp_path / "generated" / "gemm_groupnorm_hardtanh" / "mine").write_text("")
     done = fsk("generate", "specs/default.yaml", "--target", "cpu", "--out", tmp_path / "generated")
     assert done.exit_code == 1 and "--force" in done.output and "--out" in done.output
-    assert write_package.__doc__ and fsk("generate", "specs/default.yaml", "--target", "cpu", "--out", tmp_path / "generated", "--force").exit_code == 0
+    assert (
+        write_package.__doc__
+        and fsk(
+            "generate", "specs/default.yaml", "--target", "cpu", "--out", tmp_path / "generated", "--force"
+        ).exit_code
+        == 0
+    )
 
 
 def test_a_wheel_is_made_of_a_spec_or_of_a_folder(tmp_path, monkeypatch):

@@ -16,7 +16,8 @@ TOP = Path(__file__).parents[1]
 LAYER = {
     "name": "layer", "batch": 4, "args": {"features": 16, "eps": 1e-5},
     "chain": [
-        {"linear": {"name": "gemm", "in_features": 8, "out_features": "features"}}, {"group_norm": {"name": "norm", "num_groups": 2, "eps": "eps"}},
+        {"linear": {"name": "gemm", "in_features": 8, "out_features": "features"}},
+        {"group_norm": {"name": "norm", "num_groups": 2, "eps": "eps"}},
         {"hardtanh": {"min_val": -1.0, "max_val": 1.0}}, "relu",
     ],
 }  # fmt: skip
@@ -38,7 +39,10 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_path_text_and_mapping_are_the_same_spec():
     Path("layer.yaml").write_text(yaml.safe_dump(LAYER, sort_keys=False))
     elsewhere = Path("layer.yaml").rename(Path.cwd().parent / "layer.yaml")
-    made = [fsk.generate(form, out=f"out{number}") for number, form in enumerate((elsewhere, str(elsewhere), elsewhere.read_text(), LAYER))]
+    made = [
+        fsk.generate(form, out=f"out{number}")
+        for number, form in enumerate((elsewhere, str(elsewhere), elsewhere.read_text(), LAYER))
+    ]
     assert all(folder.is_relative_to(f"out{number}") for number, folder in enumerate(made))
     assert all(files(folder) == files(made[0]) for folder in made) and len(files(made[0])) > 5
     assert fsk.explain(elsewhere) == fsk.explain(LAYER) and "why" in fsk.explain(LAYER)
@@ -55,17 +59,25 @@ def test_a_list_may_stand_in_a_mapping_twice():
     size = [1, 1]
     text = {"name": "twice", "batch": (2, 4), "input": {"height": 8, "width": 8}}
     text["chain"] = [
-        {"conv2d": {"name": "conv", "in_channels": 4, "out_channels": 8, "kernel_size": 3, "stride": size, "padding": size}},
+        {
+            "conv2d": {
+                "name": "conv", "in_channels": 4, "out_channels": 8, "kernel_size": 3, "stride": size, "padding": size,
+            }
+        },
         {"group_norm": {"name": "norm", "num_groups": 2}},
     ]  # fmt: skip
     written = yaml.safe_load((fsk.generate(text, targets="cpu") / "spec.yaml").read_text())
-    assert written["batch"] == [2, 4] and written["chain"][0]["conv2d"]["stride"] == written["chain"][0]["conv2d"]["padding"] == size
+    assert (
+        written["batch"] == [2, 4]
+        and written["chain"][0]["conv2d"]["stride"] == written["chain"][0]["conv2d"]["padding"] == size
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch": 0}, "<spec>:2:8: batch: 0"), ({"batch": numpy.int64(4)}, "<spec>:1:1: a spec holds numbers, words, lists and mappings alone"),
+        ({"batch": 0}, "<spec>:2:8: batch: 0"),
+        ({"batch": numpy.int64(4)}, "<spec>:1:1: a spec holds numbers, words, lists and mappings alone"),
         ({"batch": object()}, "numbers, words, lists"), ({"chain": ["relu"]}, "<spec>"), ({"name": "a\nb"}, "<spec>"),
     ],
 )  # fmt: skip
@@ -82,7 +94,10 @@ def test_a_mapping_that_holds_itself_is_refused():
         fsk.generate(endless)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"targets": "sm_70"}, "'sm_70' is no target"), ({"device_class": "h1000"}, "is no device class")])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"targets": "sm_70"}, "'sm_70' is no target"), ({"device_class": "h1000"}, "is no device class")],
+)
 def test_unknown_names_say_which_there_are(options, message):
     for call in (fsk.generate, fsk.explain, fsk.load):
         with pytest.raises(ValueError, match=message) as caught:
@@ -130,5 +145,11 @@ def test_a_folder_without_a_package_and_options_beside_one_are_refused():
 
 
 def test_importing_generating_and_explaining_need_no_torch():
-    code = f"import sys, fixed_shape_kernels as fsk; fsk.generate({LAYER!r}); fsk.explain({LAYER!r}); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(TOP)}, check=False).returncode == 0
+    code = (
+        f"import sys, fixed_shape_kernels as fsk; fsk.generate({LAYER!r}); fsk.explain({LAYER!r});"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(TOP)}, check=False).returncode
+        == 0
+    )

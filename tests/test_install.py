@@ -1,4 +1,4 @@
-"""`pip install .` in an empty environment: the command and the package work there, far from this checkout, on a spec of one's own."""
+"""`pip install .` in an empty environment: command and package work there on a spec of one's own."""
 
 import importlib.util
 import os
@@ -35,7 +35,8 @@ import sys, yaml, torch, fixed_shape_kernels as fsk
 spec = yaml.safe_load(open("layer.yaml")) | {"name": "other_layer", "batch": 2}
 module = fsk.load(spec)
 assert module.ModelNew(*module.get_init_inputs())(module.get_inputs()[0]).shape == (2, 32)
-assert all(sys.modules[name].__file__.startswith(sys.prefix) for name in ("fixed_shape_kernels", "codegen", "runtime", "bench"))
+for name in ("fixed_shape_kernels", "codegen", "runtime", "bench"):
+    assert sys.modules[name].__file__.startswith(sys.prefix), name
 """
 HELP = """
 from click.testing import CliRunner
@@ -62,16 +63,40 @@ class Installed:
         libraries = [path for path in sys.path if path.endswith("-packages")]
         (self.site / "libraries.pth").write_text("\n".join(libraries))
         isolation = ["--no-build-isolation"] if importlib.util.find_spec("setuptools") else []
-        pip = [sys.executable, "-m", "pip", "--python", self.environment / "bin" / "python", "install", "--quiet", "--no-deps", *isolation]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            self.environment / "bin" / "python",
+            "install",
+            "--quiet",
+            "--no-deps",
+            *isolation,
+        ]
         self.do(*pip, sources, cwd=folder)
         shutil.rmtree(sources)
 
     def do(self, *command, cwd: Path | None = None, code: int = 0) -> str:
         """What the command printed, run with this project's command first on PATH and its sources on no path."""
         path = os.pathsep.join([str(self.environment / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
-        environment = {**os.environ, "PATH": path, "CODEGEN_CACHE": str(self.here.parent / "cache"), "CUDA_VISIBLE_DEVICES": "", "TARGETS": ""}
+        environment = {
+            **os.environ,
+            "PATH": path,
+            "CODEGEN_CACHE": str(self.here.parent / "cache"),
+            "CUDA_VISIBLE_DEVICES": "",
+            "TARGETS": "",
+        }
         environment.pop("PYTHONPATH", None)
-        done = subprocess.run(list(map(str, command)), cwd=cwd or self.here, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=cwd or self.here,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
@@ -89,16 +114,26 @@ def test_what_is_installed_is_the_four_packages_with_their_data(installed):
         expected = {
             path.relative_to(TOP)
             for path in (TOP / name).rglob("*")
-            if path.is_file() and path.suffix not in (".pyc", ".md") and "results" not in path.relative_to(TOP).parts and not path.name.startswith(".")
+            if path.is_file()
+            and path.suffix not in (".pyc", ".md")
+            and "results" not in path.relative_to(TOP).parts
+            and not path.name.startswith(".")
         }
-        found = {path.relative_to(installed.site) for path in (installed.site / name).rglob("*") if path.is_file() and path.suffix != ".pyc"}
+        found = {
+            path.relative_to(installed.site)
+            for path in (installed.site / name).rglob("*")
+            if path.is_file() and path.suffix != ".pyc"
+        }
         assert found == expected
 
 
 @pytest.mark.slow
 def test_a_spec_of_ones_own_is_generated_and_runs(installed):
     printed = installed.do("fsk", "generate", "layer.yaml")
-    assert printed.startswith("generated/my_layer: ") and sorted(p.name for p in installed.here.iterdir()) == ["generated", "layer.yaml"]
+    assert printed.startswith("generated/my_layer: ") and sorted(p.name for p in installed.here.iterdir()) == [
+        "generated",
+        "layer.yaml",
+    ]
     installed.do("python", "-c", RUN)
     assert "linear -> group_norm -> silu" in installed.do("fsk", "explain", "layer.yaml")
     assert "shipped: specs/" in installed.do("fsk", "generate", code=2)

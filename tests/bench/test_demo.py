@@ -1,4 +1,4 @@
-"""`fsk demo`: what it prints can be copied, it takes the options of `fsk generate`, and it concludes no more than its times show."""
+"""`fsk demo`: it prints what can be copied, takes the options of `fsk generate`, and concludes what its times show."""
 
 import random
 
@@ -16,7 +16,9 @@ def test_the_demo_says_what_it_wrote_what_it_shows_and_what_to_type_next(tmp_pat
     result = fsk("demo", SMALL, "--precision", "bf16", "--target", "cpu", "--out", out, "--seconds", "0")
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
-    assert lines[0] == f"wrote {out}/gemm_groupnorm_hardtanh_small_bf16: __init__.py, cpu.cpp, cpu_backward.cpp, model.py"
+    assert (
+        lines[0] == f"wrote {out}/gemm_groupnorm_hardtanh_small_bf16: __init__.py, cpu.cpp, cpu_backward.cpp, model.py"
+    )
     assert lines[-1].endswith(f"fsk explain {SMALL} --precision bf16 --target cpu") and str(out) in lines[-1]
     text = " ".join(result.output.split())
     assert "interval" in text and f"{LEAST_ROUNDS} rounds" in text
@@ -29,7 +31,7 @@ def test_a_spec_that_is_not_there_is_a_sentence(tmp_path):
 
 
 def noisy(draw: random.Random, rounds: int, factor: float) -> tuple[list[float], list[float]]:
-    """Times of two calls on a busy machine: each round has its own speed, each call its own delay, now and then a long one."""
+    """Times of two calls on a busy machine: a round has its speed, a call its delay, now and then a long one."""
     ours, other = [], []
     for _ in range(rounds):
         speed = draw.choice((1.0, 1.0, 2.0, 20.0))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import evidence, run, sanitize, subject, timing, verify
+from bench import run, subject, timing
 from bench.machine import Machine
 from tests.fsk import fsk
 
