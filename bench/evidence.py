@@ -18,7 +18,7 @@ import click
 import torch
 from rich.console import Console
 
-from bench.children import Result, run_jobs
+from bench.children import Result, child_command, run_jobs
 from bench.faults import sentences
 from bench.jobs import EXAMINED
 from bench.machine import cards, choose_device, describe
@@ -115,6 +115,8 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
     wrong = failed = 0
     pending: dict[str, Pending] = {}
     jobs = wanted_jobs(specs, precisions)
+    if not jobs:
+        raise click.UsageError("nothing to measure: name a spec, or call it where generated/index.yaml lists packages (the root of a clone)")
     for path, precision, emitted in [(path, precision, size) for path, precision in jobs for size in emit(path, precision, target_to_emit(path, where, target), out, prepack).sizes]:
         name = _target_for(emitted, where, target)
         if prepack and not emitted.prepares(name):
@@ -135,8 +137,17 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
     setting = {"device": where.type, "target": emitted_for, "out": str(out), "peers": list(peers), "seconds": seconds, "autotuned": autotuned, "prepack": prepack}
 
     def run(work: str, tasks: dict[str, Any], workers: int, until: float | None, more: dict[str, Any], take) -> bool:
-        command = lambda folder: [sys.executable, "-m", "bench.evidence_case", str(folder)]  # noqa: E731
-        return run_jobs(command, {"work": work, **setting, **more}, tasks, workers, limit_s, until, take, cards=cards(where))
+        command = lambda folder: child_command("bench.evidence_case", folder)  # noqa: E731
+        ended = 0
+        with console.status(f"{work}: {len(tasks)} packages") as status:
+
+            def told(job: str, result: Result) -> None:
+                nonlocal ended
+                ended += 1
+                status.update(f"{work}: {ended} of {len(tasks)} packages done")
+                take(job, result)
+
+            return run_jobs(command, {"work": work, **setting, **more}, tasks, workers, limit_s, until, told, cards=cards(where))
 
     def fail(job: str, why: str) -> None:
         nonlocal failed

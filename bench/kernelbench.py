@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 import torch
+from rich.console import Console
 
 from bench.machine import cards, describe
 from bench.records import FORMAT, RESULTS, read, write_json
@@ -282,7 +283,8 @@ def main(checkout, problems, shapes, precisions, results, work, budget_s, timeou
     start = time.perf_counter()
     done = {(r["problem"], r["shapes"], r["precision"]): r for r in record["runs"]}
     runs = [run for run in runs if force or done.get((run.problem, run.shapes, run.precision), {}).get("key") != written[run][2]]
-    prebuild([written[run][0] for run in runs], env, builds)
+    with Console(stderr=True).status("compiling"):
+        prebuild([written[run][0] for run in runs], env, builds)
     commands = {run: command_line(run, reference_path(run, checkout, work), written[run][0], architecture, builds) for run in runs}
     places = on_cards(env, cards(torch.device("cuda", 0)))
     if warm:

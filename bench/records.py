@@ -20,7 +20,8 @@ from codegen.render import render
 from codegen.spec import load_spec
 
 FORMAT = 1
-RESULTS = Path(__file__).parent / "results"
+_OF_A_CLONE = Path(__file__).parent / "results"
+RESULTS = _OF_A_CLONE if _OF_A_CLONE.is_dir() else Path("results")  # an installation keeps none: there, in the current folder
 SWEEP = "sweep.json"
 NOT_RECORDS = ("machine.json", "kernelbench.json", "sanitize.json", SWEEP)
 TORCH_PEERS = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")

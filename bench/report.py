@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import jinja2
+from rich.console import Console
 
 from bench import pictures
 from bench.kernel_tables import renewed
@@ -100,7 +101,8 @@ def build(results: Path, out: Path) -> Path:
 @click.option("--kernels", type=click.Path(dir_okay=False, path_type=Path), default=Path("docs/kernels.md"), show_default=True, help="Renew the rows that name files here.")
 def main(results, out, readme, kernels) -> None:
     """Write the page, the pictures, the README's table and the figures of docs/kernels.md."""
-    page = build(results, out)
+    with Console(stderr=True).status("drawing"):
+        page = build(results, out)
     click.echo(f"{page} and pictures beside it")
     statuses = ledger(results)
     for status in statuses:

@@ -24,6 +24,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from bench.children import child_command, child_environment
 from bench.faults import sentences
 from bench.jobs import build_all
 from bench.machine import choose_device, describe
@@ -120,8 +121,8 @@ def examine(sanitizer: str, jobs: list[Job], timeout_s: float, threads: int) -> 
     tool, target = jobs[0].tool, jobs[0].target
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", *_only(tuple(sorted({name for job in jobs for name in job.kernels})))]
     command += ["--leak-check", "no", "--report-api-errors", "no"] if tool == "memcheck" else []
-    command += [sys.executable, "-m", "bench.sanitize", UNREAD if tool == "initcheck" else READ, *(str(job.folder) for job in jobs)]
-    env = {**os.environ, "TARGETS": target, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
+    command += child_command("bench.sanitize", UNREAD if tool == "initcheck" else READ, *(job.folder for job in jobs))
+    env = {**child_environment(), "TARGETS": target, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
     start = time.perf_counter()
     try:
         finished = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
@@ -209,7 +210,8 @@ def main(specs, precisions, targets, tools, device, results, budget_s, workers, 
     with sentences():
         jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]
     # What cannot be built shows when a tool's child meets it.
-    build_all([(job.folder, job.target) for job in jobs], visible_capabilities()[where.index or 0], workers)
+    with console.status("compiling"):
+        build_all([(job.folder, job.target) for job in jobs], visible_capabilities()[where.index or 0], workers)
     console.print(f"{len(jobs)} examinations to do, their kernels compiled in {time.perf_counter() - start:.0f} s")
     longest = 0.0
 

@@ -1,4 +1,4 @@
-"""The command `fsk`: a table of commands, each imported when it is called, so that help needs neither torch nor time."""
+"""The command `fsk`: a table of commands, each imported when it is called, so that help needs no torch and no time."""
 
 from __future__ import annotations
 
@@ -79,19 +79,19 @@ COMMANDS = {
         ("from-module layers.py:Net --name layer --generate",),
     ),
     "doctor": Row(
-        _RUN, "runtime.commands:doctor", "what this machine has, lacks and should install",
+        _RUN, "runtime.cli:doctor", "what this machine has, lacks and should install",
         ("doctor", "doctor generated/layer"),
     ),
     "build": Row(
-        _RUN, "runtime.commands:build", "compile a package ahead of time",
+        _RUN, "runtime.cli:build", "compile a package ahead of time",
         ("build generated/layer --target sm_80 --capability 8.6",),
     ),
     "show": Row(
-        _RUN, "runtime.commands:show", "registers, spills, PTX or machine code of a package",
+        _RUN, "runtime.cli:show", "registers, spills, PTX or machine code of a package",
         ("show generated/layer --resources", "show generated/layer --ptx --target sm_90a"),
     ),
     "cache": Row(
-        _RUN, "runtime.commands:cache", "list, verify or clear the build cache",
+        _RUN, "runtime.cli:cache", "list, verify or clear the build cache",
         ("cache list", "cache verify", "cache clear"),
     ),
     "verify": Row(

@@ -40,7 +40,7 @@ TAG = "py3-none-linux_x86_64"
 RUNTIME = "_runtime"
 
 # Modules of this package that build, and that a wheel therefore leaves out.
-BUILDER = frozenset("build cache commands diagnostics doctor kernel_report process resources toolchain wheel".split())
+BUILDER = frozenset("build cache cli diagnostics doctor kernel_report process resources toolchain wheel".split())
 MIN_GXX_FOR_PROCESSOR = (11,)  # the first that knows -march=x86-64-v3
 
 _VERSION = re.compile(r"(\d+!)?\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?")

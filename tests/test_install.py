@@ -146,6 +146,17 @@ def test_a_spec_is_loaded_from_python(installed):
 
 
 @pytest.mark.slow
+def test_modules_of_the_users_with_our_names_do_not_disturb_a_command_and_its_children(installed):
+    here = installed.here.parent / "other"
+    for name in ("bench", "runtime", "codegen"):
+        (here / name).mkdir(parents=True)
+        (here / name / "__init__.py").write_text(f"raise RuntimeError('the {name} of the user')\n")
+    command = "fsk sweep --count 1 --small --device cpu --family benchmark --work work"
+    printed = installed.do(*command.split(), cwd=here)
+    assert "1 of 1 right" in printed and list((here / "results").rglob("*"))
+
+
+@pytest.mark.slow
 def test_every_command_has_what_it_needs(installed):
     installed.do("python", "-c", HELP)
     assert "all promises kept" in installed.do("fsk", "verify", "layer.yaml", "--device", "cpu", "--repeats", "1")

@@ -19,7 +19,7 @@ import click
 import torch
 from rich.console import Console
 
-from bench.children import Result, run_jobs
+from bench.children import Result, child_command, run_jobs
 from bench.jobs import EXAMINED, build_all
 from bench.machine import Machine, cards, choose_device, describe
 from bench.measure import ceilings_record
@@ -164,7 +164,7 @@ class Sweep:
 
 
 def _child(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "bench.sweep.case", str(folder)]
+    return child_command("bench.sweep.case", folder)
 
 
 def _unplanned(work: Path, seed: int, index: int) -> dict[str, str]:

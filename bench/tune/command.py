@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.children import Result, run_jobs
+from bench.children import Result, child_command, run_jobs
 from bench.faults import sentences
 from bench.jobs import build_all
 from bench.machine import Machine, choose_device, describe
@@ -113,7 +113,7 @@ class Tuner:
                 found[job] = result
                 progress.advance(bar)
 
-            command = lambda folder: [sys.executable, "-m", module, str(folder)]  # noqa: E731
+            command = lambda folder: child_command(module, folder)  # noqa: E731
             complete = run_jobs(command, {"device": self.device.type, **setting}, jobs, 1, self.limit_s, self.deadline, take)
         return found if complete else None
 

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 from codegen import emit
 from codegen.numerics import PRECISIONS
@@ -94,7 +95,8 @@ def main(target, name, out, precision, generate, no_check, force) -> None:
         raise click.ClickException(f"{path}: {'is no file' if path.exists() else 'no such file'}")
     name = name or default_name(path)
     request = {"path": str(path.resolve()), "model": model, "name": name, "precision": precision, "check": not no_check}
-    found = ask(request)
+    with Console(stderr=True).status(f"importing and tracing {path.name}"):
+        found = ask(request)
     if found["faults"]:
         click.echo("\n".join(place(path, fault) for fault in found["faults"]), err=True)
         if any("no operator of the grammar" in fault["message"] for fault in found["faults"]):
