@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.comparison import LEAST_ROUNDS, compare_rounds
-from bench.faults import sentences
 from bench.machine import precision_flags
 from bench.packages import generate, load_package
 from bench.timing import rounds, summary
@@ -64,7 +63,6 @@ def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
     show_default=True,
     help=f"Time for the timed rounds, of which there are {LEAST_ROUNDS} to {MOST_ROUNDS}.",
 )
-@sentences()
 def main(
     spec: str,
     precision: str | None,

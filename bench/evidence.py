@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 
 from bench.children import Result, child_command, run_jobs
-from bench.faults import sentences
 from bench.jobs import EXAMINED
 from bench.machine import cards, choose_device, describe
 from bench.measure import save_machine
@@ -102,7 +101,6 @@ def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...]) -> list[Job
 @click.option("--times-again", is_flag=True, help="Time again what is up to date; its verdict stays. Records with autotuned peers need --autotuned too.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), envvar="PEERS_CACHE", help="Keep Inductor's and Triton's caches here ($PEERS_CACHE).")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
-@sentences()
 def main(specs, precisions, autotuned, prepack, device, target, results, archive, budget_s, limit_s, seconds, force, times_again, cache, out) -> None:
     """Measure SPECS (all packages of generated/index.yaml when none is named) and write the records."""
     deadline = time.time() + budget_s if budget_s else None

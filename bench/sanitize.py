@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from bench.children import child_command, child_environment
-from bench.faults import sentences
 from bench.jobs import build_all
 from bench.machine import choose_device, describe
 from bench.packages import load_package
@@ -192,12 +191,11 @@ def _shape(plan: Plan) -> list[tuple]:
 @click.option("--together", default=6, show_default=True, type=click.IntRange(1), help="Packages that one child process examines.")
 def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, together) -> None:
     """Run compute-sanitizer over the kernels of SPECS (all checked-in packages without any) at small shapes."""
-    with sentences():
-        wanted = {load_spec(spec).path for spec in specs}
-        if not torch.cuda.is_available():
-            raise click.ClickException("compute-sanitizer watches kernels on a CUDA GPU, and none is visible here")
-        where = choose_device(device)
-        sanitizer = find_sanitizer()
+    wanted = {load_spec(spec).path for spec in specs}
+    if not torch.cuda.is_available():
+        raise click.ClickException("compute-sanitizer watches kernels on a CUDA GPU, and none is visible here")
+    where = choose_device(device)
+    sanitizer = find_sanitizer()
     start = time.perf_counter()
     machine, console = describe(where), Console(soft_wrap=True, highlight=False)
     able = [t for t in targets or DEFAULT_TARGETS if t != "cpu" and _runs_on(t, torch.cuda.get_device_capability(where))]
@@ -207,8 +205,7 @@ def main(specs, precisions, targets, tools, device, results, budget_s, workers, 
     at = results / machine.slug / "sanitize.json"
     record = read(at) or read(RESULTS / machine.slug / "sanitize.json") or {"format": FORMAT, **machine.facts, "runs": []}
     done = {(r["spec"], r["precision"], r["target"], r["tool"]): r for r in record["runs"]}
-    with sentences():
-        jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]
+    jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]
     # What cannot be built shows when a tool's child meets it.
     with console.status("compiling"):
         build_all([(job.folder, job.target) for job in jobs], visible_capabilities()[where.index or 0], workers)

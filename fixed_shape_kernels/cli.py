@@ -10,10 +10,10 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from bench.faults import sentences
 from codegen.spec_scalars import nearest
 
 from . import __version__
+from .faults import sentences
 
 _OURS = ("bench", "codegen", "fixed_shape_kernels", "runtime")
 _COMPLETION = """\b

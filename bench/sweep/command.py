@@ -233,10 +233,7 @@ def main(
     console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
     if capability and not (build_only and re.fullmatch(r"\d+\.\d+", capability)):
         raise click.UsageError("--capability goes with --build-only and looks like 9.0")
-    try:
-        device = torch.device("cpu") if capability else choose_device(device_name)
-    except RuntimeError as error:
-        raise click.ClickException(str(error)) from None
+    device = torch.device("cpu") if capability else choose_device(device_name)
     able = tuple(map(int, capability.split("."))) if capability else visible_capabilities()[device.index] if device.type == "cuda" else None
     sweep = Sweep(console, device, describe(device), results, archive, seed, small)
     if force:

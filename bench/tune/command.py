@@ -21,7 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.children import Result, child_command, run_jobs
-from bench.faults import sentences
 from bench.jobs import build_all
 from bench.machine import Machine, choose_device, describe
 from bench.sweep.judge import FAMILIES
@@ -176,32 +175,31 @@ def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, 
     """Measure the planner's candidates for SPECS on this card and record them for its device class."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     deadline = time.time() + budget_s if budget_s else None
-    with sentences():
-        device = choose_device(device_name)
-        machine = describe(device)
-        name = device_class or ("host" if device.type == "cpu" else machine.slug)
-        if name not in DEVICES:
-            raise click.UsageError(f"{machine.gpu} is none of the device classes {', '.join(DEVICES)}; name the nearest with --device-class")
-        tuner = Tuner(console, device, limit_s, deadline)
-        rejected = []
-        for file, spec in [(path, size) for path in specs for precision in precisions or (None,) for size in load_spec(path, precision).sizes]:
-            tries = generate(spec, name, work / name)
-            if not tries:
-                raise click.ClickException(f"{spec.package}: no candidate has a plan for {name}")
-            known = tuned.records(name)
-            if not force and up_to_date(known.get(tuned.signature(spec)), tries, machine):
-                console.print(f"{spec.package}: up to date")
-                continue
-            tuner.build(tries)
-            record = tuner.measure(spec, file, tries, machine, seconds)
-            if record is None:
-                console.print(f"{spec.package}: out of time and not recorded; run again to go on")
-                break
-            console.print(_table(spec, record))
-            if not any("ms" in row for row in record["candidates"]):
-                rejected.append(spec.package)
-                console.print(f"[bold red]{spec.package}: all candidates rejected; nothing is recorded[/]")
-                continue
-            recorded = tuned.write(name, {**known, record["spec"]: record})
-            console.print(f"{recorded}: recorded; make generate SPEC={file} DEVICE={name} follows it")
+    device = choose_device(device_name)
+    machine = describe(device)
+    name = device_class or ("host" if device.type == "cpu" else machine.slug)
+    if name not in DEVICES:
+        raise click.UsageError(f"{machine.gpu} is none of the device classes {', '.join(DEVICES)}; name the nearest with --device-class")
+    tuner = Tuner(console, device, limit_s, deadline)
+    rejected = []
+    for file, spec in [(path, size) for path in specs for precision in precisions or (None,) for size in load_spec(path, precision).sizes]:
+        tries = generate(spec, name, work / name)
+        if not tries:
+            raise click.ClickException(f"{spec.package}: no candidate has a plan for {name}")
+        known = tuned.records(name)
+        if not force and up_to_date(known.get(tuned.signature(spec)), tries, machine):
+            console.print(f"{spec.package}: up to date")
+            continue
+        tuner.build(tries)
+        record = tuner.measure(spec, file, tries, machine, seconds)
+        if record is None:
+            console.print(f"{spec.package}: out of time and not recorded; run again to go on")
+            break
+        console.print(_table(spec, record))
+        if not any("ms" in row for row in record["candidates"]):
+            rejected.append(spec.package)
+            console.print(f"[bold red]{spec.package}: all candidates rejected; nothing is recorded[/]")
+            continue
+        recorded = tuned.write(name, {**known, record["spec"]: record})
+        console.print(f"{recorded}: recorded; make generate SPEC={file} DEVICE={name} follows it")
     sys.exit(bool(rejected))
