@@ -17,7 +17,6 @@ from codegen.manifest import Package
 from codegen.report import explain as explain_plan
 from codegen.spec import ELSEWHERE, Spec, SpecError, load_spec
 from codegen.targets import DEVICES, TARGETS
-from codegen.yaml_reader import Problem
 
 SpecLike = str | Path | Mapping[str, Any]
 """A spec: a YAML file's path (`specs/default.yaml` finds the shipped one), YAML text of several lines, or a mapping."""
@@ -35,15 +34,14 @@ class _Plain(yaml.SafeDumper):
 def read(spec: SpecLike, precision: str | None = None, prepack: bool = False) -> Spec:
     """Read and check a spec of any form.
 
-    Raises SpecError. The lines that it names of a mapping are those of the mapping written as YAML.
+    Raises SpecError, whose lines of a mapping are those of the mapping written as YAML, and TypeError where a mapping
+    holds what YAML does not.
     """
     if isinstance(spec, Mapping):
         try:
             text = yaml.dump(dict(spec), Dumper=_Plain, sort_keys=False)
         except (yaml.YAMLError, RecursionError) as error:
-            raise SpecError(
-                GIVEN, [Problem(1, 1, f"a spec holds numbers, words, lists and mappings alone: {error.args[0]}")]
-            ) from None
+            raise TypeError(f"a spec holds numbers, words, lists and mappings alone: {error.args[0]}") from None
         return _from_text(text, precision, prepack)
     if isinstance(spec, str) and "\n" in spec:
         return _from_text(spec, precision, prepack)
@@ -54,7 +52,7 @@ def _from_text(text: str, precision: str | None, prepack: bool) -> Spec:
     """The spec in YAML text. Sources name it as one from elsewhere, so that its package's spec.yaml makes it again."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "given.yaml"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="surrogatepass")  # the reader refuses what is no text
         try:
             spec = load_spec(path, precision, prepack)
         except SpecError as error:
@@ -94,8 +92,8 @@ def generate(
     `standalone` adds standalone.py, which imports nothing of ours; `debug` bounds the waits of sm_90a. A folder that
     holds something else is replaced only with `force`.
 
-    Raises SpecError for a wrong spec, PlanError where no kernel serves it or the folder holds something else,
-    ValueError for an unknown name, OSError where nothing can be written.
+    Raises SpecError for a wrong spec, TypeError for a mapping that is none, PlanError where no kernel serves it or the
+    folder holds something else, ValueError for an unknown name, OSError where nothing can be written.
     """
     package = plan_package(read(spec, precision, prepack), targets, device_class, debug)
     return write_package(package, Path(out), standalone, force).folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import warnings
 from dataclasses import dataclass
@@ -9,8 +10,6 @@ from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
-
-from codegen.spec_scalars import nearest
 
 from . import __version__
 from .faults import sentences
@@ -143,7 +142,11 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in COMMANDS and not args[0].startswith("-"):
-            ctx.fail(f"{args[0]!r} is no command{nearest(args[0], COMMANDS)}")
+            near = difflib.get_close_matches(args[0], COMMANDS, 1)
+            ctx.fail(
+                f"{args[0]!r} is no command; "
+                + (f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}")
+            )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -77,20 +77,24 @@ def test_a_list_may_stand_in_a_mapping_twice():
     ("change", "message"),
     [
         ({"batch": 0}, "<spec>:2:8: batch: 0"),
-        ({"batch": numpy.int64(4)}, "<spec>:1:1: a spec holds numbers, words, lists and mappings alone"),
-        ({"batch": object()}, "numbers, words, lists"), ({"chain": ["relu"]}, "<spec>"), ({"name": "a\nb"}, "<spec>"),
+        ({"chain": ["relu"]}, "<spec>"),
+        ({"name": "a\nb"}, "<spec>"),
+        ({"name": "a\udcff"}, "<spec>"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_mapping_is_a_spec_error_with_its_place(change, message):
     with pytest.raises(fsk.SpecError) as caught:
         fsk.generate({**LAYER, **change})
     assert message in str(caught.value) and "/tmp" not in str(caught.value) and not Path("generated").exists()
 
 
-def test_a_mapping_that_holds_itself_is_refused():
+@pytest.mark.parametrize("value", [numpy.int64(4), object()])
+def test_a_mapping_holds_what_yaml_holds(value):
+    with pytest.raises(TypeError, match="a spec holds numbers, words, lists and mappings alone"):
+        fsk.generate({**LAYER, "batch": value})
     endless = {**LAYER}
     endless["args"] = endless
-    with pytest.raises(fsk.SpecError):
+    with pytest.raises(TypeError):
         fsk.generate(endless)
 
 
