@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import click
 
-from codegen import index
 from codegen.manifest import Package
 from codegen.numerics import PRECISIONS
 from codegen.plan import PlanError, plan
@@ -187,26 +185,6 @@ def _umask() -> int:
     return mask
 
 
-def check(out: Path) -> list[str]:
-    """Compare the checked-in packages listed in generated/index.yaml with what their specs emit; returns what differs, as text."""
-    differences = []
-    if not index.entries(out):
-        raise click.ClickException(f"{out}/index.yaml lists no packages to check")
-    for spec_path, precision in index.entries(out):
-        package = make_package(load_spec(spec_path, precision))
-        files = render(package)
-        folder = out / package.spec.package
-        stale = [p for p in sorted(folder.glob("*")) if p.name not in files and p.name != "standalone.py" and is_emitted(p)]
-        differences += [f"{path}: is no longer emitted" for path in stale]
-        for name, text in files.items():
-            path = out / package.spec.package / name
-            present = path.read_text(encoding="utf-8") if path.is_file() else ""
-            if present != text:
-                diff = difflib.unified_diff(present.splitlines(), text.splitlines(), f"{path} (checked in)", f"{path} (emitted)", lineterm="", n=1)
-                differences.append("\n".join(list(diff)[:40]))
-    return differences
-
-
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("specs", nargs=-1)
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision; the package is then <name>_<precision>.")
@@ -218,22 +196,13 @@ def check(out: Path) -> list[str]:
 @click.option("--standalone", is_flag=True, help="Also write standalone.py: one file that imports nothing of ours.")
 @click.option("--debug", is_flag=True, help="Bounded waits that trap and name their barrier (sm_90a; the others wait for nothing).")
 @click.option("--force", is_flag=True, help="Replace a package that was generated from another spec, and files that are no package.")
-@click.option("--all", "everything", is_flag=True, help="Every package listed in <out>/index.yaml.")
-@click.option("--check", "checking", is_flag=True, help="Fail when a checked-in package differs from what its spec emits.")
-def main(specs, precision, prepack, targets, device, out, explaining, standalone, debug, force, everything, checking) -> None:
+def main(specs, precision, prepack, targets, device, out, explaining, standalone, debug, force) -> None:
     """Generate specialised kernels from SPECS (YAML files; `specs/default.yaml` finds the shipped one)."""
     out = out or Path("build/debug" if debug else "generated")
     try:
-        if checking:
-            differences = check(out)
-            if differences:
-                raise click.ClickException("checked-in packages differ from what their specs emit; run make generate-all\n" + "\n".join(differences))
-            click.echo(f"{len(index.entries(out))} checked-in packages are what their specs emit")
-            return
-        jobs = index.entries(out) if everything else [(spec, precision) for spec in specs]
-        if not jobs:
+        if not specs:
             raise click.UsageError(f"name at least one spec; shipped: {', '.join(shipped())}")
-        packages = [make_package(_read(path, chosen, prepack and not everything), targets, device, debug) for path, chosen in jobs]
+        packages = [make_package(_read(path, precision, prepack), targets, device, debug) for path in specs]
         for package in packages:
             if explaining:
                 click.echo("\n".join([explain(p) for p in package.plans] + [f"not for {name}: {reason}" for name, reason in package.skipped]))
