@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,9 @@ from bench.jobs import EXAMINED
 from bench.machine import cards, choose_device, describe
 from bench.measure import save_machine
 from bench.peers import CHOICES, EVIDENCE
-from bench.records import NOT_PREPARED, PREPARED, RESULTS, Record, bundle, path_of, read, with_backward_of, with_peers_of, write_json
+from bench.records import NOT_PREPARED, PREPARED, find, keep, with_backward_of, with_peers_of
 from bench.run import ceilings_line
+from bench.store import RESULTS, Record, bundle
 from bench.subject import Emitted, emit, target_to_emit
 from bench.timing import measure_ceilings
 from codegen import index
@@ -60,11 +63,11 @@ def _target_for(emitted: Emitted, device: torch.device, target: str | None) -> s
 
 @dataclass(frozen=True)
 class Pending:
-    """A package to measure: what a child needs to know of it, and where its record goes."""
+    """A package to measure: what a child needs to know of it, and how its earlier record is found."""
 
     package: str
     task: dict[str, Any]
-    at: Path
+    before: Callable[[], Record | None]
 
 
 def _line(record: Record) -> str:
@@ -120,8 +123,8 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         if prepack and not emitted.prepares(name):
             console.print(f"{emitted.label} ({name}): this target prepares no weights for it")
             continue
-        at = path_of(results, machine.slug, emitted.spec.name, precision, target, PREPARED if prepack else NOT_PREPARED, emitted.batch)
-        old = read(at)
+        before = partial(find, results, machine.slug, emitted.spec.name, precision, target, PREPARED if prepack else NOT_PREPARED, emitted.batch)
+        old = before()
         if not (force or times_again) and up_to_date(old, emitted.key(name), machine.torch, peers, autotuned):
             console.print(f"{emitted.label} ({name}): up to date" + ("" if old["verified"] else ", [bold red]WRONG[/]"))
             wrong += not old["verified"]
@@ -131,7 +134,7 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
             continue
         known = old and old["key"] == emitted.key(name) and old.get("verification") and (autotuned or times_again)
         task = {"path": path, "precision": precision, "batch": emitted.spec.batch, "verdict": {k: old[k] for k in ("verified", "verification")} if known else None}
-        pending[f"{len(pending):03}"] = Pending(emitted.label, task, at)
+        pending[f"{len(pending):03}"] = Pending(emitted.label, task, before)
     setting = {"device": where.type, "target": emitted_for, "out": str(out), "peers": list(peers), "seconds": seconds, "autotuned": autotuned, "prepack": prepack}
 
     def run(work: str, tasks: dict[str, Any], workers: int, until: float | None, more: dict[str, Any], take) -> bool:
@@ -158,8 +161,8 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         nonlocal wrong
         if "failure" in result:
             return fail(job, result["failure"])
-        before = read(pending[job].at)
-        write_json(pending[job].at, with_backward_of(with_peers_of(result, before), before))
+        before = pending[job].before()
+        keep(results, machine.slug, with_backward_of(with_peers_of(result, before), before), target)
         wrong += not result["verified"]
         if archive:
             bundle(results, machine.slug, archive)
