@@ -1,4 +1,4 @@
-"""`make evidence`, `make evidence-peers`: verify and time every checked-in package on this card and write bench/results/<gpu>/.
+"""`make evidence`, `make evidence-peers`: verify and time every shipped package on this card and write bench/results/<gpu>/.
 
 First all packages are built and verified and their peers compiled, several at once; then each is timed, alone on a card. Both are done in child processes
 (bench.children): a package that crashes its child or hangs it is reported, and a new child goes on with the rest. Each record is written as soon as
@@ -39,6 +39,7 @@ from runtime import Package, RuntimeFailure
 from runtime.load import best_target
 from runtime.resources import usable_cores
 
+INDEX = Path("generated")  # where index.yaml lists the shipped packages
 EXAMINERS = 6  # children that verify at once on a card, at most: each holds a float64 reference on the card
 Job = tuple[str, str]  # (spec path, precision)
 
@@ -80,9 +81,9 @@ def _line(record: Record) -> str:
     )
 
 
-def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...]) -> list[Job]:
-    """The checked-in packages of `specs` (all without any), then the packages of specs that are not checked in."""
-    entries = index.entries(Path("generated"))
+def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...], prepack: bool = False) -> list[Job]:
+    """The packages of generated/index.yaml of `specs` (all without any; with `prepack` those listed as prepared), then those of specs that are not in it."""
+    entries = index.prepared(INDEX) if prepack and not specs else index.entries(INDEX)
     paths = {load_spec(spec).path for spec in specs}
     jobs = [job for job in entries if (not specs or load_spec(job[0]).path in paths) and (not precisions or job[1] in precisions)]
     known = {load_spec(path).path for path, _ in entries}
@@ -104,10 +105,10 @@ def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...]) -> list[Job
 @click.option("--force", is_flag=True, help="Measure again what is up to date.")
 @click.option("--times-again", is_flag=True, help="Time again what is up to date; its verdict stays. Records with autotuned peers need --autotuned too.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), envvar="PEERS_CACHE", help="Keep Inductor's and Triton's caches here ($PEERS_CACHE).")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("build/packages"), show_default=True, help="Folder for the packages, all of which are generated.")
 @sentences()
 def main(specs, precisions, autotuned, prepack, device, target, results, archive, budget_s, limit_s, seconds, force, times_again, cache, out) -> None:
-    """Measure SPECS (all packages of generated/index.yaml when none is named) and write the records."""
+    """Measure SPECS (all packages of generated/index.yaml when none is named, with --prepack those with prepared weights) and write the records."""
     deadline = time.time() + budget_s if budget_s else None
     console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
     peers = CHOICES if autotuned else EVIDENCE
@@ -117,7 +118,7 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
     machine, emitted_for = describe(where), target or ("cpu" if where.type == "cpu" else None)
     wrong = failed = 0
     pending: dict[str, Pending] = {}
-    jobs = wanted_jobs(specs, precisions)
+    jobs = wanted_jobs(specs, precisions, prepack)
     for path, precision, emitted in [(path, precision, size) for path, precision in jobs for size in emit(path, precision, target_to_emit(path, where, target), out, prepack).sizes]:
         name = _target_for(emitted, where, target)
         if prepack and not emitted.prepares(name):

@@ -37,6 +37,12 @@ def find(
     )  # fmt: skip
 
 
+def name_of(record: Record) -> str:
+    """The record's short name: spec, precision, and what sets it apart from others of the package, such as `layer.fp32.sm_80`."""
+    parts = [record["spec"], record["precision"], record.get("asked_target"), PREPARED if record["weights"] == PREPARED else None]
+    return ".".join(part for part in parts if part)
+
+
 def keep(results: Path, card: str, record: Record, asked_target: str | None = None) -> None:
     """Write a package's record in place of an older one."""
     store.put(EVIDENCE, results, card, [record | ({"asked_target": asked_target} if asked_target else {})])
@@ -104,7 +110,7 @@ def conclude(record: Record) -> Record:
 
 @dataclass(frozen=True)
 class Status:
-    """What the ledger says of one checked-in package on one card."""
+    """What the ledger says of one shipped package on one card."""
 
     spec: str
     precision: str

@@ -199,7 +199,7 @@ def _shape(plan: Plan) -> list[tuple]:
 @click.option("--child", "folders", multiple=True, type=click.Path(path_type=Path), hidden=True)
 @click.option("--unread", is_flag=True, hidden=True)
 def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, together, folders, unread) -> None:
-    """Run compute-sanitizer over the kernels of SPECS (all checked-in packages without any) at small shapes."""
+    """Run compute-sanitizer over the kernels of SPECS (all shipped packages without any) at small shapes."""
     if folders:
         child(list(folders), 2, not unread)
         return
@@ -214,7 +214,7 @@ def main(specs, precisions, targets, tools, device, results, budget_s, workers, 
     able = [t for t in targets or DEFAULT_TARGETS if t != "cpu" and _runs_on(t, torch.cuda.get_device_capability(where))]
     packages = [e for e in index.entries(Path("generated")) if (not specs or load_spec(e[0]).path in wanted) and (not precisions or e[1] in precisions)]
     if not packages:
-        raise click.ClickException("none of these is among the checked-in packages (generated/index.yaml), and only those are examined")
+        raise click.ClickException("none of these is among the shipped packages (generated/index.yaml), and only those are examined")
     with sentences():
         recorded = store.read(SANITIZE, results, machine.slug) or store.read(SANITIZE, RESULTS, machine.slug)
         done = {SANITIZE.key(record): record for record in recorded}
