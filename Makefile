@@ -36,11 +36,11 @@ generate: ## emit the packages of SPEC or SPECS (PRECISION=, PREPACK=1, TARGETS=
 	$(need-spec)
 	$(call fsk,emit) generate $(specs) $(plan-options) $(write-options)
 
-generate-all: ## emit every package listed in generated/index.yaml
-	$(call fsk,emit) generate --all
+generate-all: ## renew what generated/ holds in git: the exemplars of index.yaml and the source keys of all shipped packages
+	$(call python,emit) -m codegen.checked_in
 
-check-generated: ## fail when a checked-in package differs from what its spec emits
-	$(call fsk,emit) generate --check
+check-generated: ## fail when an exemplar or a source key in generated/ differs from what the specs emit
+	$(call python,emit) -m codegen.checked_in --check
 
 explain: ## print the plan of SPEC: kernels, tiles, memory, floor
 	$(need-spec)
@@ -72,7 +72,7 @@ bench: ## time SPEC's model beside PyTorch and other peers (BACKWARD=1: forward 
 	$(need-spec)
 	$(call fsk,run) bench $(specs) $(bench-options) $(prepack) $(if $(filter-out 0,$(BACKWARD)),--backward) $(if $(PEERS),--peers "$(PEERS)")
 
-evidence: ## verify and time every checked-in package on this card; writes bench/results/<gpu>/ (PREPACK=1, BUDGET= seconds; run again to go on)
+evidence: ## verify and time every shipped package on this card; writes bench/results/<gpu>/ (PREPACK=1, BUDGET= seconds; run again to go on)
 	$(call fsk,run) evidence $(specs) $(bench-options) $(prepack) $(if $(BUDGET),--budget-s $(BUDGET))
 
 evidence-peers: ## the same with the autotuned peers, minutes a package (PEERS_CACHE= folder for Inductor's cache)
@@ -87,10 +87,10 @@ sweep: ## COUNT=100 random specs (SEED=0, SMALL=1 for a CPU): right? how fast be
 	$(call fsk,run) sweep $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(filter-out 0,$(SMALL)),--small) \
 		$(if $(ON),--device $(ON)) $(foreach t,$(TARGETS),--target $(t)) $(if $(BUDGET),--budget-s $(BUDGET))
 
-report: ## from bench/results: build/report/index.html with pictures, the README's table, the figures of docs/kernels.md
+report: ## from bench/results: build/report/index.html with pictures, docs/results.md, the README's table, the figures of docs/kernels.md
 	$(call fsk,bench) report
 
-sanitize: ## compute-sanitizer's four tools over SPEC's kernels (all checked-in packages without SPEC) at small shapes
+sanitize: ## compute-sanitizer's four tools over SPEC's kernels (all shipped packages without SPEC) at small shapes
 	$(call fsk,run) sanitize $(specs) $(if $(PRECISION),--precision $(PRECISION)) $(foreach t,$(TARGETS),--target $(t))
 
 clean: ## remove what these commands made (.venv, build/, packages of your own under generated/)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.records import write_json
+from bench.store import write_text
 
 GRACE = 20.0  # seconds that a job in hand may run on behind the deadline
 _POLL = 0.2
@@ -57,7 +57,7 @@ def run_jobs(
     """
     with tempfile.TemporaryDirectory(prefix="jobs-") as name:
         folder = Path(name)
-        write_json(folder / "jobs.json", {"setting": dict(setting), "jobs": dict(jobs), "deadline": deadline})
+        write_text(folder / "jobs.json", json.dumps({"setting": dict(setting), "jobs": dict(jobs), "deadline": deadline}))
         crew = _Crew(folder, command, dict(environment or {}), jobs, limit_s, deadline, on_result, cards)
         try:
             crew.work(min(workers, len(jobs)))
@@ -140,9 +140,9 @@ def take_jobs(folder: Path, work: Callable[[Any, Mapping[str, Any]], Result]) ->
             continue
         begun = time.time()
         try:
-            write_json(folder / f"{name}.json", work(job, plan["setting"]))
+            write_text(folder / f"{name}.json", json.dumps(work(job, plan["setting"])))
         except ProcessLost as lost:
-            write_json(folder / f"{name}.json", lost.result)
+            write_text(folder / f"{name}.json", json.dumps(lost.result))
             os._exit(_LOST)  # an ordinary exit would wait for the device
         longest = max(longest, time.time() - begun)
 

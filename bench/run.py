@@ -15,7 +15,8 @@ from bench.backward import table_of as table_of_backward
 from bench.machine import Machine, choose_device, describe
 from bench.measure import measure, save_machine
 from bench.peers import AUTOTUNED, CHOICES, EVIDENCE
-from bench.records import NOT_PREPARED, PREPARED, Record, path_of, read, with_backward_of, with_peers_of, write_json
+from bench.records import NOT_PREPARED, PREPARED, find, keep, with_backward_of, with_peers_of
+from bench.store import Record
 from bench.subject import Subject, built_target, construct, emit, target_to_emit
 from bench.timing import Ceilings, measure_ceilings
 from bench.verify import verdict, verify
@@ -119,13 +120,12 @@ def main(specs, precisions, prepack, target, device, peers, seconds, out, result
         for size in emitted.sizes:
             spec, runs = size.spec, built_target(ours, size.spec.batch)
             weights = PREPARED if size.prepares(runs) else NOT_PREPARED
-            at = path_of(results, machine.slug, spec.name, spec.precision.name, target, weights, size.batch) if results else None
-            before = read(at) if at else None
+            before = find(results, machine.slug, spec.name, spec.precision.name, target, weights, size.batch) if results else None
             current = before is not None and (before["target"], before["key"]) == (runs, size.key(runs))
             record = before if backward and current else {}
             with console.status(size.label) as status:
                 report = lambda what: status.update(f"{size.label}: {what}")  # noqa: E731, B023
-                if not backward or (at and not current):
+                if not backward or (results and not current):
                     findings = verify(Subject(size, ours, where)) if verifying else []
                     record = measure(size, ours, where, machine, ceilings, names, seconds, report) | (verdict(findings) if verifying else {})
                     show(console, record)
@@ -134,6 +134,6 @@ def main(specs, precisions, prepack, target, device, peers, seconds, out, result
                     timed = measure_backward(size, ours, where, machine, names, seconds, report)
                     show_backward(console, size.label, spec.precision.name, machine.gpu, timed)
                     record = {**record, "backward": timed}
-            if at:
-                write_json(at, record)
+            if results:
+                keep(results, machine.slug, record, target)
                 save_machine(results, machine, ceilings)

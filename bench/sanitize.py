@@ -13,23 +13,26 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 from rich.console import Console
 from rich.markup import escape
 
+from bench import store
 from bench.children import child_command, child_environment
 from bench.jobs import build_all
 from bench.machine import choose_device, describe
 from bench.packages import load_package
-from bench.records import FORMAT, RESULTS, present_keys, read, write_json
+from bench.records import present_keys
 from bench.shrink import BATCHES, shrink
+from bench.store import FORMAT, RESULTS, SANITIZE
 from codegen import index
 from codegen.emit import DEFAULT_TARGETS, make_package, write_if_different
 from codegen.manifest import Package
@@ -71,6 +74,11 @@ class Job:
     @property
     def identity(self) -> tuple[str, str, str, str]:
         return self.spec.name, self.spec.precision.name, self.target, self.tool
+
+    def record(self, facts: Mapping[str, Any], found: Mapping[str, Any]) -> store.Record:
+        """What was `found`, as a record; `facts` are the machine's."""
+        spec, precision, target, tool = self.identity
+        return {"format": FORMAT, **facts, "spec": spec, "precision": precision, "target": target, "tool": tool, "key": self.key, **found}
 
 
 def compute_library_steps_on_the_cpu() -> None:
@@ -190,7 +198,7 @@ def _shape(plan: Plan) -> list[tuple]:
 @click.option("--force", is_flag=True, help="Examine again what is recorded for today's sources.")
 @click.option("--together", default=6, show_default=True, type=click.IntRange(1), help="Packages that one child process examines.")
 def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, together) -> None:
-    """Run compute-sanitizer over the kernels of SPECS (all checked-in packages without any) at small shapes."""
+    """Run compute-sanitizer over the kernels of SPECS (all shipped packages without any) at small shapes."""
     wanted = {load_spec(spec).path for spec in specs}
     if not torch.cuda.is_available():
         raise click.ClickException("compute-sanitizer watches kernels on a CUDA GPU, and none is visible here")
@@ -201,10 +209,9 @@ def main(specs, precisions, targets, tools, device, results, budget_s, workers, 
     able = [t for t in targets or DEFAULT_TARGETS if t != "cpu" and _runs_on(t, torch.cuda.get_device_capability(where))]
     packages = [e for e in index.entries(Path("generated")) if (not specs or load_spec(e[0]).path in wanted) and (not precisions or e[1] in precisions)]
     if not packages:
-        raise click.ClickException("none of these is among the checked-in packages (generated/index.yaml), and only those are examined")
-    at = results / machine.slug / "sanitize.json"
-    record = read(at) or read(RESULTS / machine.slug / "sanitize.json") or {"format": FORMAT, **machine.facts, "runs": []}
-    done = {(r["spec"], r["precision"], r["target"], r["tool"]): r for r in record["runs"]}
+        raise click.ClickException("none of these is among the shipped packages (generated/index.yaml), and only those are examined")
+    recorded = store.read(SANITIZE, results, machine.slug) or store.read(SANITIZE, RESULTS, machine.slug)
+    done = {SANITIZE.key(record): record for record in recorded}
     jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]
     # What cannot be built shows when a tool's child meets it.
     with console.status("compiling"):
@@ -225,17 +232,16 @@ def main(specs, precisions, targets, tools, device, results, budget_s, workers, 
             longest = max(longest, sum(found["seconds"] for _, found in found_of))
             for job, found in found_of:
                 number += 1
-                done[job.identity] = {"spec": job.spec.name, "precision": job.spec.precision.name, "target": job.target, "key": job.key, **found}
+                done[job.identity] = job.record(machine.facts, found)
                 verdict = "[green]clean[/]" if found["clean"] else "[bold red]errors[/]"
                 console.print(f"[{number}/{len(jobs)}] {job.spec.package} {job.target} {job.tool}: {verdict} ({found['seconds']:.0f} s) {escape(found['summary'])}")
                 for line in found["errors"][:4]:
                     console.print(f"    {line}", markup=False)
-            record["runs"] = [done[k] for k in sorted(done)]
-            write_json(at, record)
+            store.put(SANITIZE, results, machine.slug, done.values())
     if number < len(jobs):
         console.print(f"stopped for lack of time with {len(jobs) - number} left; run again to go on")
-    console.print(f"{sum(r['clean'] for r in record['runs'])} of {len(record['runs'])} recorded examinations are clean; {time.perf_counter() - start:.0f} s")
-    sys.exit(not all(r["clean"] for r in record["runs"]))
+    console.print(f"{sum(r['clean'] for r in done.values())} of {len(done)} recorded examinations are clean; {time.perf_counter() - start:.0f} s")
+    sys.exit(not all(r["clean"] for r in done.values()))
 
 
 def _groups(jobs: list[Job], together: int) -> Iterator[list[Job]]:

@@ -5,16 +5,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from codegen import index
 from codegen.manifest import Package
 from codegen.plan import PlanError, plan
 from codegen.render import render
@@ -209,27 +206,3 @@ def write_package(package: Package, out: Path, standalone: bool = False, force: 
     if standalone:
         files["standalone.py"] = render_standalone(package, files)
     return Written(folder, tuple(files), tuple(write_if_different(folder, files)))
-
-
-def check(out: Path, report: Callable[[str], None] = lambda package: None) -> list[str]:
-    """Compare the checked-in packages listed in `out`/index.yaml with what their specs emit; returns what differs, as text.
-
-    `report` is told the name of each package before it is compared. Raises PlanError where no package is listed.
-    """
-    differences = []
-    if not index.entries(out):
-        raise PlanError(f"{out}/index.yaml lists no packages to check")
-    for spec_path, precision in index.entries(out):
-        package = make_package(load_spec(spec_path, precision))
-        report(package.spec.package)
-        files = render(package)
-        folder = out / package.spec.package
-        stale = [p for p in sorted(folder.glob("*")) if p.name not in files and p.name != "standalone.py" and is_emitted(p)]
-        differences += [f"{path}: is no longer emitted" for path in stale]
-        for name, text in files.items():
-            path = out / package.spec.package / name
-            present = path.read_text(encoding="utf-8") if path.is_file() else ""
-            if present != text:
-                diff = difflib.unified_diff(present.splitlines(), text.splitlines(), f"{path} (checked in)", f"{path} (emitted)", lineterm="", n=1)
-                differences.append("\n".join(list(diff)[:40]))
-    return differences

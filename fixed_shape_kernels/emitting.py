@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from codegen import index
-from codegen.emit import check, write_package
+from codegen.emit import write_package
 from codegen.manifest import Package
 from codegen.numerics import PRECISIONS
 from codegen.spec import shipped
@@ -98,47 +97,9 @@ def _write(packages: list[Package], out: Path | None, debug: bool, force: bool, 
 @click.argument("specs", nargs=-1)
 @plan_options
 @_write_options
-@click.option("--all", "everything", is_flag=True, help="Every package listed in <out>/index.yaml.")
-@click.option(
-    "--check",
-    "checking",
-    is_flag=True,
-    help="Write nothing; fail when a package listed in <out>/index.yaml differs from what its spec emits.",
-)
-def generate(specs, precision, prepack, targets, device_class, out, debug, force, everything, checking) -> None:
+def generate(specs, precision, prepack, targets, device_class, out, debug, force) -> None:
     """Emit the packages of SPECS (YAML files; `specs/default.yaml` finds the shipped one)."""
-    if everything or checking:
-        if specs or precision or prepack or targets or device_class or debug:
-            raise click.UsageError(
-                "--all and --check take the packages that index.yaml lists; leave specs and plan options out"
-            )
-        _all(out or Path("generated"), force, checking)
-    else:
-        _write(planned(specs, precision, prepack, targets, device_class, debug), out, debug, force)
-
-
-def _all(out: Path, force: bool, checking: bool) -> None:
-    entries = index.entries(out)
-    if not entries:
-        raise click.ClickException(
-            f"{out}/index.yaml lists no packages; name a spec, or with --out a folder that has such a list"
-        )
-    if not checking:
-        _write(
-            [api.plan_package(api.read(spec, precision)) for spec, precision in steps(entries, "planning")],
-            out,
-            False,
-            force,
-        )
-        return
-    done = iter(steps(entries, "comparing"))
-    differences = check(out, lambda package: next(done))
-    next(done, None)
-    if differences:
-        raise click.ClickException(
-            "checked-in packages differ from what their specs emit; run make generate-all\n" + "\n".join(differences)
-        )
-    click.echo(f"{len(entries)} checked-in packages are what their specs emit")
+    _write(planned(specs, precision, prepack, targets, device_class, debug), out, debug, force)
 
 
 @click.command(context_settings=SETTINGS)

@@ -1,4 +1,4 @@
-"""`make sweep`: random specs, each generated, built, verified and timed beside PyTorch; writes bench/results/<gpu>/sweep.json.
+"""`make sweep`: random specs, each generated, built, verified and timed beside PyTorch; writes bench/results/<gpu>/sweep.jsonl.
 
     draw -> generate -> (build, verify, compile the peers: many children at once) -> (times: one child a card, alone on it) -> summary
 
@@ -19,12 +19,13 @@ import click
 import torch
 from rich.console import Console
 
+from bench import store
 from bench.children import Result, child_command, run_jobs
 from bench.jobs import EXAMINED, build_all
 from bench.machine import Machine, cards, choose_device, describe
-from bench.measure import ceilings_record
+from bench.measure import save_machine
 from bench.packages import load_package
-from bench.records import RESULTS, SWEEP, bundle, write_json
+from bench.store import FORMAT, RESULTS, SWEEP, bundle
 from bench.subject import Emitted
 from bench.sweep import summary
 from bench.sweep.case import begin
@@ -95,9 +96,7 @@ class Sweep:
     ) -> None:
         self.console, self.device, self.machine = console, device, machine
         self.results, self.archive, self.seed, self.small = results, archive, seed, small
-        recorded = summary.load(results, machine.slug)
-        self.cases: dict[Key, dict[str, Any]] = {(c["small"], c["seed"], c["index"]): c for c in recorded["cases"]}
-        self.ceilings: dict[str, float] | None = recorded["ceilings"]
+        self.cases: dict[Key, dict[str, Any]] = {SWEEP.key(case): case for case in store.read(SWEEP, results, machine.slug)}
         self.drawn: dict[str, Drawn] = {}
         self.saved = 0.0
 
@@ -113,14 +112,13 @@ class Sweep:
             self.drawn[drawn.job] = drawn
             emitted = Emitted(drawn.spec, drawn.folder, load_package(drawn.folder))
             fresh = self.named(index) | begin(emitted, drawn.target, drawn.file.read_text(encoding="utf-8"))
-            fresh["torch"] = self.machine.torch
             old = self.cases.get(key)
             if old is None or not old["verified"] or old.get("failure") or any(old.get(name) != fresh[name] for name in ("spec", "target", "key", "torch")):
                 self.cases[key] = fresh
 
     def named(self, index: int) -> dict[str, Any]:
-        """Which case it is, as its record says it."""
-        return {"seed": self.seed, "index": index, "small": self.small}
+        """Which case it is and where it runs, as its record says it."""
+        return {"format": FORMAT, **self.machine.facts, "seed": self.seed, "index": index, "small": self.small}
 
     def of(self, job: str) -> dict[str, Any]:
         return self.cases[self.small, self.seed, self.drawn[job].index]
@@ -155,9 +153,9 @@ class Sweep:
         return ended
 
     def save(self, final: bool) -> None:
-        """Write sweep.json, once a second at most until the end."""
+        """Write the records, once a second at most until the end."""
         if final or time.time() - self.saved > 1:
-            write_json(self.results / self.machine.slug / SWEEP, summary.as_file(self.cases.values(), self.machine.facts, self.ceilings))
+            store.replace(SWEEP, self.results, self.machine.slug, self.cases.values())
             if self.archive:
                 bundle(self.results, self.machine.slug, self.archive)
             self.saved = time.time()
@@ -262,7 +260,7 @@ def main(
     if missing and (deadline is None or time.time() < deadline):
         ceilings = measure_ceilings(device)
         torch.cuda.empty_cache()
-        sweep.ceilings = ceilings_record(ceilings)
+        save_machine(results, sweep.machine, ceilings, "sweep")
         sweep.run("times", missing, len(cards(device)), limit_s, deadline, {"ceilings": asdict(ceilings), "seconds": seconds}, environment)
     sweep.save(final=True)
     sys.exit(_conclude(sweep, console, count))
@@ -278,5 +276,5 @@ def _conclude(sweep: Sweep, console: Console, count: int) -> int:
         console.print(table)
     found = summary.counts(cases)
     console.print(f"{found['right']} of {len(cases)} right, {found['wrong']} wrong, {found['failed']} failed, {found['open']} still to run")
-    console.print(str(sweep.results / sweep.machine.slug / SWEEP))
+    console.print(str(SWEEP.path(sweep.results, sweep.machine.slug)))
     return int(bool(found["wrong"] or found["failed"]))
