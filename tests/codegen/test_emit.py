@@ -35,14 +35,6 @@ def test_the_index_lists_every_shipped_spec():
         assert precisions == (["fp32"] if stem.endswith("_small") else ["fp32", "tf32", "fp16", "bf16"] if stem in HEADLINE else ["fp32", "fp16", "bf16"]), spec
 
 
-@pytest.mark.parametrize(("spec", "precision"), CASES)
-def test_checked_in_packages_are_what_their_specs_emit(spec, precision):
-    package = make_package(load_spec(spec, precision))
-    for name, text in render(package).items():
-        path = TOP / "generated" / package.spec.package / name
-        assert path.read_text(encoding="utf-8") == text, f"{path} differs; run make generate-all"
-
-
 def test_the_same_bytes_in_another_process_folder_and_hash_seed(tmp_path):
     digests = set()
     for seed, where in (("1", tmp_path / "a"), ("2", tmp_path / "with space")):
@@ -214,16 +206,6 @@ def test_an_output_folder_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     result = fsk("generate", "specs/default.yaml", "--out", str(tmp_path / "file" / "out"))
     assert result.exit_code != 0 and "Traceback" not in result.output and result.exception.__class__ is SystemExit
-
-
-def test_check_needs_an_index_and_sees_stale_sources(tmp_path):
-    assert fsk("generate", "--check", "--out", str(tmp_path)).exit_code == 1
-    (tmp_path / "index.yaml").write_text("packages:\n  - {spec: specs/gemm_groupnorm_hardtanh_small.yaml, precisions: [fp32]}\n")
-    assert fsk("generate", "--all", "--out", str(tmp_path)).exit_code == 0
-    assert fsk("generate", "--check", "--out", str(tmp_path)).exit_code == 0
-    (tmp_path / "gemm_groupnorm_hardtanh_small" / "old_sm80.cu").write_text("// Generated from x; do not edit. Again: make generate SPEC=x\n")
-    stale = fsk("generate", "--check", "--out", str(tmp_path))
-    assert stale.exit_code == 1 and "old_sm80.cu: is no longer emitted" in stale.output
 
 
 def test_debug_bounds_the_waits_of_sm_90a(tmp_path):

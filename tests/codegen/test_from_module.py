@@ -26,7 +26,7 @@ def test_shipped_specs_come_back_from_their_own_reference(path, tmp_path):
 
 def test_a_generated_package_is_read_as_it_is(tmp_path):
     spec = load_spec("specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml")
-    found = answer(str(TOP / "generated" / spec.name / "model.py"), "Model", spec.name, None, check=True)
+    found = answer(str(TOP / "generated" / "exemplars" / spec.name / "model.py"), "Model", spec.name, None, check=True)
     assert comparable(spec_of(tmp_path, found)) == comparable(spec)
 
 
