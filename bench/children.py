@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,19 @@ GRACE = 20.0  # seconds that a job in hand may run on behind the deadline
 _POLL = 0.2
 _LOST = 70
 
+TOP = Path(__file__).resolve().parents[1]
+
 Result = dict[str, Any]
+
+
+def child_command(module: str, *arguments: object) -> list[str]:
+    """The call of a module of ours, whatever the current folder holds under its name."""
+    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
+
+
+def child_environment() -> dict[str, str]:
+    """The environment in which `child_command` finds the same modules as this process."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(TOP), os.environ.get("PYTHONPATH")]))}
 
 
 class ProcessLost(Exception):
@@ -94,7 +107,7 @@ class _Crew:
 
     def hire(self, card: str | None) -> None:
         own = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
-        self.running[subprocess.Popen(self.command(self.folder), env={**os.environ, **self.environment, **own})] = card
+        self.running[subprocess.Popen(self.command(self.folder), env={**child_environment(), **self.environment, **own})] = card
 
     def dismiss(self) -> None:
         for child in self.running:

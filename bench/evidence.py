@@ -20,8 +20,7 @@ import click
 import torch
 from rich.console import Console
 
-from bench.children import Result, run_jobs
-from bench.faults import sentences
+from bench.children import Result, child_command, run_jobs
 from bench.jobs import EXAMINED
 from bench.machine import cards, choose_device, describe
 from bench.measure import save_machine
@@ -106,7 +105,6 @@ def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...], prepack: bo
 @click.option("--times-again", is_flag=True, help="Time again what is up to date; its verdict stays. Records with autotuned peers need --autotuned too.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), envvar="PEERS_CACHE", help="Keep Inductor's and Triton's caches here ($PEERS_CACHE).")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("build/packages"), show_default=True, help="Folder for the packages, all of which are generated.")
-@sentences()
 def main(specs, precisions, autotuned, prepack, device, target, results, archive, budget_s, limit_s, seconds, force, times_again, cache, out) -> None:
     """Measure SPECS (all packages of generated/index.yaml when none is named, with --prepack those with prepared weights) and write the records."""
     deadline = time.time() + budget_s if budget_s else None
@@ -119,6 +117,8 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
     wrong = failed = 0
     pending: dict[str, Pending] = {}
     jobs = wanted_jobs(specs, precisions, prepack)
+    if not jobs:
+        raise click.UsageError("nothing to measure: name a spec, or call it where generated/index.yaml lists packages (the root of a clone)")
     for path, precision, emitted in [(path, precision, size) for path, precision in jobs for size in emit(path, precision, target_to_emit(path, where, target), out, prepack).sizes]:
         name = _target_for(emitted, where, target)
         if prepack and not emitted.prepares(name):
@@ -139,8 +139,17 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
     setting = {"device": where.type, "target": emitted_for, "out": str(out), "peers": list(peers), "seconds": seconds, "autotuned": autotuned, "prepack": prepack}
 
     def run(work: str, tasks: dict[str, Any], workers: int, until: float | None, more: dict[str, Any], take) -> bool:
-        command = lambda folder: [sys.executable, "-m", "bench.evidence_case", str(folder)]  # noqa: E731
-        return run_jobs(command, {"work": work, **setting, **more}, tasks, workers, limit_s, until, take, cards=cards(where))
+        command = lambda folder: child_command("bench.evidence_case", folder)  # noqa: E731
+        ended = 0
+        with console.status(f"{work}: {len(tasks)} packages") as status:
+
+            def told(job: str, result: Result) -> None:
+                nonlocal ended
+                ended += 1
+                status.update(f"{work}: {ended} of {len(tasks)} packages done")
+                take(job, result)
+
+            return run_jobs(command, {"work": work, **setting, **more}, tasks, workers, limit_s, until, told, cards=cards(where))
 
     def fail(job: str, why: str) -> None:
         nonlocal failed
@@ -187,7 +196,3 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         if not complete:
             console.print("stopped for lack of time; run again to go on")
     sys.exit(bool(wrong or failed))
-
-
-if __name__ == "__main__":
-    main()

@@ -18,9 +18,9 @@ from typing import Any
 
 import click
 import torch
+from rich.console import Console
 
 from bench import store
-from bench.faults import sentences
 from bench.machine import cards, describe
 from bench.store import FORMAT, KERNELBENCH, RESULTS
 from codegen.emit import make_package
@@ -276,14 +276,14 @@ def main(checkout, problems, shapes, precisions, results, work, budget_s, timeou
         raise click.ClickException("the harness needs a CUDA GPU; --prepare-only writes what it needs and prints its command lines")
     machine = describe(torch.device("cuda", 0))
     architecture = ARCHITECTURES.get(torch.cuda.get_device_capability(0), "Hopper")
-    with sentences():
-        recorded = store.read(KERNELBENCH, results, machine.slug) or store.read(KERNELBENCH, RESULTS, machine.slug)
+    recorded = store.read(KERNELBENCH, results, machine.slug) or store.read(KERNELBENCH, RESULTS, machine.slug)
     # Runs of another card or torch are no evidence beside these, and leave the file with the first new one.
     recorded = [record for record in recorded if (record["gpu"], record["torch"]) == (machine.gpu, machine.torch)]
     start = time.perf_counter()
     done = {(r["problem"], r["shapes"], r["precision"]): r for r in recorded}
     runs = [run for run in runs if force or done.get((run.problem, run.shapes, run.precision), {}).get("key") != written[run][2]]
-    prebuild([written[run][0] for run in runs], env, builds)
+    with Console(stderr=True).status("compiling"):
+        prebuild([written[run][0] for run in runs], env, builds)
     commands = {run: command_line(run, reference_path(run, checkout, work), written[run][0], architecture, builds) for run in runs}
     places = on_cards(env, cards(torch.device("cuda", 0)))
     if warm:
@@ -317,7 +317,3 @@ def main(checkout, problems, shapes, precisions, results, work, budget_s, timeou
     if not waiting.empty():
         click.echo("stopped for lack of time; run again to go on")
     sys.exit(not all(r["correct"] for r in done.values()))
-
-
-if __name__ == "__main__":
-    main()

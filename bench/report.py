@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 import jinja2
+from rich.console import Console
 
 from bench import pictures, store
-from bench.faults import sentences
 from bench.kernel_tables import renewed
 from bench.records import PREPARED, backward_keys, ledger, loaders_choice, read_all
 from bench.store import KERNELBENCH, RESULTS, SWEEP, Record
@@ -97,10 +97,11 @@ def build(results: Path, out: Path) -> Path:
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), default=Path("docs/results.md"), show_default=True, help="Write every table here.")
 @click.option("--readme", type=click.Path(dir_okay=False, path_type=Path), default=Path("README.md"), show_default=True, help="Put the table between its markers here.")
 @click.option("--kernels", type=click.Path(dir_okay=False, path_type=Path), default=Path("docs/kernels.md"), show_default=True, help="Renew the rows that name records here.")
-@sentences()
 def main(results, out, page, readme, kernels) -> None:
     """Write the page with pictures, docs/results.md, the README's table and the figures of docs/kernels.md."""
-    click.echo(f"{build(results, out)} and pictures beside it")
+    with Console(stderr=True).status("drawing"):
+        drawn = build(results, out)
+    click.echo(f"{drawn} and pictures beside it")
     statuses = ledger(results)
     for status in statuses:
         if not status.verified:
@@ -123,7 +124,3 @@ def _renew(path: Path, text: str) -> None:
     if changed:
         store.write_text(path, text)
     click.echo(f"{path}: {'renewed' if changed else 'unchanged'}")
-
-
-if __name__ == "__main__":
-    main()

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from bench import store
-from bench.faults import sentences
+from bench.children import child_command, child_environment
 from bench.jobs import build_all
 from bench.machine import choose_device, describe
 from bench.packages import load_package
@@ -47,6 +47,7 @@ from runtime.devices import visible_capabilities
 
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first, so that the last to finish is short
 FEW_SMS = (4, 16)  # of the card that a small shape is planned for: beside more it would go to another kernel than the full one
+READ, UNREAD = "read", "unread"  # whether the child looks at its results
 _HOME = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
 
 
@@ -127,8 +128,8 @@ def examine(sanitizer: str, jobs: list[Job], timeout_s: float, threads: int) -> 
     tool, target = jobs[0].tool, jobs[0].target
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", *_only(tuple(sorted({name for job in jobs for name in job.kernels})))]
     command += ["--leak-check", "no", "--report-api-errors", "no"] if tool == "memcheck" else []
-    command += [sys.executable, "-m", "bench.sanitize", *(word for job in jobs for word in ("--child", str(job.folder))), *(["--unread"] if tool == "initcheck" else [])]
-    env = {**os.environ, "TARGETS": target, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
+    command += child_command("bench.sanitize", UNREAD if tool == "initcheck" else READ, *(job.folder for job in jobs))
+    env = {**child_environment(), "TARGETS": target, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
     start = time.perf_counter()
     try:
         finished = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
@@ -196,31 +197,25 @@ def _shape(plan: Plan) -> list[tuple]:
 @click.option("--timeout-s", default=180.0, show_default=True, help="For one tool on one package.")
 @click.option("--force", is_flag=True, help="Examine again what is recorded for today's sources.")
 @click.option("--together", default=6, show_default=True, type=click.IntRange(1), help="Packages that one child process examines.")
-@click.option("--child", "folders", multiple=True, type=click.Path(path_type=Path), hidden=True)
-@click.option("--unread", is_flag=True, hidden=True)
-def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, together, folders, unread) -> None:
+def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, together) -> None:
     """Run compute-sanitizer over the kernels of SPECS (all shipped packages without any) at small shapes."""
-    if folders:
-        child(list(folders), 2, not unread)
-        return
-    with sentences():
-        wanted = {load_spec(spec).path for spec in specs}
-        if not torch.cuda.is_available():
-            raise click.ClickException("compute-sanitizer watches kernels on a CUDA GPU, and none is visible here")
-        where = choose_device(device)
-        sanitizer = find_sanitizer()
+    wanted = {load_spec(spec).path for spec in specs}
+    if not torch.cuda.is_available():
+        raise click.ClickException("compute-sanitizer watches kernels on a CUDA GPU, and none is visible here")
+    where = choose_device(device)
+    sanitizer = find_sanitizer()
     start = time.perf_counter()
     machine, console = describe(where), Console(soft_wrap=True, highlight=False)
     able = [t for t in targets or DEFAULT_TARGETS if t != "cpu" and _runs_on(t, torch.cuda.get_device_capability(where))]
     packages = [e for e in index.entries(Path("generated")) if (not specs or load_spec(e[0]).path in wanted) and (not precisions or e[1] in precisions)]
     if not packages:
         raise click.ClickException("none of these is among the shipped packages (generated/index.yaml), and only those are examined")
-    with sentences():
-        recorded = store.read(SANITIZE, results, machine.slug) or store.read(SANITIZE, RESULTS, machine.slug)
-        done = {SANITIZE.key(record): record for record in recorded}
-        jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]
+    recorded = store.read(SANITIZE, results, machine.slug) or store.read(SANITIZE, RESULTS, machine.slug)
+    done = {SANITIZE.key(record): record for record in recorded}
+    jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]
     # What cannot be built shows when a tool's child meets it.
-    build_all([(job.folder, job.target) for job in jobs], visible_capabilities()[where.index or 0], workers)
+    with console.status("compiling"):
+        build_all([(job.folder, job.target) for job in jobs], visible_capabilities()[where.index or 0], workers)
     console.print(f"{len(jobs)} examinations to do, their kernels compiled in {time.perf_counter() - start:.0f} s")
     longest = 0.0
 
@@ -269,5 +264,5 @@ def _jobs(packages: list[tuple[str, str]], targets: list[str], tools: tuple[str,
     return [Job(spec, target, tool, key, folder, kernels) for tool in tools for spec, target, key, folder, kernels in emitted]
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # the process that a tool watches
+    child([Path(folder) for folder in sys.argv[2:]], 2, sys.argv[1] == READ)

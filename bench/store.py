@@ -18,7 +18,8 @@ from typing import Any
 from filelock import FileLock
 
 FORMAT = 1
-RESULTS = Path(__file__).parent / "results"
+_OF_A_CLONE = Path(__file__).parent / "results"
+RESULTS = _OF_A_CLONE if _OF_A_CLONE.is_dir() else Path("results")  # an installation keeps none: there, in the current folder
 
 Record = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The generator's command: YAML specs in, packages of sources out.
+"""The steps from a spec to a folder of sources, and what a folder holds already.
 
     load_spec -> Spec -> plan -> Plan -> render -> {path: text} -> write_if_different
 """
@@ -8,19 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import click
-
 from codegen.manifest import Package
-from codegen.numerics import PRECISIONS
 from codegen.plan import PlanError, plan
 from codegen.render import render
-from codegen.report import explain
-from codegen.spec import Spec, SpecError, load_spec, shipped
+from codegen.spec import Spec, SpecError, load_spec
 from codegen.standalone import render_standalone
 from codegen.targets import DEFAULT_TARGETS, DEVICES, TARGETS
 
@@ -144,10 +139,10 @@ def is_foreign(folder: Path) -> bool:
 def refuse_foreign(folder: Path) -> None:
     """Raises PlanError where what is in `folder` is not ours to replace."""
     if is_foreign(folder):
-        raise PlanError(f"{folder} is not empty and holds no generated package; move what is in it, choose another OUT, or pass --force (make: FORCE=1)")
+        raise PlanError(f"{folder} is not empty and holds no generated package; move what is in it, choose another --out (make: OUT=), or pass --force (make: FORCE=1)")
 
 
-def _read(path: str, precision: str | None, prepack: bool) -> Spec:
+def read_spec_or_package(path: str, precision: str | None = None, prepack: bool = False) -> Spec:
     """The spec at `path`. The spec.yaml of a package, unchanged, is the spec that the package was generated from: what it emits is the same."""
     spec = load_spec(path, precision, prepack)
     folder = Path(spec.named).parent
@@ -174,7 +169,7 @@ def _claim(folder: Path, spec: Spec) -> None:
     held = owner(folder)
     if held not in (None, spec.path) and Path(spec.named).resolve() != (folder / "spec.yaml").resolve():
         raise PlanError(
-            f"{folder} holds the package of {held}, and {spec.named} has the same name; change its name, choose another OUT, or pass --force (make: FORCE=1)"
+            f"{folder} holds the package of {held}, and {spec.named} has the same name; change its name, choose another --out (make: OUT=), or pass --force (make: FORCE=1)"
         )
 
 
@@ -184,45 +179,29 @@ def _umask() -> int:
     return mask
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("specs", nargs=-1)
-@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision; the package is then <name>_<precision>.")
-@click.option("--prepack", is_flag=True, help="Prepared weights whatever the spec says; the package is then <name>_prepacked.")
-@click.option("--target", "targets", multiple=True, type=click.Choice(list(TARGETS)), help="Emit for this target only (may be repeated).")
-@click.option("--device", type=click.Choice(list(DEVICES)), help="Plan for this class of card instead of each target's default.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the packages.  [default: generated, with --debug build/debug]")
-@click.option("--explain", "explaining", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--standalone", is_flag=True, help="Also write standalone.py: one file that imports nothing of ours.")
-@click.option("--debug", is_flag=True, help="Bounded waits that trap and name their barrier (sm_90a; the others wait for nothing).")
-@click.option("--force", is_flag=True, help="Replace a package that was generated from another spec, and files that are no package.")
-def main(specs, precision, prepack, targets, device, out, explaining, standalone, debug, force) -> None:
-    """Generate specialised kernels from SPECS (YAML files; `specs/default.yaml` finds the shipped one)."""
-    out = out or Path("build/debug" if debug else "generated")
-    try:
-        if not specs:
-            raise click.UsageError(f"name at least one spec; shipped: {', '.join(shipped())}")
-        packages = [make_package(_read(path, precision, prepack), targets, device, debug) for path in specs]
-        for package in packages:
-            if explaining:
-                click.echo("\n".join([explain(p) for p in package.plans] + [f"not for {name}: {reason}" for name, reason in package.skipped]))
-                continue
-            folder = out / package.spec.package
-            if not force:
-                _claim(folder, package.spec)
-            files = render(package)
-            if standalone:
-                files["standalone.py"] = render_standalone(package, files)
-            changed = write_if_different(folder, files)
-            names = ", ".join(sorted(f for f in files if f not in ("__init__.py", "spec.yaml", "manifest.json")))
-            click.echo(f"{folder}: {names}" + (f" ({len(changed)} files changed)" if changed else " (unchanged)"))
-    except SpecError as error:
-        click.echo(str(error), err=True)
-        sys.exit(2)
-    except PlanError as error:
-        raise click.ClickException(str(error)) from None
-    except OSError as error:
-        raise click.ClickException(f"{error.filename or out}: {error.strerror or error}; nothing half-written was left") from None
+@dataclass(frozen=True)
+class Written:
+    """A package on disk: its folder, the names of its files, and the paths that were written or removed this time."""
+
+    folder: Path
+    files: tuple[str, ...]
+    changed: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        names = ", ".join(sorted(name for name in self.files if name not in ("__init__.py", "spec.yaml", "manifest.json")))
+        return f"{self.folder}: {names}" + (f" ({len(self.changed)} files changed)" if self.changed else " (unchanged)")
 
 
-if __name__ == "__main__":
-    main()
+def write_package(package: Package, out: Path, standalone: bool = False, force: bool = False) -> Written:
+    """Write the sources of `package` into a folder of its name under `out`; `standalone` adds standalone.py.
+
+    Raises PlanError where the folder holds the package of another spec, or files that are no package, unless `force` is set; OSError where it
+    cannot be written.
+    """
+    folder = out / package.spec.package
+    if not force:
+        _claim(folder, package.spec)
+    files = render(package)
+    if standalone:
+        files["standalone.py"] = render_standalone(package, files)
+    return Written(folder, tuple(files), tuple(write_if_different(folder, files)))

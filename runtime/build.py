@@ -68,7 +68,7 @@ class Build:
                 return ctypes.CDLL(str(path))
             except OSError as error:
                 if path.exists():
-                    raise BuildError(f"{self.label} cannot be loaded: {error}; python -m runtime cache clear removes it.") from error
+                    raise BuildError(f"{self.label} cannot be loaded: {error}; python -m fixed_shape_kernels cache clear removes it.") from error
         raise BuildError(f"{self.label} was removed from the cache each time it was built; stop what is clearing the cache.")
 
 

@@ -1,6 +1,6 @@
 """Compiles one CUDA source and reports what ptxas made of it; no GPU needed.
 
-The tests of the generator and ``python -m runtime show --resources`` ask the same question here. A report without
+The tests of the generator and ``fsk show --resources`` ask the same question here. A report without
 warnings is kept in the cache under everything that determines it, so asking again compiles nothing. Comments do not
 determine it: an edited comment compiles nothing either.
 """

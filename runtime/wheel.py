@@ -42,7 +42,7 @@ TAG = "py3-none-linux_x86_64"
 RUNTIME = "_runtime"
 
 # Modules of this package that build, and that a wheel therefore leaves out.
-BUILDER = frozenset("__main__ build cache commands diagnostics doctor folders kernel_report process resources supervisor toolchain wheel".split())
+BUILDER = frozenset("build cache cli commands diagnostics doctor folders kernel_report process resources supervisor toolchain wheel".split())
 MIN_GXX_FOR_PROCESSOR = (11,)  # the first that knows -march=x86-64-v3
 
 _VERSION = re.compile(r"(\d+!)?\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?")

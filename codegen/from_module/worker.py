@@ -1,4 +1,4 @@
-"""The child process of `python -m codegen.from_module`: imports the problem file and answers with its spec, or with everything wrong with it.
+"""The child process of `fsk from-module`: imports the problem file and answers with its spec, or with everything wrong with it.
 
     python -m codegen.from_module.worker REQUEST ANSWER        both JSON files; see command.py
 """

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from bench import backward as module
 from bench.backward import exact_gradients, measure_backward, relative_errors, step_of, table_of
 from bench.machine import describe
 from bench.records import backward_keys, find, with_backward_of
-from bench.run import main
 from bench.subject import construct, emit
 from bench.timing import Ceilings
+from tests.fsk import fsk
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -79,7 +78,7 @@ def test_the_command_keeps_them_in_the_forwards_record(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = "specs/gemm_groupnorm_hardtanh_small.yaml"
     monkeypatch.setattr("bench.run.measure_ceilings", lambda where: Ceilings(10.0, 0.1, 0.1, 0.1, 0.1))
-    run = lambda *more: CliRunner().invoke(main, [spec, "--device", "cpu", "--peers", "eager", "--seconds", "0.1", *more])  # noqa: E731
+    run = lambda *more: fsk("bench", spec, "--device", "cpu", "--peers", "eager", "--seconds", "0.1", *more)  # noqa: E731
     result = run("--backward")
     assert result.exit_code == 0 and "forward and backward on CPU" in result.output and "of the roofline" not in result.output
     result = run("--backward", "--results", "results")

@@ -5,13 +5,12 @@ import sys
 import tarfile
 from pathlib import Path
 
-from click.testing import CliRunner
-
-from bench.evidence import main, wanted_jobs
+from bench.evidence import wanted_jobs
 from bench.records import find, keep
 from bench.store import EVIDENCE, read
 from bench.timing import Ceilings
 from codegen import index
+from tests.fsk import fsk
 
 ROOT = Path(__file__).parents[2]
 SPEC = "specs/gemm_groupnorm_hardtanh_small.yaml"
@@ -19,7 +18,7 @@ SMALL_94 = "specs/gemm_biasadd_hardtanh_mish_groupnorm_small.yaml"
 
 
 def evidence(folder, *arguments):
-    command = [sys.executable, "-m", "bench.evidence", *arguments, "--device", "cpu", "--seconds", "0.2", "--results", folder / "results", "--out", folder / "packages"]
+    command = [sys.executable, "-m", "fixed_shape_kernels", "evidence", *arguments, "--device", "cpu", "--seconds", "0.2", "--results", folder / "results", "--out", folder / "packages"]
     return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -85,7 +84,7 @@ def test_a_package_short_of_memory_beside_others_is_examined_again_alone(tmp_pat
     monkeypatch.setattr("bench.evidence.run_jobs", run_jobs)
     monkeypatch.setattr("bench.evidence.usable_cores", lambda: 8)
     monkeypatch.setattr("bench.evidence.measure_ceilings", lambda device: Ceilings(1.0, 1.0, 1.0, 1.0, 1.0))
-    done = CliRunner().invoke(main, [SPEC, SMALL_94, "--device", "cpu", "--results", str(tmp_path / "results"), "--out", str(tmp_path / "packages")])
+    done = fsk("evidence", SPEC, SMALL_94, "--device", "cpu", "--results", tmp_path / "results", "--out", tmp_path / "packages")
     assert asked[:2] == [("examine", ["000", "001"], 4), ("examine", ["000", "001"], 1)]
     assert done.exit_code == 1 and "OutOfMemoryError: CUDA out of memory" in done.output and done.output.count("OutOfMemoryError") == 1
 

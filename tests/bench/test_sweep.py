@@ -149,7 +149,7 @@ def test_the_page_shows_the_sweep(tmp_path):
 def test_thirty_random_specs_are_right(tmp_path):
     """`make sweep SMALL=1 COUNT=30 ON=cpu`, in a folder of its own; sources and cache keys are the same at each run."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "bench.sweep", "--small", "--count", "30", "--device", "cpu", "--results", "results", "--work", "work"]
+    command = [sys.executable, "-m", "fixed_shape_kernels", "sweep", "--small", "--count", "30", "--device", "cpu", "--results", "results", "--work", "work"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     cases = read(SWEEP, tmp_path / "results", "cpu")

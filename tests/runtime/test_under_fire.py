@@ -14,24 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from runtime import BuildError, CallError, toolchain
 from runtime import build as build_module
 from runtime import cache as cache_module
-from runtime.__main__ import main
 from runtime.build import ensure_built, plan_build
 from runtime.cache import LIBRARY, RECORD, CacheWarning, default_cache
+from tests.fsk import fsk as invoke
 
 from .tiny_package import ROOT, write_tiny_package
 
 
 def plan(tiny, target="cpu", capability=None):
     return plan_build(tiny.package, tiny.package.target(target), capability)
-
-
-def invoke(*args):
-    return CliRunner().invoke(main, [str(arg) for arg in args])
 
 
 # ---- a full disk ----------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""``python -m runtime``: look at the machine, the cache and a package; compile ahead of time; make a wheel."""
+"""The commands ``fsk doctor``, ``build``, ``show`` and ``cache``: they look at the machine, the cache and a package, and compile ahead of time."""
 
 import shutil
 import sys
-import warnings
 from pathlib import Path
 
 import click
@@ -14,22 +13,16 @@ from . import kernel_report, toolchain
 from .build import ensure_built, plan_build
 from .cache import LIBRARY, caches_in_use, default_cache
 from .doctor import examine, examine_package
-from .errors import PackageError, RuntimeFailure
+from .errors import PackageError
 from .load import with_backwards
 from .package import Package
 from .process import run_program
-from .wheel import make_wheel
 
+SETTINGS = {"help_option_names": ["-h", "--help"]}
 STYLES = {"ok": "green", "missing": "bold red", "optional": "yellow"}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-def main():
-    """Builds and inspects generated packages."""
-    warnings.showwarning = lambda message, *_: click.echo(f"warning: {message}", err=True)
-
-
-@main.command()
+@click.command(context_settings=SETTINGS)
 @click.argument("package", type=click.Path(path_type=Path), required=False)
 def doctor(package):
     """Say what was found, what is missing and what to install, and which targets run here; of PACKAGE (a folder), if one is named,
@@ -42,16 +35,16 @@ def doctor(package):
     sys.exit(any(finding.state == "missing" for finding in findings))
 
 
-@main.command()
+@click.command(context_settings=SETTINGS)
 @click.argument("package", type=click.Path(path_type=Path))
-@click.option("--targets", default="", help="Targets to build, separated by spaces or commas; all emitted ones if absent.")
+@click.option("--target", "targets", multiple=True, help="Build for this target (repeatable); else for all emitted ones.")
 @click.option("--capability", multiple=True, metavar="X.Y",
               help="Compile for devices of this compute capability (repeatable); else for every device of the target.")  # fmt: skip
 @click.option("--backward/--no-backward", default=True, help="Also the libraries that gradients need.  [default: yes]")
 def build(package, targets, capability, backward):
     """Compile PACKAGE (a generated folder) into the cache; no GPU is needed."""
     opened = Package(package)
-    names = targets.replace(",", " ").split() or list(opened.manifest.targets)
+    names = dict.fromkeys(targets) or list(opened.manifest.targets)
     wanted = [_capability(text) for text in capability] or [None]
     chosen = []
     for name in names:
@@ -62,24 +55,14 @@ def build(package, targets, capability, backward):
                 click.echo(f"{opened.manifest.name} {name}: not for capability {entry[0]}.{entry[1]}, which it does not run on", err=True)
         chosen += [(target, entry) for entry in able]
     for target, entry in with_backwards(opened, chosen) if backward else chosen:
-        path = ensure_built(plan_build(opened, target, entry))
+        with _console(stderr=True).status(f"compiling {opened.manifest.name} for {target.name}"):
+            path = ensure_built(plan_build(opened, target, entry))
         click.echo(f"{opened.manifest.name} {target.name}: {path}")
     if not chosen:
         raise PackageError(f"nothing of {opened.manifest.name} was built.")
 
 
-@main.command("package")
-@click.argument("packages", type=click.Path(path_type=Path), nargs=-1, required=True)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("dist"), help="Folder for the wheels.  [default: dist]")
-@click.option("--version", help="Version of the wheels.  [default: this product's, with the targets as its local part]")
-def make_wheels(packages, out, version):
-    """Pack each of PACKAGES (generated folders), built for all its targets, into a wheel that needs only torch."""
-    for folder in packages:
-        path = make_wheel(Package(folder), out, version)
-        click.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
-
-
-@main.command()
+@click.command(context_settings=SETTINGS)
 @click.argument("package", type=click.Path(path_type=Path))
 @click.option("--target", "targets", multiple=True, help="Only this target (repeatable).")
 @click.option("--arch", help="Architecture to compile a native target for, such as sm_86.")
@@ -127,7 +110,7 @@ def _show_part(package: Package, part: str, units: list, arch: str | None, form:
         _console().print(table)
 
 
-@main.group()
+@click.group(context_settings=SETTINGS)
 def cache():
     """Look at, check or empty the build cache."""
 
@@ -186,18 +169,6 @@ def _capability(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
-
-
-def run() -> None:
-    """The command, with failures as sentences."""
-    try:
-        main(prog_name="python -m runtime")
-    except RuntimeFailure as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    run()
+def _console(stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 200, soft_wrap=not stream.isatty())

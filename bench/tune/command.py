@@ -20,8 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bench.children import Result, run_jobs
-from bench.faults import sentences
+from bench.children import Result, child_command, run_jobs
 from bench.jobs import build_all
 from bench.machine import Machine, choose_device, describe
 from bench.sweep.judge import FAMILIES
@@ -113,7 +112,7 @@ class Tuner:
                 found[job] = result
                 progress.advance(bar)
 
-            command = lambda folder: [sys.executable, "-m", module, str(folder)]  # noqa: E731
+            command = lambda folder: child_command(module, folder)  # noqa: E731
             complete = run_jobs(command, {"device": self.device.type, **setting}, jobs, 1, self.limit_s, self.deadline, take)
         return found if complete else None
 
@@ -165,7 +164,7 @@ def _table(spec: Spec, record: dict[str, Any]) -> Table:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("specs", nargs=-1, required=True)
 @click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)), help="Precision (repeatable); else the spec's own.")
-@click.option("--class", "device_class", type=click.Choice(list(DEVICES)), help="The card's device class, where its name does not say it.")
+@click.option("--device-class", type=click.Choice(list(DEVICES)), help="The card's device class, where its name does not say it.")
 @click.option("--device", "device_name", type=click.Choice(["cpu", "cuda"]))
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), default=Path("build/tune"), show_default=True, help="Folder for the packages.")
 @click.option("--budget-s", default=0.0, help="Stop when so many seconds are over, with what is complete recorded; 0 means no limit.")
@@ -176,36 +175,31 @@ def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, 
     """Measure the planner's candidates for SPECS on this card and record them for its device class."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     deadline = time.time() + budget_s if budget_s else None
-    with sentences():
-        device = choose_device(device_name)
-        machine = describe(device)
-        name = device_class or ("host" if device.type == "cpu" else machine.slug)
-        if name not in DEVICES:
-            raise click.UsageError(f"{machine.gpu} is none of the device classes {', '.join(DEVICES)}; name the nearest with --class")
-        tuner = Tuner(console, device, limit_s, deadline)
-        rejected = []
-        for file, spec in [(path, size) for path in specs for precision in precisions or (None,) for size in load_spec(path, precision).sizes]:
-            tries = generate(spec, name, work / name)
-            if not tries:
-                raise click.ClickException(f"{spec.package}: no candidate has a plan for {name}")
-            known = tuned.records(name)
-            if not force and up_to_date(known.get(tuned.signature(spec)), tries, machine):
-                console.print(f"{spec.package}: up to date")
-                continue
-            tuner.build(tries)
-            record = tuner.measure(spec, file, tries, machine, seconds)
-            if record is None:
-                console.print(f"{spec.package}: out of time and not recorded; run again to go on")
-                break
-            console.print(_table(spec, record))
-            if not any("ms" in row for row in record["candidates"]):
-                rejected.append(spec.package)
-                console.print(f"[bold red]{spec.package}: all candidates rejected; nothing is recorded[/]")
-                continue
-            recorded = tuned.write(name, {**known, record["spec"]: record})
-            console.print(f"{recorded}: recorded; make generate SPEC={file} DEVICE={name} follows it")
+    device = choose_device(device_name)
+    machine = describe(device)
+    name = device_class or ("host" if device.type == "cpu" else machine.slug)
+    if name not in DEVICES:
+        raise click.UsageError(f"{machine.gpu} is none of the device classes {', '.join(DEVICES)}; name the nearest with --device-class")
+    tuner = Tuner(console, device, limit_s, deadline)
+    rejected = []
+    for file, spec in [(path, size) for path in specs for precision in precisions or (None,) for size in load_spec(path, precision).sizes]:
+        tries = generate(spec, name, work / name)
+        if not tries:
+            raise click.ClickException(f"{spec.package}: no candidate has a plan for {name}")
+        known = tuned.records(name)
+        if not force and up_to_date(known.get(tuned.signature(spec)), tries, machine):
+            console.print(f"{spec.package}: up to date")
+            continue
+        tuner.build(tries)
+        record = tuner.measure(spec, file, tries, machine, seconds)
+        if record is None:
+            console.print(f"{spec.package}: out of time and not recorded; run again to go on")
+            break
+        console.print(_table(spec, record))
+        if not any("ms" in row for row in record["candidates"]):
+            rejected.append(spec.package)
+            console.print(f"[bold red]{spec.package}: all candidates rejected; nothing is recorded[/]")
+            continue
+        recorded = tuned.write(name, {**known, record["spec"]: record})
+        console.print(f"{recorded}: recorded; make generate SPEC={file} DEVICE={name} follows it")
     sys.exit(bool(rejected))
-
-
-if __name__ == "__main__":
-    main()

@@ -20,8 +20,7 @@ import torch
 from rich.console import Console
 
 from bench import store
-from bench.children import Result, run_jobs
-from bench.faults import sentences
+from bench.children import Result, child_command, run_jobs
 from bench.jobs import EXAMINED, build_all
 from bench.machine import Machine, cards, choose_device, describe
 from bench.measure import save_machine
@@ -163,7 +162,7 @@ class Sweep:
 
 
 def _child(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "bench.sweep.case", str(folder)]
+    return child_command("bench.sweep.case", folder)
 
 
 def _unplanned(work: Path, seed: int, index: int) -> dict[str, str]:
@@ -207,7 +206,7 @@ def _crew(device: torch.device) -> int:
 @click.option("--small", is_flag=True, help="Sizes that a CPU verifies in milliseconds.")
 @click.option("--device", "device_name", type=click.Choice(["cpu", "cuda"]))
 @click.option("--target", "targets", multiple=True, help="Emit this target alone (repeatable), else the loader chooses.")
-@click.option("--class", "device_class", type=click.Choice(list(DEVICES)), help="Plan for this class of card; default: the present one's where it is known.")
+@click.option("--device-class", type=click.Choice(list(DEVICES)), help="Plan for this class of card; default: the present one's where it is known.")
 @click.option("--family", "families", multiple=True, help=f"Verify on this family of data (repeatable), else on {', '.join(FAMILIES)}; `all` for all.")
 @click.option("--verify-only", is_flag=True, help="No times (never taken on a CPU).")
 @click.option("--build-only", is_flag=True, help="Generate and compile, then stop; needs no GPU with --capability.")
@@ -232,11 +231,9 @@ def main(
     console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
     if capability and not (build_only and re.fullmatch(r"\d+\.\d+", capability)):
         raise click.UsageError("--capability goes with --build-only and looks like 9.0")
-    with sentences():
-        device = torch.device("cpu") if capability else choose_device(device_name)
+    device = torch.device("cpu") if capability else choose_device(device_name)
     able = tuple(map(int, capability.split("."))) if capability else visible_capabilities()[device.index] if device.type == "cuda" else None
-    with sentences():
-        sweep = Sweep(console, device, describe(device), results, archive, seed, small)
+    sweep = Sweep(console, device, describe(device), results, archive, seed, small)
     if force:
         sweep.cases = {key: case for key, case in sweep.cases.items() if key[:2] != (small, seed) or key[2] >= count}
     card = device_class or (sweep.machine.slug if device.type == "cuda" and sweep.machine.slug in DEVICES else None)
@@ -281,7 +278,3 @@ def _conclude(sweep: Sweep, console: Console, count: int) -> int:
     console.print(f"{found['right']} of {len(cases)} right, {found['wrong']} wrong, {found['failed']} failed, {found['open']} still to run")
     console.print(str(SWEEP.path(sweep.results, sweep.machine.slug)))
     return int(bool(found["wrong"] or found["failed"]))
-
-
-if __name__ == "__main__":
-    main()
