@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from codegen.plan import PlanError
-from codegen.plan.backward import gradient_keys, plan_backward
-from codegen.plan.backward_cuda import plan_backward_cuda
+from codegen.plan.backward.cpu import gradient_keys, plan_backward
+from codegen.plan.backward.cuda import plan_backward_cuda
 from codegen.plan.model import Buffer, Launch, Library, Plan
 from codegen.report import explanation, regenerate
 from codegen.spec import Spec

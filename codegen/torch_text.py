@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from codegen.chain import kept_name
+from codegen.ir.apply import kept_name
 from codegen.ops import Kind
 from codegen.spec import Spec, Step
 

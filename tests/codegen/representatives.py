@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from codegen.plan import plan
-from codegen.plan.backward_cuda import plan_backward_cuda
+from codegen.plan.backward.cuda import plan_backward_cuda
 from codegen.plan.model import Kernel, Plan
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
