@@ -3,6 +3,7 @@
 from tests.golden import DIGITS, Case, cases, difference, hashed, recorded
 
 
+@pytest.mark.slow
 def test_everything_emitted_and_explained_is_as_recorded():
     known = recorded()
     names, different = set(), []

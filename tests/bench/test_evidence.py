@@ -6,6 +6,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from bench.evidence import main
@@ -21,6 +22,7 @@ def evidence(folder, *arguments):
     return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_a_package_is_verified_timed_recorded_and_not_done_twice(tmp_path):
     done = evidence(tmp_path, SPEC, "--bundle", tmp_path / "all.tar")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,6 +35,7 @@ def test_a_package_is_verified_timed_recorded_and_not_done_twice(tmp_path):
     assert again.returncode == 0 and "up to date" in again.stdout
 
 
+@pytest.mark.slow
 def test_times_again_keep_the_verdict(tmp_path):
     assert evidence(tmp_path, SPEC).returncode == 0
     path = tmp_path / "results" / "cpu" / "gemm_groupnorm_hardtanh_small.fp32.json"
@@ -68,12 +71,14 @@ def test_a_package_short_of_memory_beside_others_is_examined_again_alone(tmp_pat
     assert done.exit_code == 1 and "OutOfMemoryError: CUDA out of memory" in done.output and done.output.count("OutOfMemoryError") == 1
 
 
+@pytest.mark.slow
 def test_a_package_that_takes_too_long_is_given_up_and_said(tmp_path):
     done = evidence(tmp_path, SPEC, "--limit-s", "0.01")
     assert done.returncode == 1 and "gemm_groupnorm_hardtanh_small could not be measured: took longer than" in done.stdout.replace("\n", " ")
     assert not list((tmp_path / "results" / "cpu").glob("gemm*"))
 
 
+@pytest.mark.slow
 def test_prepared_weights_are_measured_only_where_a_target_has_them(tmp_path):
     done = evidence(tmp_path, SPEC, "--prepack")
     assert done.returncode == 0 and "this target prepares no weights" in done.stdout
