@@ -1,5 +1,7 @@
 """What the generator emits is what tests/golden.json records: a change of one byte, or of one explanation, is made on purpose or not at all."""
 
+import pytest
+
 from tests.golden import DIGITS, Case, cases, difference, hashed, recorded
 
 
