@@ -5,6 +5,8 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pytest
+
 from bench.evidence import wanted_jobs
 from bench.records import find, keep
 from bench.store import EVIDENCE, read
@@ -43,6 +45,7 @@ def test_a_broken_line_is_named_and_stays(tmp_path):
     assert at.read_text() == "<<<<<<< mine\n"
 
 
+@pytest.mark.slow
 def test_a_package_is_verified_timed_recorded_and_not_done_twice(tmp_path):
     done = evidence(tmp_path, SPEC, "--bundle", tmp_path / "all.tar")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -55,6 +58,7 @@ def test_a_package_is_verified_timed_recorded_and_not_done_twice(tmp_path):
     assert again.returncode == 0 and "up to date" in again.stdout
 
 
+@pytest.mark.slow
 def test_times_again_keep_the_verdict(tmp_path):
     assert evidence(tmp_path, SPEC).returncode == 0
     record = recorded(tmp_path)
@@ -89,12 +93,14 @@ def test_a_package_short_of_memory_beside_others_is_examined_again_alone(tmp_pat
     assert done.exit_code == 1 and "OutOfMemoryError: CUDA out of memory" in done.output and done.output.count("OutOfMemoryError") == 1
 
 
+@pytest.mark.slow
 def test_a_package_that_takes_too_long_is_given_up_and_said(tmp_path):
     done = evidence(tmp_path, SPEC, "--limit-s", "0.01")
     assert done.returncode == 1 and "gemm_groupnorm_hardtanh_small could not be measured: took longer than" in done.stdout.replace("\n", " ")
     assert not read(EVIDENCE, tmp_path / "results", "cpu")
 
 
+@pytest.mark.slow
 def test_prepared_weights_are_measured_only_where_a_target_has_them(tmp_path):
     done = evidence(tmp_path, SPEC, "--prepack")
     assert done.returncode == 0 and "this target prepares no weights" in done.stdout

@@ -42,6 +42,7 @@ def normalise(model, y, mean, variance):
     return F.hardtanh(normal * model.group_norm.weight + model.group_norm.bias, -2.0, 2.0)
 
 
+@pytest.mark.slow
 def test_the_reference_itself_is_found_right(small):
     """Where squares stay within fp32's range."""
     families = tuple(name for name, family in FAMILIES.items() if not family.beyond)
@@ -55,6 +56,7 @@ def test_a_dropped_bias_is_caught(small):
     assert set(judged(small, wrong, ("benchmark", "uniform"))) == {"benchmark", "uniform"}
 
 
+@pytest.mark.slow
 def test_a_dropped_affine_is_caught_by_random_parameters(small):
     """At its initial weights the layer cannot show it: gamma = 1, beta = 0."""
 
@@ -64,6 +66,7 @@ def test_a_dropped_affine_is_caught_by_random_parameters(small):
     assert set(judged(small, wrong, ("benchmark", "uniform", "normal"))) == {"uniform", "normal"}
 
 
+@pytest.mark.slow
 def test_variance_by_squares_is_caught(small):
     def wrong(model, x, correct):
         y = model.gemm(x)

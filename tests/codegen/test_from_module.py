@@ -15,7 +15,8 @@ from codegen.spec import load_spec, shipped
 from tests.codegen.module_files import BIAS, CONV, CONV_SCALE, LINEAR, SWISH, SWISH_BIAS, TOP, chain, comparable, faults, read, spec_of
 
 
-@pytest.mark.parametrize("path", shipped())
+# Their references are run; at the benchmarks' own sizes that takes seconds each.
+@pytest.mark.parametrize("path", [pytest.param(path, marks=[] if path.endswith("_small.yaml") else pytest.mark.slow) for path in shipped()])
 def test_shipped_specs_come_back_from_their_own_reference(path, tmp_path):
     spec = load_spec(path)
     found = spec_of(tmp_path, read(tmp_path, reference_source(spec), name=spec.name))

@@ -150,6 +150,7 @@ def test_the_command_writes_a_spec_and_its_package(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith("__")] == []  # importing leaves nothing behind
 
 
+@pytest.mark.slow
 def test_the_command_replaces_another_spec_only_when_told(tmp_path):
     (tmp_path / "layer.py").write_text(LINEAR)
     (tmp_path / "layer.yaml").write_text("mine")

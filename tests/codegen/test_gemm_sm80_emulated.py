@@ -146,6 +146,7 @@ def branches(planned):
     return found
 
 
+@pytest.mark.slow
 def test_every_tile_and_every_branch_that_the_cases_take_on_a_gpu_is_emulated(tmp_path):
     emulated, taken = set(), set()
     for precision, arithmetic in ARITHMETICS:

@@ -224,6 +224,7 @@ def test_nothing_is_written_to_the_package(tiny, x):
     assert {path: path.stat().st_mtime_ns for path in tiny.path.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_no_gpu_builds_for_the_cpu_and_compiles_cuda(tiny):
     code = """
         import pathlib, torch

@@ -112,6 +112,7 @@ def test_export(model, x, strict):
     assert targets == [model._operators.forward]
 
 
+@pytest.mark.slow
 def test_an_exported_program_needs_only_the_import(model, package, x, tmp_path):
     """In a process that constructs no model, the operator builds what it needs."""
     with torch.no_grad():

@@ -312,6 +312,7 @@ def test_opcheck_of_every_size(ranged):
         torch.library.opcheck(size.operators.forward_saving, (x_of(ranged, size.batch), *parameters))
 
 
+@pytest.mark.slow
 def test_an_exported_program_of_one_size_needs_only_the_import(ranged, tmp_path):
     model, _ = pair(ranged)
     x = x_of(ranged, 3)
