@@ -32,7 +32,7 @@ CASES = {
 }
 ONE_PRODUCT = ("pointwise", "empty_strips", "channel_tiles")  # their sums are too short for fp32, or their weights too many
 QUICK = ("one_group", "no_pool", "turns")  # small enough for every kind
-KINDS = ("normal", "offset", "constant", "zeros", "outlier", "bright row", "beyond fp16", "nan")
+KINDS = ("normal", "offset", "constant", "zeros", "outlier", "bright row", "beyond fp16", "squares beyond fp32", "dead channel", "nan")
 
 
 def draw(shape, kind):
@@ -48,6 +48,11 @@ def draw(shape, kind):
     elif kind == "beyond fp16":
         x[0, :, 0, 0] = 1e6
         x[1] *= 1e-6
+    elif kind == "squares beyond fp32":
+        x[0] *= 1e33
+        x[1, :, 0, 0] = 3e37
+    elif kind == "dead channel":
+        x[:, -1] = 0.0
     elif kind == "nan":
         x[0, 0, 3, 3] = float("nan")
     return x
@@ -85,11 +90,16 @@ def test_errors_keep_the_promise(tmp_path, name, precision):
     device = dataclasses.replace(DEVICES["h100"], sms=sms)
     emulated = Emulated(plan_conv_sm_90a(spec, TARGETS["sm_90a"], device, layout=layout), tmp_path)
     values = parameters(spec)
-    for kind in KINDS if precision == "fp32" and name in QUICK else ("normal", "outlier", "nan"):
+    for kind in KINDS if precision == "fp32" and name in QUICK else ("normal", "outlier", "nan", *(("squares beyond fp32",) if precision != "fp16" else ())):
         x = draw(spec.input_shape, kind).to(DTYPES[spec.precision.dtype])
+        if kind == "dead channel":
+            values["conv.weight"][:, -1] = 1e4
         y, exact, eager = emulated(x, values), *(chain_result(spec, x, values, dtype) for dtype in (torch.float64, torch.float32))
         finite = torch.isfinite(exact)
         assert torch.equal(torch.isfinite(y), finite), kind
+        if kind == "squares beyond fp32":
+            assert finite.all()
+            eager = exact.float()  # whose own squares are infinite
         error = relative_error(y[finite], exact[finite])
         limit = {"fp32": max(1.1 * relative_error(eager[finite], exact[finite]), 3e-7), "fp16": 5e-4, "bf16": 4e-3}.get(precision)
         if precision == "tf32":
