@@ -261,6 +261,25 @@ def test_infinity_and_nan_come_out_where_they_do_in_pytorch(layers):
 
 
 @torch.no_grad()
+def test_groups_whose_squares_exceed_fp32_are_normalised(layers):
+    """All values of a sample are large, or one is; the other samples, whose groups may share a warp with theirs, stay what they are."""
+    precision, arithmetic, found = layers
+    if precision == "fp16":
+        return  # its values stay below 65504
+    close = 1e-4 if arithmetic == "bf16x3" else {"fp32": 3e-6, "tf32": 5e-3, "bf16": 3e-2}[precision]
+    for case, layer in found:
+        x = draw(layer, torch.randn)
+        x[0] *= 1e36
+        if case.batch > 2:
+            x[2, 3] = 3e38
+        y, reference = layer(x), layer.pytorch(x, torch.float64)
+        assert torch.isfinite(y).all(), layer.name
+        for rows in (slice(0, 1), slice(2, 3), slice(3, None)):
+            if len(y[rows]):
+                assert relative(y[rows], reference[rows]) <= close, f"{layer.name}: {relative(y[rows], reference[rows]):.2e}"
+
+
+@torch.no_grad()
 def test_a_constant_group_gives_beta_exactly(layers):
     precision, _, found = layers
     for case, layer in found:
@@ -332,6 +351,27 @@ def test_rows_of_any_size_are_multiplied_by_tensor_cores(layers, large, small, o
                 if len(y[rows]):
                     allowed = max(1.1 * relative(eager[rows], reference[rows]), 2e-6 if case.in_features < 256 else 3e-7)
                     assert relative(y[rows], reference[rows]) <= allowed, layer.name
+
+
+@only("fp16x3", "tf32x3", "bf16x3", "ffma")
+@torch.no_grad()
+def test_factors_near_the_smallest_of_fp32_keep_their_bits(layers):
+    """x of 1e-37 and 1e-40 makes sums of 1e-31 and 1e-34, which have all their bits."""
+    for case, layer in layers[2]:
+        if case.before or layer.module.gemm.bias is None:
+            continue
+        x = draw(layer) * 1e-37
+        x[0] *= 1e-3
+        weight = layer.weight * 2.0**20
+        with weights(layer, weight):
+            kept = layer.module.gemm.bias.clone()
+            layer.module.gemm.bias.zero_()
+            y, reference, eager = layer(x), layer.pytorch(x, torch.float64), layer.pytorch(x)
+            layer.module.gemm.bias.copy_(kept)
+            for rows in (slice(0, 1), slice(1, None)):
+                if len(y[rows]):
+                    allowed = max(1.1 * relative(eager[rows], reference[rows]), 2e-6)
+                    assert relative(y[rows], reference[rows]) <= allowed, f"{layer.name}: {relative(y[rows], reference[rows]):.2e}, allowed {allowed:.2e}"
 
 
 @only("fp16x3", "tf32x3")
