@@ -117,7 +117,8 @@ def _examine(subject: Subject, family: Family, repeats: int, seed: int) -> Findi
     part = x if rows is None else x[rows]
     y = y if rows is None else y[rows]
     exact = subject.run_exact(part)
-    eager_y = subject.run_eager(part)
+    run_eager = subject.run_eager_product if family.beyond else subject.run_eager
+    eager_y = run_eager(part)
     groups = spec.num_groups if spec.output_shape[1:2] == (spec.channels,) else None
     measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, eager_y)  # noqa: E731
     ours, eager = measure(y), measure(eager_y)
@@ -125,7 +126,7 @@ def _examine(subject: Subject, family: Family, repeats: int, seed: int) -> Findi
     finite = torch.isfinite(exact)
     by = Yardsticks(
         eager=eager,
-        eager_fp32=measure(subject.run_eager(part, "fp32")) if tf32 else eager,
+        eager_fp32=measure(run_eager(part, "fp32")) if tf32 else eager,
         tf32=measure(subject.run_tf32_model(part)) if tf32 else None,
         rounded=compare(exact.to(y.dtype), exact, spec.precision.tolerance, None).relative,
         rms=float(exact[finite].square().mean().sqrt()) if bool(finite.any()) else 0.0,
