@@ -35,6 +35,7 @@ constexpr int kOutChannels = 64;  // out_channels
 constexpr int kOutHeight = 126;  // rows of the convolution's result
 constexpr int kOutWidth = 126;  // columns of the convolution's result
 constexpr int kWindowHeight = 4;  // max_pool2d's kernel_size and stride
+constexpr int kWindowWidth = 4;  // max_pool2d's kernel_size and stride
 constexpr int kPooledHeight = 31;  // rows of a channel of y
 constexpr int kPooledWidth = 31;  // values of a row of y
 constexpr int kPooledPlane = kPooledHeight * kPooledWidth;  // values of a channel of y
@@ -53,6 +54,7 @@ constexpr int kStrips = 32;  // strips of kWindowHeight conv rows, the last may 
 constexpr int kUnits = 16;  // strips of a part
 constexpr int kCluster = 2;  // CTAs of a cluster, which share a sample: a part each
 constexpr int kClusters = 64;  // clusters: 128 samples in 2 rounds
+constexpr int kItems = 2;  // samples of a cluster, at most
 constexpr int kMultiplyGroups = 3;  // warpgroups that multiply, each a strip at a time; one more converts x
 constexpr int kThreads = 512;  // 128 x (kMultiplyGroups + 1)
 constexpr int kMultiplyRegisters = 152;  // of a multiplying thread
@@ -86,6 +88,12 @@ constexpr float kClampMax = 1.0f;  // clamp's max
 // min(max(v, lo), hi); both comparisons are false for NaN, so NaN goes through.
 __device__ __forceinline__ float clamp(float v, float lo, float hi) {
   return v < lo ? lo : (v > hi ? hi : v);
+}
+
+// From the producer's value to the norm's input.
+__device__ __forceinline__ float prepare_value(float v, float c_conv_bias) {
+  v = v + c_conv_bias;  // conv2d's bias
+  return v;
 }
 
 // From a value before the norm to the result; the mean and `factor` carry the channel's sign, as `v` does.
@@ -265,6 +273,7 @@ struct Shared {
   uint64_t strip_done[kStripBarriers];
   uint64_t moments_ready[2];
   uint64_t raw_ready[kRawStages];
+  uint32_t limit[kItems];  // the bits of what it may be: beyond, a group's squares are beyond fp32
 };
 static_assert(kSharedAt + sizeof(Shared) <= kSharedBytes, "the plan reserves too little shared memory");
 
@@ -475,6 +484,11 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
 
 // --- statistics ---
 
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
+
 // Adds `v` to `sum`, and what rounding loses of it to `rest`: many equal small terms behind a large one would all be rounded the same way.
 __device__ __forceinline__ void accumulate(float& sum, float& rest, float v) {
   const float next = __fadd_rn(sum, v);
@@ -508,13 +522,18 @@ __device__ __forceinline__ Moments merge(const Moments* sets, int count) {
   return {total, mean, rest, fmaf(-rest, left, whole(m2, m2_rest))};
 }
 
+// 1 over the standard deviation of a group. A negative m2 is that of values kShrink times as large.
+__device__ __forceinline__ float rstd_of(const Moments& group) {
+  return group.m2 < 0.0f ? kShrink / sqrtf(-group.m2 * (1.0f / kGroupSize)) : 1.0f / sqrtf(group.m2 * (1.0f / kGroupSize) + kEps);
+}
+
 // What a channel's values meet after the norm's statistics are known.
 __device__ __forceinline__ Coefficients coefficients_of(const Moments& group, int channel, const Arguments& a) {
   const float c_gamma = to_float(a.p_gamma[channel]);
   const float c_beta = to_float(a.p_beta[channel]);
   const float c_scale = to_float(a.p_scale[channel]);
   const float sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
-  float factor = 1.0f / sqrtf(group.m2 * (1.0f / kGroupSize) + kEps);
+  float factor = rstd_of(group);
   float offset = 0.0f;
   factor *= c_gamma;
   offset = c_beta;
@@ -680,6 +699,11 @@ __device__ __forceinline__ void publish_moments(const Channel* channels, const T
   if (threadIdx.x == 0) expect_bytes(&s.moments_ready[item % 2], static_cast<int>(sizeof(s.moments[0])));
 }
 
+// A sample is computed again where a group's squares exceed fp32's range.
+__device__ __forceinline__ void note_limit(const Moments& group, uint32_t* noted) {
+  if (!(group.m2 < INFINITY)) *noted = 0u;
+}
+
 // Each warpgroup merges for itself, when it first needs the result.
 __device__ __forceinline__ void finish_statistics(const Work& work, int item, int group, const Arguments& a) {
   Shared& s = shared();
@@ -687,6 +711,7 @@ __device__ __forceinline__ void finish_statistics(const Work& work, int item, in
   const int channel = threadIdx.x % 128;
   if (channel < kChannels) {
     const Moments total = merge(&s.moments[item % 2][channel / kGroupChannels * kSetsOfGroup][0][0], kSetsOfGroup * kCluster * kMultiplyGroups);
+    note_limit(total, &s.limit[item]);
     s.coefficients[group][channel] = coefficients_of(total, channel, a);
   }
   sync_group(group);
@@ -703,6 +728,81 @@ __device__ __forceinline__ void write_row(__nv_bfloat16* y, const float* slot, c
       const Coefficients c = coefficients[channel];
       const float v = slot[channel * kSlotPitch + column];
       y[channel * kPooledPlane + column] = from_float(finish_value(v, c.mean, c.rest, c.factor, c.offset));
+    }
+  }
+}
+
+// --- samples beyond fp32's range when squared: the whole chain again with ordinary multiply-adds, slow and right for any value ---
+
+constexpr int kMultiplyThreads = kMultiplyGroups * 128;
+constexpr int kExactBarrier = kMultiplyGroups + 1;
+static_assert(kMultiplyThreads * sizeof(Moments) <= kSharedAt, "the threads' moments take the place of planes and slots");
+
+// The norm's input at one place; `image` is the sample, `weight` the channel's.
+__device__ __forceinline__ float exact_value(const __nv_bfloat16* image, const __nv_bfloat16* weight, int row, int column, float c_conv_bias) {
+  float v = 0.0f;
+#pragma unroll 1
+  for (int c = 0; c < kInChannels; ++c) {
+#pragma unroll 1
+    for (int tap = 0; tap < kTaps; ++tap) {
+      const int at_row = row + tap / kKernelWidth;
+      const int at_column = column + tap % kKernelWidth;
+      v = fmaf(to_float(image[c * kInPlane + at_row * kWidth + at_column]), to_float(weight[c * kTaps + tap]), v);
+    }
+  }
+  return prepare_value(v, c_conv_bias);
+}
+
+// The multiplying threads of the cluster share the sample's groups.
+__device__ __forceinline__ void exact_sample(const Arguments& a, const Work& work, int64_t sample) {
+  Moments* scratch = reinterpret_cast<Moments*>(memory);  // the operand planes are no longer needed
+  const __nv_bfloat16* image = a.x + sample * kInChannels * kInPlane;
+#pragma unroll 1
+  for (int group = work.rank; group < kChannels / kGroupChannels; group += kCluster) {
+    const int first_channel = group * kGroupChannels;
+    Moments total;
+#pragma unroll 1
+    for (float times = 1.0f;; times = kShrink) {  // again where squares exceed fp32's range
+      Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
+      float m2_rest = 0.0f;
+#pragma unroll 1
+      for (int i = threadIdx.x; i < kGroupSize; i += kMultiplyThreads) {
+        const int channel = first_channel + i / (kOutHeight * kOutWidth);
+        const int place = i % (kOutHeight * kOutWidth);
+        const float v = times * exact_value(image, a.weight + channel * kInChannels * kTaps, place / kOutWidth, place % kOutWidth, to_float(a.p_conv_bias[channel]));
+        own.count += 1.0f;
+        const float delta = __fsub_rn(v, own.mean) - own.rest;
+        const float step = delta / own.count;
+        const float mean = __fadd_rn(own.mean, step);
+        own.rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
+        own.mean = mean;
+        accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.rest));
+      }
+      own.m2 = whole(own.m2, m2_rest);
+      named_barrier(kExactBarrier, kMultiplyThreads);
+      scratch[threadIdx.x] = own;
+      named_barrier(kExactBarrier, kMultiplyThreads);
+      total = merge(scratch, kMultiplyThreads);
+      if (times != 1.0f) total = {total.count, total.mean * kGrow, total.rest * kGrow, -total.m2};
+      if (times != 1.0f || total.m2 < INFINITY) break;
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kGroupChannels * kPooledPlane; i += kMultiplyThreads) {
+      const int channel = first_channel + i / kPooledPlane;
+      const int place = i % kPooledPlane;
+      const float c_gamma = to_float(a.p_gamma[channel]);
+      const float c_scale = to_float(a.p_scale[channel]);
+      const float sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
+      float best = -INFINITY;
+#pragma unroll 1
+      for (int w = 0; w < kWindowHeight * kWindowWidth; ++w) {
+        const int row = place / kPooledWidth * kWindowHeight + w / kWindowWidth;
+        const int column = place % kPooledWidth * kWindowWidth + w % kWindowWidth;
+        best = fmaxf(best, sign * exact_value(image, a.weight + channel * kInChannels * kTaps, row, column, to_float(a.p_conv_bias[channel])));
+      }
+      const Coefficients c = coefficients_of(total, channel, a);
+      a.y[(sample * kOutChannels + channel) * kPooledPlane + place] =
+          from_float(finish_value(best, c.mean, c.rest, c.factor, c.offset));
     }
   }
 }
@@ -794,6 +894,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1) conv(c
   for (int i = threadIdx.x; i < kPlanes * kPlanePixels; i += kThreads) pixels_of[i] = make_uint4(0u, 0u, 0u, 0u);
   const uint32_t pair = pack(kConstant, kConstant);
   for (int i = threadIdx.x; i < kConstantPixels; i += kThreads) pixels_of[kConstantsAt / 16 + i] = make_uint4(pair, pair, pair, pair);
+  for (int i = threadIdx.x; i < kItems; i += kThreads) s.limit[i] = 0x7f800000u;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kRing; ++i) barrier_init(&s.row_ready[i], 4);             // the converting warps
     for (int i = 0; i < kStripBarriers; ++i) barrier_init(&s.strip_done[i], 4);   // a multiplying warpgroup's
@@ -813,6 +914,9 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1) conv(c
     take_registers<kMultiplyRegisters>();
     multiply_strips(group, work, a);
     cluster_sync();
+    for (int item = 0; item < work.items; ++item) {
+      if (s.limit[item] == 0u) exact_sample(a, work, work.sample_of(item));
+    }
   }
 }
 

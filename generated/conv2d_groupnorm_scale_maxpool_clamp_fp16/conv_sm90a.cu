@@ -522,13 +522,18 @@ __device__ __forceinline__ Moments merge(const Moments* sets, int count) {
   return {total, mean, rest, fmaf(-rest, left, whole(m2, m2_rest))};
 }
 
+// 1 over the standard deviation of a group.
+__device__ __forceinline__ float rstd_of(const Moments& group) {
+  return 1.0f / sqrtf(group.m2 * (1.0f / kGroupSize) + kEps);
+}
+
 // What a channel's values meet after the norm's statistics are known.
 __device__ __forceinline__ Coefficients coefficients_of(const Moments& group, int channel, const Arguments& a) {
   const float c_gamma = to_float(a.p_gamma[channel]);
   const float c_beta = to_float(a.p_beta[channel]);
   const float c_scale = to_float(a.p_scale[channel]);
   const float sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
-  float factor = 1.0f / sqrtf(group.m2 * (1.0f / kGroupSize) + kEps);
+  float factor = rstd_of(group);
   float offset = 0.0f;
   factor *= c_gamma;
   offset = c_beta;

@@ -78,10 +78,13 @@ constexpr int kSlotsAt = 27648;  // kPlanes x kPlanePixels x 16 bytes
 constexpr int kRawAt = 42048;  // + kUnits x kSlotValues x 4
 constexpr int kSharedAt = 66624;  // + kRawStages x 6144
 constexpr int kSharedBytes = 71616;  // + struct Shared
-constexpr int kWeightExponent = 4;  // a channel's largest weight is scaled to 16 .. 32
+constexpr int kWeightExponent = 14;  // a channel's largest weight is scaled to 16384 .. 32768
 constexpr float kInputScale = 64.0f;  // x is scaled by it before it becomes fp16
 constexpr float kLargestInput = 1023.0f;  // kInputScale x it is below fp16's 65504
 constexpr float kSmallestInput = 0.00390625f;  // a sample, or a thread's part of one, whose largest value is below it would lose digits to fp16's range
+constexpr float kWeightScale = 16384.0f;  // 2 ^ kWeightExponent
+constexpr float kLostShare = 0.16237976f;  // sqrt(kInChannels * kTaps) * 2 * kWeightScale * kInputScale * 2^-26
+constexpr float kAllowedLoss = 2.0e-7f;  // of what operands lose to fp16's range, beside a group's spread
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 constexpr float kClampMin = 0.0f;  // clamp's min
 constexpr float kClampMax = 1.0f;  // clamp's max
@@ -236,6 +239,7 @@ struct Shared {
   uint64_t moments_ready[2];
   uint64_t raw_ready[kRawStages];
   uint32_t largest[kItems];  // the bits of the largest |x| of each sample
+  uint32_t limit[kItems];  // the bits of what it may be: beyond, parts lose too much beside the spread of a group, or its squares are beyond fp32
 };
 static_assert(kSharedAt + sizeof(Shared) <= kSharedBytes, "the plan reserves too little shared memory");
 
@@ -477,6 +481,11 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
 
 // --- statistics ---
 
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
+
 // Adds `v` to `sum`, and what rounding loses of it to `rest`: many equal small terms behind a large one would all be rounded the same way.
 __device__ __forceinline__ void accumulate(float& sum, float& rest, float v) {
   const float next = __fadd_rn(sum, v);
@@ -510,13 +519,18 @@ __device__ __forceinline__ Moments merge(const Moments* sets, int count) {
   return {total, mean, rest, fmaf(-rest, left, whole(m2, m2_rest))};
 }
 
+// 1 over the standard deviation of a group. A negative m2 is that of values kShrink times as large.
+__device__ __forceinline__ float rstd_of(const Moments& group) {
+  return group.m2 < 0.0f ? kShrink / sqrtf(-group.m2 * (1.0f / kGroupSize)) : 1.0f / sqrtf(group.m2 * (1.0f / kGroupSize) + kEps);
+}
+
 // What a channel's values meet after the norm's statistics are known.
 __device__ __forceinline__ Coefficients coefficients_of(const Moments& group, int channel, const Arguments& a) {
   const float c_gamma = to_float(a.p_gamma[channel]);
   const float c_beta = to_float(a.p_beta[channel]);
   const float c_scale = to_float(a.p_scale[channel]);
   const float sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
-  float factor = 1.0f / sqrtf(group.m2 * (1.0f / kGroupSize) + kEps);
+  float factor = rstd_of(group);
   float offset = 0.0f;
   factor *= c_gamma;
   offset = c_beta;
@@ -685,6 +699,15 @@ __device__ __forceinline__ void publish_moments(const Channel* channels, const T
   arrive(&s.moments_ready[item % 2]);
 }
 
+// How large |x| of a sample may be, so that what its parts and those of this channel's weights lose does not show beside the group's spread, wherever
+// either meets zeros: 2^-26 a product, of a weight's scale for each x, of x's scale for each weight. Nothing, where squares exceed fp32's range.
+__device__ __forceinline__ void note_limit(const Moments& group, float unscale, uint32_t* noted) {
+  const float lost = unscale * kLostShare * rstd_of(group);
+  const float limit = (kAllowedLoss / lost - 1.0f / kInputScale) * kWeightScale;
+  const uint32_t bits = group.m2 < INFINITY ? __float_as_uint(fmaxf(limit, 1e-37f)) : 0u;
+  if (bits < __float_as_uint(kLargestInput)) atomicMin(noted, bits);
+}
+
 // Each warpgroup merges for itself, when it first needs the result.
 __device__ __forceinline__ void finish_statistics(const Work& work, int item, int group, const Arguments& a) {
   Shared& s = shared();
@@ -692,6 +715,7 @@ __device__ __forceinline__ void finish_statistics(const Work& work, int item, in
   const int channel = threadIdx.x % 128;
   if (channel < kChannels) {
     const Moments total = merge(&s.moments[item % 2][channel / kGroupChannels * kSetsOfGroup][0][0], kSetsOfGroup * 1 * kMultiplyGroups);
+    note_limit(total, s.channels[group][channel].unscale, &s.limit[item]);
     Coefficients own = coefficients_of(total, channel, a);
     // The slots hold accumulators, so the mean becomes one: less the bias, over the scale, which is a power of two.
     const Channel& units = s.channels[group][channel];
@@ -722,8 +746,10 @@ __device__ __forceinline__ void write_row(float* y, const float* slot, const Coe
 
 // --- samples beyond fp16's range: the whole chain again with ordinary multiply-adds, slow and right for any value ---
 
-// An infinite x counts as out of range; NaN does not: as an operand it makes the same NaN.
-__device__ __forceinline__ bool out_of_range(float largest) { return largest > kLargestInput || (largest > 0.0f && largest < kSmallestInput); }
+// Of a sample's largest |x|, and what it may be. An infinite x counts as out of range; NaN does not: as an operand it makes the same NaN.
+__device__ __forceinline__ bool out_of_range(float largest, float limit) {
+  return largest > kLargestInput || (largest > 0.0f && largest < kSmallestInput) || largest >= limit;
+}
 
 constexpr int kMultiplyThreads = kMultiplyGroups * 128;
 constexpr int kExactBarrier = kMultiplyGroups + 1;
@@ -752,26 +778,32 @@ __device__ __forceinline__ void exact_sample(const Arguments& a, const Work& wor
 #pragma unroll 1
   for (int group = 0; group < kChannels / kGroupChannels; group += 1) {
     const int first_channel = group * kGroupChannels;
-    Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
-    float m2_rest = 0.0f;
+    Moments total;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kGroupSize; i += kMultiplyThreads) {
-      const int channel = first_channel + i / (kOutHeight * kOutWidth);
-      const int place = i % (kOutHeight * kOutWidth);
-      const float v = exact_value(image, a.weight + channel * kInChannels * kTaps, place / kOutWidth, place % kOutWidth, to_float(a.p_conv_bias[channel]));
-      own.count += 1.0f;
-      const float delta = __fsub_rn(v, own.mean) - own.rest;
-      const float step = delta / own.count;
-      const float mean = __fadd_rn(own.mean, step);
-      own.rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
-      own.mean = mean;
-      accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.rest));
+    for (float times = 1.0f;; times = kShrink) {  // again where squares exceed fp32's range
+      Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
+      float m2_rest = 0.0f;
+#pragma unroll 1
+      for (int i = threadIdx.x; i < kGroupSize; i += kMultiplyThreads) {
+        const int channel = first_channel + i / (kOutHeight * kOutWidth);
+        const int place = i % (kOutHeight * kOutWidth);
+        const float v = times * exact_value(image, a.weight + channel * kInChannels * kTaps, place / kOutWidth, place % kOutWidth, to_float(a.p_conv_bias[channel]));
+        own.count += 1.0f;
+        const float delta = __fsub_rn(v, own.mean) - own.rest;
+        const float step = delta / own.count;
+        const float mean = __fadd_rn(own.mean, step);
+        own.rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
+        own.mean = mean;
+        accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.rest));
+      }
+      own.m2 = whole(own.m2, m2_rest);
+      named_barrier(kExactBarrier, kMultiplyThreads);
+      scratch[threadIdx.x] = own;
+      named_barrier(kExactBarrier, kMultiplyThreads);
+      total = merge(scratch, kMultiplyThreads);
+      if (times != 1.0f) total = {total.count, total.mean * kGrow, total.rest * kGrow, -total.m2};
+      if (times != 1.0f || total.m2 < INFINITY) break;
     }
-    own.m2 = whole(own.m2, m2_rest);
-    named_barrier(kExactBarrier, kMultiplyThreads);
-    scratch[threadIdx.x] = own;
-    named_barrier(kExactBarrier, kMultiplyThreads);
-    const Moments total = merge(scratch, kMultiplyThreads);
 #pragma unroll 1
     for (int i = threadIdx.x; i < kGroupChannels * kPooledPlane; i += kMultiplyThreads) {
       const int channel = first_channel + i / kPooledPlane;
@@ -875,6 +907,7 @@ __global__ void __launch_bounds__(kThreads, 1) conv(const __grid_constant__ Argu
   uint4* pixels_of = reinterpret_cast<uint4*>(memory);
   for (int i = threadIdx.x; i < kPlanes * kPlanePixels; i += kThreads) pixels_of[i] = make_uint4(0u, 0u, 0u, 0u);
   for (int i = threadIdx.x; i < kItems; i += kThreads) s.largest[i] = 0u;
+  for (int i = threadIdx.x; i < kItems; i += kThreads) s.limit[i] = 0x7f800000u;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kRing; ++i) barrier_init(&s.row_ready[i], 4);             // the converting warps
     for (int i = 0; i < kStripBarriers; ++i) barrier_init(&s.strip_done[i], 4);   // a multiplying warpgroup's
@@ -896,7 +929,7 @@ __global__ void __launch_bounds__(kThreads, 1) conv(const __grid_constant__ Argu
   __syncthreads();
   if (group == kMultiplyGroups) return;
   for (int item = 0; item < work.items; ++item) {
-    if (out_of_range(__uint_as_float(s.largest[item]))) exact_sample(a, work, work.sample_of(item));
+    if (out_of_range(__uint_as_float(s.largest[item]), __uint_as_float(s.limit[item]))) exact_sample(a, work, work.sample_of(item));
   }
 }
 

@@ -99,8 +99,13 @@ __device__ __forceinline__ void finish(
   }
 }
 
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
+
 // Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
-// from it.
+// from it. Where that sum exceeds fp32's range, m2 is that of the values times kShrink, and negative.
 struct Moments {
   float count;
   float mean;
@@ -110,7 +115,7 @@ struct Moments {
 
 // Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error of two units in the last place scales differences of
 // means alone: where `a` is empty, the share is 1 exactly.
-__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
+__device__ __forceinline__ Moments merge_alike(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
   const float share = a.count == 0.0f ? 1.0f : __fdividef(b.count, count);
   const float delta = __fsub_rn(b.mean, a.mean);
@@ -118,6 +123,20 @@ __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   const float mean = fmaf(delta, share, a.mean);
   const float between = (delta + delta_rest) * (a.count * share) * (delta + delta_rest);
   return {count, mean, a.mean_rest + fmaf(delta_rest, share, fmaf(delta, share, __fsub_rn(a.mean, mean))), a.m2 + b.m2 + between};
+}
+
+__device__ __forceinline__ Moments shrunk(const Moments& v) {
+  return {v.count, v.mean * kShrink, v.mean_rest * kShrink, v.m2 < 0.0f ? -v.m2 : v.m2 * kShrink * kShrink};
+}
+
+// The same, whatever the sizes of the values.
+__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
+  Moments both = merge_alike(a, b);
+  if (a.m2 < 0.0f || b.m2 < 0.0f || !(both.m2 < INFINITY)) {
+    both = merge_alike(shrunk(a), shrunk(b));
+    both = {both.count, both.mean * kGrow, both.mean_rest * kGrow, -both.m2};
+  }
+  return both;
 }
 
 // Lane 0 receives the moments of the warp's values.
@@ -191,13 +210,40 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
       }
     }
     const float mean_rest = left * inverse;
-    own = merge(own, {count, mean, mean_rest, fmaf(-mean_rest, left, m2)});
+    Moments chunk = {count, mean, mean_rest, fmaf(-mean_rest, left, m2)};
+    if (!(chunk.m2 < INFINITY)) {
+      const float shift = v[0][0] * kShrink;
+      float sum = 0.0f;
+#pragma unroll
+      for (int r = 0; r < kVectors; ++r) {
+        if (first + r * kThreads >= kGroupVectors) continue;
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) sum += fmaf(v[r][e], kShrink, -shift);
+      }
+      const float mean = fmaf(sum, inverse, shift);
+      float left = 0.0f;
+      float m2 = 0.0f;
+#pragma unroll
+      for (int r = 0; r < kVectors; ++r) {
+        if (first + r * kThreads >= kGroupVectors) continue;
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          const float difference = fmaf(v[r][e], kShrink, -mean);
+          left += difference;
+          m2 = fmaf(difference, difference, m2);
+        }
+      }
+      const float mean_rest = left * inverse;
+      m2 = fmaf(-mean_rest, left, m2);
+      chunk = {count, mean * kGrow, mean_rest * kGrow, -m2};
+    }
+    own = merge(own, chunk);
   }
 
   const Moments total = block_merge(own);
   const float mean = total.mean;
   const float mean_rest = total.mean_rest;
-  const float rstd = rsqrtf(total.m2 * (1.0f / kGroupSize) + kEps);
+  const float rstd = total.m2 < 0.0f ? rsqrtf(-total.m2 * (1.0f / kGroupSize)) * kShrink : rsqrtf(total.m2 * (1.0f / kGroupSize) + kEps);
 
   // Normalise and store, backwards: what was read last is the likeliest to be cached.
   for (int first = kLastChunk + static_cast<int>(threadIdx.x); first >= 0; first -= kChunk) {

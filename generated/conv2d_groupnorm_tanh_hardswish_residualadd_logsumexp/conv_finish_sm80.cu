@@ -88,8 +88,13 @@ __device__ __forceinline__ void finish(
   }
 }
 
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
+
 // Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
-// from it.
+// from it. Where that sum exceeds fp32's range, m2 is that of the values times kShrink, and negative.
 struct Moments {
   float count;
   float mean;
@@ -99,7 +104,7 @@ struct Moments {
 
 // Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error of two units in the last place scales differences of
 // means alone: where `a` is empty, the share is 1 exactly.
-__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
+__device__ __forceinline__ Moments merge_alike(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
   const float share = a.count == 0.0f ? 1.0f : __fdividef(b.count, count);
   const float delta = __fsub_rn(b.mean, a.mean);
@@ -107,6 +112,20 @@ __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   const float mean = fmaf(delta, share, a.mean);
   const float between = (delta + delta_rest) * (a.count * share) * (delta + delta_rest);
   return {count, mean, a.mean_rest + fmaf(delta_rest, share, fmaf(delta, share, __fsub_rn(a.mean, mean))), a.m2 + b.m2 + between};
+}
+
+__device__ __forceinline__ Moments shrunk(const Moments& v) {
+  return {v.count, v.mean * kShrink, v.mean_rest * kShrink, v.m2 < 0.0f ? -v.m2 : v.m2 * kShrink * kShrink};
+}
+
+// The same, whatever the sizes of the values.
+__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
+  Moments both = merge_alike(a, b);
+  if (a.m2 < 0.0f || b.m2 < 0.0f || !(both.m2 < INFINITY)) {
+    both = merge_alike(shrunk(a), shrunk(b));
+    both = {both.count, both.mean * kGrow, both.mean_rest * kGrow, -both.m2};
+  }
+  return both;
 }
 
 // Lane 0 receives the moments of the warp's values.
@@ -152,7 +171,7 @@ __global__ void __launch_bounds__(kThreads) conv_finish(
   const Moments total = block_merge(own);
   const float mean = total.mean;
   const float mean_rest = total.mean_rest;
-  const float rstd = rsqrtf(total.m2 * (1.0f / kGroupSize) + kEps);
+  const float rstd = total.m2 < 0.0f ? rsqrtf(-total.m2 * (1.0f / kGroupSize)) * kShrink : rsqrtf(total.m2 * (1.0f / kGroupSize) + kEps);
 
   const float* from = kept + static_cast<int64_t>(blockIdx.x) * kPooledSize;
   float* to = output + static_cast<int64_t>(blockIdx.x) * kPooledSize;

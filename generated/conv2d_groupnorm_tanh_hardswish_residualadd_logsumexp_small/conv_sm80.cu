@@ -121,8 +121,13 @@ __device__ __forceinline__ bool fits_scales(float largest) { return largest == 0
 // alone: what carries the result would be lost.
 __device__ __forceinline__ bool is_faint(float scaled) { return scaled != 0.0f && fabsf(scaled) < kFaint; }
 
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
+
 // Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
-// from it.
+// from it. Where that sum exceeds fp32's range, m2 is that of the values times kShrink, and negative.
 struct Moments {
   float count;
   float mean;
@@ -132,7 +137,7 @@ struct Moments {
 
 // Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error of two units in the last place scales differences of
 // means alone: where `a` is empty, the share is 1 exactly.
-__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
+__device__ __forceinline__ Moments merge_alike(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
   const float share = a.count == 0.0f ? 1.0f : __fdividef(b.count, count);
   const float delta = __fsub_rn(b.mean, a.mean);
@@ -140,6 +145,20 @@ __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   const float mean = fmaf(delta, share, a.mean);
   const float between = (delta + delta_rest) * (a.count * share) * (delta + delta_rest);
   return {count, mean, a.mean_rest + fmaf(delta_rest, share, fmaf(delta, share, __fsub_rn(a.mean, mean))), a.m2 + b.m2 + between};
+}
+
+__device__ __forceinline__ Moments shrunk(const Moments& v) {
+  return {v.count, v.mean * kShrink, v.mean_rest * kShrink, v.m2 < 0.0f ? -v.m2 : v.m2 * kShrink * kShrink};
+}
+
+// The same, whatever the sizes of the values.
+__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
+  Moments both = merge_alike(a, b);
+  if (a.m2 < 0.0f || b.m2 < 0.0f || !(both.m2 < INFINITY)) {
+    both = merge_alike(shrunk(a), shrunk(b));
+    both = {both.count, both.mean * kGrow, both.mean_rest * kGrow, -both.m2};
+  }
+  return both;
 }
 
 // --- shared memory: x's planes, 8 channels of 16 bits a pixel; behind them, this ---
@@ -495,8 +514,21 @@ __device__ __forceinline__ void take_tile(Seen& seen, const Tile& acc, int colum
   }
 }
 
-// The moments of a unit of `count` values a channel, without the channel's sign.
-__device__ __forceinline__ void store_moments(Moments* moments, const Channel* channels, const Seen& seen, float count) {
+__device__ __forceinline__ void shrink(Tile& acc) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int j = 0; j < kTileOctets; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[m][j][i] *= kShrink;
+    }
+  }
+}
+
+// The moments of a unit of `count` values a channel, without the channel's sign. `times`: 1, or kShrink where the values were multiplied by it; then
+// only what exceeded fp32's range is replaced. Returns whether anything of the warp's does.
+__device__ __forceinline__ bool store_moments(Moments* moments, const Channel* channels, const Seen& seen, float count, float times) {
+  bool beyond = false;
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -508,9 +540,16 @@ __device__ __forceinline__ void store_moments(Moments* moments, const Channel* c
       const float rest = from_reference - __fsub_rn(mean, seen.reference[m][h]);
       const int row = row_of(m, h);
       const float sign = channels[row].sign;
-      if (threadIdx.x % 4 == 0) moments[row] = {count, sign * mean, sign * rest, fmaf(-from_reference, sum, square)};
+      const float m2 = fmaf(-from_reference, sum, square);
+      beyond |= !(m2 < INFINITY);
+      if (threadIdx.x % 4 == 0 && times == 1.0f) {
+        moments[row] = {count, sign * mean, sign * rest, m2};
+      } else if (threadIdx.x % 4 == 0 && !(moments[row].m2 < INFINITY)) {
+        moments[row] = {count, sign * mean * kGrow, sign * rest * kGrow, -m2};
+      }
     }
   }
+  return __any_sync(0xffffffffu, beyond);
 }
 
 // The extremes of a unit meet in shared memory; a value of each window leaves, without the channel's sign. `kept` is at the unit's sample and row of
@@ -590,25 +629,32 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) conv(
       const int column = 0;
       const int rows = min(kWindowHeight, kOutHeight - first_row - strip * kWindowHeight);
       const int columns = min(kUsedColumns, kOutWidth - column);
-      uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + (strip * kWindowHeight * kPitch + column + pixel) * 16;
-      Seen seen;
+      // Where squares exceed fp32's range, a unit's moments are taken once more, of values kShrink times as large.
 #pragma unroll 1
-      for (int row = 0; row < rows; ++row, tile += kPitch * 16) {
-        Tile acc;
-        if (exact) {
-          exact_tile(acc, image, weight, first_row + strip * kWindowHeight + row, column);
-        } else {
-          multiply_tile(acc, tile, high, low);
+      for (float times = 1.0f;; times = kShrink) {
+        uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + (strip * kWindowHeight * kPitch + column + pixel) * 16;
+        Seen seen;
+#pragma unroll 1
+        for (int row = 0; row < rows; ++row, tile += kPitch * 16) {
+          Tile acc;
+          if (exact) {
+            exact_tile(acc, image, weight, first_row + strip * kWindowHeight + row, column);
+          } else {
+            multiply_tile(acc, tile, high, low);
+          }
+          transform_tile(acc, s.channels, exact, unscale);
+          if (times != 1.0f) shrink(acc);
+          if (row == 0) start_unit(seen, acc);
+          take_tile(seen, acc, columns);
         }
-        transform_tile(acc, s.channels, exact, unscale);
-        if (row == 0) start_unit(seen, acc);
-        take_tile(seen, acc, columns);
-      }
-      store_moments(s.moments[unit], s.channels, seen, static_cast<float>(rows * columns));
-      const int pooled_row = part * kPartStrips + strip;
-      if (pooled_row < kPooledHeight) {
-        float* to = kept + (int64_t{sample} * kOutChannels) * kPooledPlane + pooled_row * kPooledWidth;
-        store_extremes(to, s.extremes[warp], s.channels, seen, column / kWindowWidth);
+        const bool beyond = store_moments(s.moments[unit], s.channels, seen, static_cast<float>(rows * columns), times);
+        if (times != 1.0f) break;
+        const int pooled_row = part * kPartStrips + strip;
+        if (pooled_row < kPooledHeight) {
+          float* to = kept + (int64_t{sample} * kOutChannels) * kPooledPlane + pooled_row * kPooledWidth;
+          store_extremes(to, s.extremes[warp], s.channels, seen, column / kWindowWidth);
+        }
+        if (!beyond) break;
       }
     }
     __syncthreads();

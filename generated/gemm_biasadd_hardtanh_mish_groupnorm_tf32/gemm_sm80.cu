@@ -328,6 +328,11 @@ __device__ __forceinline__ float lane_sum(float v) {
 
 __device__ __forceinline__ float2 lane_sum(float2 v) { return make_float2(lane_sum(v.x), lane_sum(v.y)); }
 
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
+
 // Finishes kRoundRows staged rows of the tile. A team of lanes takes kSpan neighbouring columns of a row into registers
 // (a group of the norm), forms their mean and m2 in two passes, normalises and stores.
 __device__ __forceinline__ void finish_rows(
@@ -375,7 +380,7 @@ __device__ __forceinline__ void finish_rows(
 #pragma unroll
       for (int e = 0; e < kVector; ++e) sum += __fsub_rn(values[j][e], shift);
     }
-    const float mean = fmaf(lane_sum(sum), kInverseSpan, shift);
+    float mean = fmaf(lane_sum(sum), kInverseSpan, shift);
     float2 sums = make_float2(0.0f, 0.0f);  // of differences, of their squares
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
@@ -387,9 +392,37 @@ __device__ __forceinline__ void finish_rows(
       }
     }
     sums = lane_sum(sums);
-    const float mean_rest = sums.x * kInverseSpan;
+    float mean_rest = sums.x * kInverseSpan;
     const float m2 = fmaf(-mean_rest, sums.x, sums.y);
-    const float rstd = rsqrtf(m2 * kInverseSpan + kEps);
+    float rstd = rsqrtf(m2 * kInverseSpan + kEps);
+    const bool beyond = !(m2 < INFINITY);
+    if (__any_sync(0xffffffffu, beyond)) {  // the same of values kShrink times as large
+      const float shrunk_shift = shift * kShrink;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kVectorsPerLane; ++j) {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) sum += fmaf(values[j][e], kShrink, -shrunk_shift);
+      }
+      const float shrunk_mean = fmaf(lane_sum(sum), kInverseSpan, shrunk_shift);
+      float2 sums = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int j = 0; j < kVectorsPerLane; ++j) {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          const float difference = fmaf(values[j][e], kShrink, -shrunk_mean);
+          sums.x += difference;
+          sums.y = fmaf(difference, difference, sums.y);
+        }
+      }
+      sums = lane_sum(sums);
+      if (beyond) {
+        const float shrunk_rest = sums.x * kInverseSpan;
+        mean = shrunk_mean * kGrow;
+        mean_rest = shrunk_rest * kGrow;
+        rstd = rsqrtf(fmaf(-shrunk_rest, sums.x, sums.y) * kInverseSpan) * kShrink;
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
       const int column = item % kSpans * kSpan + (lane + j * kTeam) * kVector;

@@ -323,7 +323,7 @@ __device__ __forceinline__ void undo_scales(float (&sums)[kBlocksM][kBlocksN][4]
 
 // Whether any of a thread's sums is infinite or NaN: 0 * v is 0 for every other v. An operand that is infinite or NaN, or that rounds to
 // infinity, or a scale that is NaN shows in every sum that it enters.
-__device__ __forceinline__ bool holds_non_finite(const float (&sums)[kBlocksM][kBlocksN][4]) {
+__device__ __forceinline__ bool beyond_parts(const float (&sums)[kBlocksM][kBlocksN][4]) {
   float zero = 0.0f;
 #pragma unroll
   for (int m = 0; m < kBlocksM; ++m) {
@@ -471,7 +471,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemm(
   const Source source = source_of(x, p_gemm_weight, tile.first_row, tile.first_column);
   multiply_tile(sums, stages, source, warp, load_scales(row_scales, tile.first_row, tile.first_column));
   undo_scales(sums, row_scales, first_row, first_column);
-  if (__syncthreads_or(holds_non_finite(sums))) recompute(sums, x, p_gemm_weight, first_row, first_column);
+  if (__syncthreads_or(beyond_parts(sums))) recompute(sums, x, p_gemm_weight, first_row, first_column);
 
   float* staged = reinterpret_cast<float*>(shared);
   for (int round = 0; round < kRounds; ++round) {

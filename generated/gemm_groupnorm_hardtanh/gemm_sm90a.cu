@@ -552,7 +552,13 @@ __device__ __forceinline__ void unscale(float (&v)[kBlocks][kAccumulators], cons
 
 // --- statistics: merged by Chan's formula in a fixed order; exact for equal values ---
 
-// Of a set of values: its mean is `mean` + `rest`, which holds what rounding left, m2 the sum of squared differences from it.
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
+
+// Of a set of values: its mean is `mean` + `rest`, which holds what rounding left, m2 the sum of squared differences from it. Where that exceeds
+// fp32's range, m2 is that of the values times kShrink, and negative.
 struct Moments {
   float mean, rest, m2;
 };
@@ -566,17 +572,31 @@ __device__ __forceinline__ Moments merge(const Moments& a, float count, const Mo
   return {mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * all * (count * share)};
 }
 
+__device__ __forceinline__ bool beyond_range(const Moments& m) { return !(m.m2 < INFINITY); }
+__device__ __forceinline__ Moments shrunk(const Moments& m) { return {m.mean * kShrink, m.rest * kShrink, m.m2 < 0.0f ? -m.m2 : m.m2 * kShrink * kShrink}; }
+__device__ __forceinline__ Moments grown(const Moments& m) { return {m.mean * kGrow, m.rest * kGrow, -m.m2}; }
+
+// The same, whatever the sizes of the values.
+__device__ __forceinline__ Moments join(const Moments& a, float count, const Moments& b, float other_count) {
+  const Moments both = merge(a, count, b, other_count);
+  if (a.m2 >= 0.0f && b.m2 >= 0.0f && !beyond_range(both)) return both;
+  return grown(merge(shrunk(a), count, shrunk(b), other_count));
+}
+
 // What makes (v - mean) * rstd + offset the normalised value: offset takes the mean's rest.
 struct Normaliser {
   float mean, rstd, offset;
 };
 
 __device__ __forceinline__ Normaliser normaliser(const Moments& group) {
-  const float rstd = 1.0f / sqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);
+  const float rstd = group.m2 < 0.0f ? kShrink / sqrtf(-group.m2 * (1.0f / kGroupWidth)) : 1.0f / sqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);
   return {group.mean, rstd, -group.rest * rstd};
 }
 
+// `kShrunk`: of the values times kShrink.
+template <bool kShrunk>
 __device__ __forceinline__ Moments of_two(float a, float b) {
+  if (kShrunk) a *= kShrink, b *= kShrink;
   const float d = __fsub_rn(b, a), mean = fmaf(d, 0.5f, a);
   return {mean, fmaf(d, 0.5f, __fsub_rn(a, mean)), 0.5f * d * d};
 }
@@ -595,18 +615,20 @@ __device__ __forceinline__ Moments share_out(const Moments& first, const Moments
 }
 
 // The channels of a strip that this thread holds, for sample `c` of its 8.
+template <bool kShrunk>
 __device__ __forceinline__ Moments thread_moments(const float (&v)[kBlocks][kAccumulators], int block, int samples, int c) {
   const int at = 16 * samples + 4 * (c / 2) + c % 2;
-  return of_two(v[block][at], v[block][at + 2]);
+  return of_two<kShrunk>(v[block][at], v[block][at + 2]);
 }
 
 // A warp's strip of kStripValues channels, for 32 samples: lanes exchange halves of the samples they still look after, so that each ends
 // up with one, which `strip_sample` names.
-__device__ __forceinline__ Moments strip_statistics(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
+template <bool kShrunk>
+__device__ __forceinline__ Moments strip_statistics_of(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
   Moments all[4];
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
-    all[c] = share_out(thread_moments(v, block, samples, c), thread_moments(v, block, samples, c + 4), lane, 16, 2);
+    all[c] = share_out(thread_moments<kShrunk>(v, block, samples, c), thread_moments<kShrunk>(v, block, samples, c + 4), lane, 16, 2);
   }
 #pragma unroll
   for (int kept = 2, bit = 8, count = 4; kept; kept /= 2, bit /= 2, count *= 2) {
@@ -614,6 +636,15 @@ __device__ __forceinline__ Moments strip_statistics(const float (&v)[kBlocks][kA
     for (int c = 0; c < kept; ++c) all[c] = share_out(all[c], all[c + kept], lane, bit, count);
   }
   return all[0];
+}
+
+__device__ __forceinline__ Moments strip_statistics(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
+  Moments own = strip_statistics_of<false>(v, block, samples, lane);
+  if (__any_sync(~0u, beyond_range(own))) {
+    const Moments small = strip_statistics_of<true>(v, block, samples, lane);
+    if (beyond_range(own)) own = grown(small);
+  }
+  return own;
 }
 
 __device__ __forceinline__ int strip_sample(int samples, int lane) { return 32 * samples + 8 * (lane / 8) + lane % 4 * 2 + lane / 4 % 2; }
@@ -627,7 +658,7 @@ __device__ __forceinline__ void write_strips(const float (&v)[kBlocks][kAccumula
     for (int samples = 0; samples < kTileSamples / 32; ++samples) {
       const Moments here = strip_statistics(v, block, samples, self.lane);
       float* all = strip + strip_sample(samples, self.lane);  // this lane's own, in every tile
-      store_moments(all, tile == 0 ? here : merge(load_moments(all), static_cast<float>(tile * kStripValues), here, kStripValues));
+      store_moments(all, tile == 0 ? here : join(load_moments(all), static_cast<float>(tile * kStripValues), here, kStripValues));
     }
   }
 }
@@ -638,7 +669,7 @@ __device__ __forceinline__ Moments merge_strips(const float* strips, int sample)
 #pragma unroll
   for (int i = 1; i < kGroupStrips; ++i) {
     const int place = i / kWarpgroupStrips * (kScratchBytes / 4) + i % kWarpgroupStrips * kStripFloats;
-    all = merge(all, i * kUnitTiles * kStripValues, load_moments(strips + place + sample), kUnitTiles * kStripValues);
+    all = join(all, i * kUnitTiles * kStripValues, load_moments(strips + place + sample), kUnitTiles * kStripValues);
   }
   return all;
 }

@@ -85,6 +85,11 @@ __device__ __forceinline__ float lane_sum(float v) {
 
 __device__ __forceinline__ float2 lane_sum(float2 v) { return make_float2(lane_sum(v.x), lane_sum(v.y)); }
 
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
+
 // kLanes lanes normalise a group; its values live in their registers between the one read and the one write.
 __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     const float* __restrict__ input,
@@ -113,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) sum += __fsub_rn(v[r][e], shift);
   }
-  const float mean = fmaf(lane_sum(sum), 1.0f / kGroupSize, shift);
+  float mean = fmaf(lane_sum(sum), 1.0f / kGroupSize, shift);
   float2 sums = make_float2(0.0f, 0.0f);  // of differences, of their squares
 #pragma unroll
   for (int r = 0; r < kVectors; ++r) {
@@ -125,9 +130,37 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     }
   }
   sums = lane_sum(sums);
-  const float mean_rest = sums.x * (1.0f / kGroupSize);
+  float mean_rest = sums.x * (1.0f / kGroupSize);
   const float m2 = fmaf(-mean_rest, sums.x, sums.y);
-  const float rstd = rsqrtf(m2 * (1.0f / kGroupSize) + kEps);
+  float rstd = rsqrtf(m2 * (1.0f / kGroupSize) + kEps);
+  const bool beyond = !(m2 < INFINITY);
+  if (__any_sync(0xffffffffu, beyond)) {  // the same of values kShrink times as large
+    const float shrunk_shift = shift * kShrink;
+    float sum = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) sum += fmaf(v[r][e], kShrink, -shrunk_shift);
+    }
+    const float shrunk_mean = fmaf(lane_sum(sum), 1.0f / kGroupSize, shrunk_shift);
+    float2 sums = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int r = 0; r < kVectors; ++r) {
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) {
+        const float difference = fmaf(v[r][e], kShrink, -shrunk_mean);
+        sums.x += difference;
+        sums.y = fmaf(difference, difference, sums.y);
+      }
+    }
+    sums = lane_sum(sums);
+    if (beyond) {
+      const float shrunk_rest = sums.x * (1.0f / kGroupSize);
+      mean = shrunk_mean * kGrow;
+      mean_rest = shrunk_rest * kGrow;
+      rstd = rsqrtf(fmaf(-shrunk_rest, sums.x, sums.y) * (1.0f / kGroupSize)) * kShrink;
+    }
+  }
 
   // Normalise and store.
 #pragma unroll

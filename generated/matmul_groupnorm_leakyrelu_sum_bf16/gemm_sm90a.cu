@@ -488,9 +488,15 @@ __device__ __forceinline__ void store_part(const Values& v, const Row& row, int 
 }
 
 // Mean and sum of squared differences from it: two walks, so that neither a far mean nor one far value costs the others their bits.
+// Where the sum of squares exceeds fp32's range, m2 is that of the values times kShrink, and negative.
 struct Moments {
   float mean, m2;
 };
+
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
 // The sum pair by pair: exact for equal values, whose multiples by powers of two keep all their bits.
 __device__ __forceinline__ float sum(const Values& v) {
@@ -502,7 +508,7 @@ __device__ __forceinline__ float sum(const Values& v) {
   return sums[2 * kPartChannels - 2];
 }
 
-__device__ __forceinline__ Moments moments(const Values& v) {
+__device__ __forceinline__ Moments moments_of(const Values& v) {
   const float mean = sum(v) * (1.0f / kPartChannels);
   float squares[4] = {};
 #pragma unroll
@@ -513,9 +519,21 @@ __device__ __forceinline__ Moments moments(const Values& v) {
   return {mean, (squares[0] + squares[1]) + (squares[2] + squares[3])};
 }
 
+__device__ __forceinline__ Moments moments(const Values& v) {
+  Moments own = moments_of(v);
+  if (!(own.m2 < INFINITY)) {
+    Values small;
+#pragma unroll
+    for (int i = 0; i < kPartChannels; ++i) small[i] = v[i] * kShrink;
+    own = moments_of(small);
+    own = {own.mean * kGrow, -own.m2};
+  }
+  return own;
+}
+
 // The norm and what follows it.
 __device__ __forceinline__ void norm_and_after(Values& v, const Moments& group, const float* vectors) {
-  const float rstd = rsqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);  // off by 2 units of 2^-23 at most, far below a step of y
+  const float rstd = group.m2 < 0.0f ? rsqrtf(-group.m2 * (1.0f / kGroupWidth)) * kShrink : rsqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);  // off by 2 units of 2^-23 at most, far below a step of y
 #pragma unroll
   for (int quad = 0; quad < kPartChannels; quad += 4) {
     const Quad gn_weight_c = load_quad(vectors + 1 * kTileChannels + quad);

@@ -514,9 +514,15 @@ __device__ __forceinline__ void before_norm(Values& v, const float* vectors) {
 }
 
 // Mean and sum of squared differences from it: two walks, so that neither a far mean nor one far value costs the others their bits.
+// Where the sum of squares exceeds fp32's range, m2 is that of the values times kShrink, and negative.
 struct Moments {
   float mean, m2;
 };
+
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
 // The sum pair by pair: exact for equal values, whose multiples by powers of two keep all their bits.
 __device__ __forceinline__ float sum(const Values& v) {
@@ -528,7 +534,7 @@ __device__ __forceinline__ float sum(const Values& v) {
   return sums[2 * kPartChannels - 2];
 }
 
-__device__ __forceinline__ Moments moments(const Values& v) {
+__device__ __forceinline__ Moments moments_of(const Values& v) {
   const float mean = sum(v) * (1.0f / kPartChannels);
   float squares[4] = {};
 #pragma unroll
@@ -539,15 +545,39 @@ __device__ __forceinline__ Moments moments(const Values& v) {
   return {mean, (squares[0] + squares[1]) + (squares[2] + squares[3])};
 }
 
+__device__ __forceinline__ Moments moments(const Values& v) {
+  Moments own = moments_of(v);
+  if (!(own.m2 < INFINITY)) {
+    Values small;
+#pragma unroll
+    for (int i = 0; i < kPartChannels; ++i) small[i] = v[i] * kShrink;
+    own = moments_of(small);
+    own = {own.mean * kGrow, -own.m2};
+  }
+  return own;
+}
+
 // The union of two sets (Chan's formula), the second being `share` of it; exact for equal values.
 __device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float share) {
   const float d = __fsub_rn(b.mean, a.mean);
   return {fmaf(d, share, a.mean), a.m2 + b.m2 + d * d * (count * share)};
 }
 
+__device__ __forceinline__ Moments shrunk(const Moments& m) { return {m.mean * kShrink, m.m2 < 0.0f ? -m.m2 : m.m2 * kShrink * kShrink}; }
+
+// The same, whatever the sizes of the values.
+__device__ __forceinline__ Moments join(const Moments& a, float count, const Moments& b, float share) {
+  Moments both = merge(a, count, b, share);
+  if (a.m2 < 0.0f || b.m2 < 0.0f || !(both.m2 < INFINITY)) {
+    both = merge(shrunk(a), count, shrunk(b), share);
+    both = {both.mean * kGrow, -both.m2};
+  }
+  return both;
+}
+
 // The norm and what follows it.
 __device__ __forceinline__ void norm_and_after(Values& v, const Moments& group, const float* vectors) {
-  const float rstd = rsqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);  // off by 2 units of 2^-23 at most, far below a step of y
+  const float rstd = group.m2 < 0.0f ? rsqrtf(-group.m2 * (1.0f / kGroupWidth)) * kShrink : rsqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);  // off by 2 units of 2^-23 at most, far below a step of y
 #pragma unroll
   for (int quad = 0; quad < kPartChannels; quad += 4) {
     const Quad group_norm_weight_c = load_quad(vectors + 2 * kTileChannels + quad);
@@ -572,7 +602,7 @@ __device__ __forceinline__ Moments group_moments(const Row& row, int first, cons
     store_part(v, row, first + i);
     load_part(v, row, first + i);  // rounded as what will be normalised
     const Moments part = moments(v);
-    all = i == 0 ? part : merge(all, i * kPartChannels, part, __fdividef(1.0f, i + 1.0f));
+    all = i == 0 ? part : join(all, i * kPartChannels, part, __fdividef(1.0f, i + 1.0f));
   }
   return all;
 }
