@@ -11,6 +11,22 @@ from .manifest import Manifest, TensorSpec
 ALIGNMENT = 16  # bytes; the kernels read and write 16 bytes at a time
 
 
+def not_dense(key: str, tensor: torch.Tensor) -> CallError | None:
+    """What is wrong with a tensor that is no dense array in memory, be it x or the parameter ``key``; None where it is one."""
+    if tensor.is_nested:
+        found, made = "a nested tensor", "one dense tensor"
+    elif tensor.layout is not torch.strided:
+        found, made = f"layout {tensor.layout}", f"{key}.to_dense()"
+    elif tensor.is_quantized:
+        found, made = f"a quantised tensor ({_dtype_text(tensor.dtype)})", f"{key}.dequantize()"
+    elif tensor._is_zerotensor():
+        found, made = "zeros that have no memory", f"torch.zeros_like({key})"
+    else:
+        return None
+    remedy = f"pass {made}" if key == "x" else f"replace the parameter by nn.Parameter({made})"
+    return CallError(f"{key}: expected a dense tensor, got {found}; {remedy}.")
+
+
 def check_tensor(manifest: Manifest, spec: TensorSpec, tensor: torch.Tensor, device: torch.device) -> None:
     """Raises CallError where ``tensor`` is not what ``spec`` says, on ``device``; fit for tensors that hold no values."""
     wanted = dtype_named(spec.dtype)
@@ -108,6 +124,8 @@ def wrong_tensor(manifest: Manifest, key: str, found: Any, device: torch.device,
         remedy = f"the shape was fixed by {manifest.spec}; change it there and run {manifest.regenerate}"
     elif found.dtype is not dtype:
         remedy = f"convert the model with model.to({dtype}), or {_other_precision(manifest, found.dtype)}"
+    elif found.is_meta:
+        remedy = f"it has no values yet: give it some with model.load_state_dict(..., assign=True), or memory with model.to_empty(device={str(device)!r})"
     else:
         remedy = f"move the model with model.to({str(device)!r})"
     return CallError(f"{text}; {remedy}.")
