@@ -41,24 +41,26 @@ class Child:
     values: Any
     absent: tuple[str, ...]
 
-    def has_own_behaviour(self, owner: nn.Module) -> bool:
-        """Is there anything about ``owner`` that a forward has to look at? Cheap."""
-        state = owner.__dict__
-        return bool(
-            type(owner) is not self.kind
-            or state["_forward_hooks"]
-            or state["_forward_pre_hooks"]
-            or state["_backward_hooks"]
-            or state["_backward_pre_hooks"]
-            or "forward" in state
-            or (self.pick is not None and self.pick(state) != self.values)
-            or (self.absent and any(state["_parameters"].get(name) is not None for name in self.absent))
-        )
+    @property
+    def compared(self) -> tuple[type, Callable[[dict], Any] | None, Any]:
+        """The class, and the ``pick`` and ``values`` that a call compares: these, with parameters that have to stay absent among them."""
+        if not self.absent:
+            return self.kind, self.pick, self.values
+        pick, absent = self.pick or _nothing, self.absent
+
+        def together(state: dict) -> tuple:
+            return pick(state), [name for name in absent if state["_parameters"].get(name) is not None]
+
+        return self.kind, together, (self.values, [])
 
     @property
     def numbers(self) -> tuple[tuple[str, Any], ...]:
         """The names of what its forward reads besides parameters, each with its value."""
         return tuple(zip(self.names, self.values if len(self.names) > 1 else (self.values,)))
+
+
+def _nothing(state: dict) -> None:
+    """The ``pick`` of a child whose forward reads parameters alone."""
 
 
 def children_of(reference: nn.Module) -> tuple[Child, ...]:

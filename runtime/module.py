@@ -96,7 +96,9 @@ class GeneratedModule(nn.Module):
         children = {child.path: child for child in _children_of(type(self), package)}
         groups = itertools.groupby(self._parameter_table, key=lambda entry: entry[0])
         owners = [(path, tuple(entry[1:] for entry in group), children.pop(path, None)) for path, group in groups]
-        self._owners = (*owners, *((path, (), child) for path, child in children.items()))  # the same by the module that holds them; then those that hold none
+        owners += ((path, (), child) for path, child in children.items())
+        # The same by the module that holds them, then modules that hold none; of a child also what each call compares.
+        self._owners = tuple((*owner, *((None,) * 3 if owner[2] is None else owner[2].compared)) for owner in owners)
 
     def build(self, backward: bool = False) -> None:
         """Builds and loads the kernels that the devices visible now need; the constructor has done so already,
@@ -250,7 +252,7 @@ class GeneratedModule(nn.Module):
 
     def _build_late(self, x: torch.Tensor) -> torch.Tensor:
         """The forward of a model that was constructed under the meta device and has its parameters now."""
-        for path, entries, _ in self._owners:
+        for path, entries, *_ in self._owners:
             for name, shape, dtype in entries:
                 parameter = self.get_submodule(".".join(path))._parameters.get(name)
                 if parameter is not None and parameter.is_meta:
@@ -322,13 +324,22 @@ class GeneratedModule(nn.Module):
 
     def _read(self, device: torch.device, direct: bool) -> tuple[list[torch.Tensor], list[int] | None]:
         collected, addresses, together = [], [], 0
-        for path, entries, child in self._owners:
+        for path, entries, child, kind, pick, values in self._owners:
             owner = self
             for part in path:
                 owner = owner._modules[part]
-            if child is not None and child.has_own_behaviour(owner):
+            state = owner.__dict__
+            if kind is not None and (
+                type(owner) is not kind
+                or state["_forward_hooks"]
+                or state["_forward_pre_hooks"]
+                or state["_backward_hooks"]
+                or state["_backward_pre_hooks"]
+                or "forward" in state
+                or (pick is not None and pick(state) != values)
+            ):
                 self._settle(child, owner)
-            held = owner._parameters
+            held = state["_parameters"]
             for name, shape, dtype in entries:
                 parameter = held.get(name)
                 if parameter is None:
@@ -374,7 +385,7 @@ class GeneratedModule(nn.Module):
         The numbers of children are compared for the compiler's guards: a change after the capture brings it back here.
         """
         collected = []
-        for path, entries, child in self._owners:
+        for path, entries, child, *_ in self._owners:
             owner = self
             for part in path:
                 owner = getattr(owner, part)
@@ -469,12 +480,12 @@ def _fault_of(model: GeneratedModule) -> str:
     A compiler runs it while it captures, as it cannot put such a sentence together itself. No hook is run, no parameter computed.
     """
     manifest = model._package.manifest
-    for path, entries, child in model._owners:
+    for path, entries, child, *_ in model._owners:
         owner = model
         for part in path:
             owner = None if owner is None else owner._modules.get(part)
         try:
-            if child is not None and (owner is None or child.has_own_behaviour(owner)):
+            if child is not None:
                 check_child(child, owner, manifest.name, manifest.regenerate)
         except CallError as error:
             return str(error)

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-import sys
 
 import pytest
 import torch
