@@ -19,8 +19,6 @@ def not_dense(key: str, tensor: torch.Tensor) -> CallError | None:
         found, made = f"layout {tensor.layout}", f"{key}.to_dense()"
     elif tensor.is_quantized:
         found, made = f"a quantised tensor ({_dtype_text(tensor.dtype)})", f"{key}.dequantize()"
-    elif tensor._is_zerotensor():
-        found, made = "zeros that have no memory", f"torch.zeros_like({key})"
     else:
         return None
     remedy = f"pass {made}" if key == "x" else f"replace the parameter by nn.Parameter({made})"
@@ -39,7 +37,8 @@ def check_tensor(manifest: Manifest, spec: TensorSpec, tensor: torch.Tensor, dev
 
 def is_usable(tensor: torch.Tensor) -> bool:
     """Can kernels read the tensor as it lies?"""
-    return tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT and not tensor.is_neg()
+    address = tensor.data_ptr()  # 0: autograd's zeros, which have no memory
+    return address != 0 and not address % ALIGNMENT and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def usable(tensor: torch.Tensor) -> torch.Tensor:

@@ -363,6 +363,7 @@ class GeneratedModule(nn.Module):
                         self._refuse_not_dense(".".join((*path, name)), parameter)
         return collected, addresses if direct and len(addresses) == len(collected) and not together % ALIGNMENT else None
 
+    @torch.compiler.disable
     def _settle(self, child: Child, owner: nn.Module) -> None:
         """Lets take effect what a child does that is more than holding parameters, or refuses it."""
         manifest = self._package.manifest
@@ -374,6 +375,7 @@ class GeneratedModule(nn.Module):
         run_pre_hooks(owner)
 
     @staticmethod
+    @torch.compiler.disable
     def _refuse_not_dense(key: str, tensor: Any) -> None:
         fault = not_dense(key, tensor) if isinstance(tensor, torch.Tensor) else None
         if fault is not None:
@@ -497,6 +499,7 @@ def _fault_of(model: GeneratedModule) -> str:
     return ""
 
 
+@torch.compiler.disable
 def _refuse(model: GeneratedModule) -> None:
     fault = _fault_of(model)
     if fault:

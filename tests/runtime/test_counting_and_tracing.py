@@ -1,5 +1,7 @@
 """What counts a model's FLOPs, what traces it symbolically, and tensors that are no dense arrays."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -116,7 +118,6 @@ KINDS = {
     "mkldnn": (lambda t: t.to_mkldnn(), r"layout torch._mkldnn; .*\.to_dense\(\)"),
     "nested": (lambda t: torch.nested.nested_tensor(list(t)), "a nested tensor; .*one dense tensor"),
     "quantised": (lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8), r"a quantised tensor \(qint8\); .*\.dequantize\(\)"),
-    "zeros": (lambda t: torch._efficientzerotensor(t.shape), "zeros that have no memory; .*torch.zeros_like"),
 }
 
 
@@ -139,6 +140,25 @@ def test_other_than_dense_is_refused(tmp_path, kind, which, batch):
             model(x)
     with pytest.raises(Exception, match=pattern):
         torch.compile(model, backend="eager")(x)
+
+
+@pytest.mark.parametrize("which", ["x", "gemm.weight"])
+def test_zeros_without_memory_are_zeros(tmp_path, which):
+    package = generate(tmp_path, CHAINS["linear"])
+    model = package.ModelNew(*package.get_init_inputs())
+    (x,) = package.get_inputs()
+    if which == "x":
+        zeros, x = torch.zeros_like(x), torch._efficientzerotensor(x.shape)
+        want = model(zeros)
+    else:
+        with torch.no_grad():
+            want = copy.deepcopy(model)
+            want.gemm.weight.zero_()
+            want = want(x)
+        model.gemm.weight = nn.Parameter(torch._efficientzerotensor(model.gemm.weight.shape), requires_grad=False)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            assert torch.equal(model(x), want)
 
 
 class Wrapped(torch.Tensor):
