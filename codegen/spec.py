@@ -14,6 +14,7 @@ from typing import Any
 
 from codegen.numerics import PRECISIONS, Precision
 from codegen.ops import Kind, Operator, Parameter, Shape, broadcast
+from codegen.source_text import is_source_text, printable, source_text
 from codegen.yaml_reader import Problem
 
 MAX_ELEMENTS = 2**31 - 1
@@ -27,7 +28,7 @@ class SpecError(Exception):
 
     def __init__(self, path: str, problems: list[Problem]) -> None:
         self.path, self.problems = path, sorted(problems)
-        super().__init__("\n".join(f"{path}:{p.line}:{p.column}: {p.message}" for p in self.problems))
+        super().__init__("\n".join(printable(f"{path}:{p.line}:{p.column}: {p.message}").replace("\n", "\\n") for p in self.problems))
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Spec:
     """A validated spec.
 
     `args` are the constructor's arguments in order, the last of which may have their values as defaults: `defaults` names those. `chain`
-    starts with the producer, at `batch`; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as emitted sources name it. `gives` is the type
+    starts with the producer, at `batch`; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as emitted sources name it, a text of
+    source_text: its other texts are identifiers. `gives` is the type
     of the result of a part of a chain where it is another than the precision's.
 
     A range of batches has them in `batches`, in ascending order, and the largest as `batch`; `at` is the spec of one of them. It is empty where there is
@@ -91,6 +93,10 @@ class Spec:
     pad_batch: bool = False
     named: str = field(default="", compare=False)  # the file for messages on the terminal: as `path`, but never shortened
     targets_at: tuple[tuple[int, int], ...] = field(default=(), compare=False)  # line and column of each of `targets`
+
+    def __post_init__(self) -> None:
+        if not is_source_text(self.path):
+            raise ValueError(f"{self.path!r} must not reach a source as it is; pass it through source_text")
 
     @property
     def result(self) -> Precision:
@@ -227,21 +233,28 @@ def resolve(path: str) -> tuple[Path, str]:
     """Where a spec named on the command line lies (under the current folder, else under codegen/), and the name that sources show.
 
     The shown name is the same wherever the command runs: `specs/<file>` for a shipped spec, else the path from the current folder; of an
-    absolute path elsewhere, `.../<file>`. Raises SpecError when there is no such file.
+    absolute path elsewhere, or one with signs that no source may hold, `.../<file>`. Raises SpecError when there is no such file.
     """
     package = Path(__file__).resolve().parent
     for candidate in (Path(path), package / path):
         if candidate.is_file():
-            if candidate.resolve().is_relative_to(package):
-                return candidate, candidate.resolve().relative_to(package).as_posix()
-            if not candidate.is_absolute():
-                return candidate, candidate.as_posix()
-            here = Path.cwd()
-            return candidate, candidate.relative_to(here).as_posix() if candidate.is_relative_to(here) else f"{ELSEWHERE}{candidate.name}"
+            return candidate, _shown(candidate, package)
     if Path(path).exists():
         what = "a folder" if Path(path).is_dir() else "no regular file"
         raise SpecError(path, [Problem(1, 1, f"is {what}; a spec is a YAML file, such as {', '.join(shipped()[:1])}")])
     raise SpecError(path, [Problem(1, 1, f"no such file here or under codegen/; shipped specs: {', '.join(shipped())}")])
+
+
+def _shown(candidate: Path, package: Path) -> str:
+    here = Path.cwd()
+    if candidate.resolve().is_relative_to(package):
+        shown = candidate.resolve().relative_to(package).as_posix()
+    elif not candidate.is_absolute():
+        shown = candidate.as_posix()
+    else:
+        shown = candidate.relative_to(here).as_posix() if candidate.is_relative_to(here) else f"{ELSEWHERE}{candidate.name}"
+    plain = source_text(shown)
+    return plain if plain == shown and not shown.startswith("-") else f"{ELSEWHERE}{source_text(candidate.name)}"
 
 
 def named(found: Path, shown: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from codegen import numerics
 from codegen.ops import ShapeError
+from codegen.source_text import source_text
 from codegen.spec import MAX_ELEMENTS, MAX_SIZES, PREPACKED, Spec, SpecError
 from codegen.spec_chain import ChainReader
 from codegen.spec_scalars import INVALID, nearest
@@ -87,7 +88,7 @@ class _Reader(ChainReader):
             raise SpecError(self.shown, self.problems)
         ranged = len(batches) > 1 or pad_batch
         spec = Spec(
-            name=name, path=self.shown, named=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], values=values, args=tuple(self.args.items()), chain=chain,
+            name=name, path=source_text(self.shown), named=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], values=values, args=tuple(self.args.items()), chain=chain,
             targets=targets, math=math_choice, gemm=gemm, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
             batches=batches if ranged else (), pad_batch=pad_batch, targets_at=self.targets_at,
         )  # fmt: skip
