@@ -11,6 +11,9 @@ CPP = frozenset(
 # Names of tensors and modules in the emitted files.
 OURS = frozenset("x y t0 workspace row_scales tile_statistics self device stream super model runtime codegen torch nn generated main std".split())
 
+# Names that the emitted constructors read, and the parameter of the runtime's: an argument of one of them would hide it. A test derives them from the text.
+CONSTRUCTOR = frozenset("PACKAGE ValueError isinstance list package tuple".split())
+
 # Attributes of torch.nn.Module and of the runtime's module, as of torch 2.13; a test compares with the torch that is present.
 MODULE = frozenset(
     """
@@ -28,4 +31,4 @@ BUFFERS = frozenset(
     "kept norm_statistics part_statistics pixels row_scales sliced_sums t0 tile_statistics weight_rows weight_split weight_unscale x_rows x_split x_unscale".split()
 )
 
-RESERVED = CPP | OURS | BUFFERS | MODULE
+RESERVED = CPP | OURS | CONSTRUCTOR | BUFFERS | MODULE
