@@ -20,6 +20,7 @@ class ChainReader(Scalars):
         super().__init__()
         self.args: dict[str, Any] = {}
         self.used_args: set[str] = set()
+        self.precision = numerics.FP32
 
     def chain(self, node: Node, batch: Any, spatial: dict[str, Any], input_node: Node | None) -> tuple[Step, ...]:
         if not node.is_list or not node.value:
@@ -168,7 +169,7 @@ class ChainReader(Scalars):
         values: dict[str, Any] = {}
         for argument in operator.arguments:
             if argument.name in given:
-                values[argument.name] = self.argument(argument, given[argument.name][1])
+                values[argument.name] = self.argument(operator, argument, given[argument.name][1])
             elif argument.default is REQUIRED:
                 values[argument.name] = self.fault(place, f"{argument.name}: {operator.name} needs it")
             else:
@@ -177,7 +178,7 @@ class ChainReader(Scalars):
             return name, None
         if operator.kind is Kind.POOL and values["stride"] is None:
             values["stride"] = values["kernel_size"]
-        complaint = operator.check(values)
+        complaint = operator.check(values) or self.complaint_when_rounded(operator, values)
         if complaint:
             self.fault(place, f"{operator.name}: {complaint}")
             return name, None
@@ -186,7 +187,13 @@ class ChainReader(Scalars):
             return None, None
         return name, values
 
-    def argument(self, argument: Argument, node: Node) -> Any:
+    def complaint_when_rounded(self, operator: Operator, values: dict[str, Any]) -> str | None:
+        """What is wrong with numbers that are sound as written, as the kernels hold them: two bounds may become one."""
+        rounded = {key: numerics.constant(value, self.precision, operator.bounds) if isinstance(value, float) else value for key, value in values.items()}
+        complaint = operator.check(rounded)
+        return complaint and f"{complaint}, as {self.precision.dtype if operator.bounds else 'float32'} has them"
+
+    def argument(self, operator: Operator, argument: Argument, node: Node) -> Any:
         """The checked value of one argument; a word that names an entry of args stands for it."""
         if argument.type == "tap":
             return None if node.value is None else self.identifier(node, argument.name)
@@ -199,7 +206,9 @@ class ChainReader(Scalars):
         if kind == "flag":
             return self.flag(node, argument.name)
         if kind == "number" or (kind == "bound" and node.value is not None):
-            return self.number(node, argument.name)
+            value = self.number(node, argument.name)
+            reason = None if value is INVALID else argument.fault(value, self.precision, operator.bounds)
+            return self.fault(node, f"{argument.name}: {node.describe()} {reason}") if reason else value
         if kind == "bound" or (node.value is None and argument.default is None):
             return None
         if kind == "shape" or (kind == "extents" and node.is_list):
@@ -240,15 +249,6 @@ class ChainReader(Scalars):
                 other = owners.setdefault(key.replace(".", "_"), key)
                 if other != key:
                     self.fault(item, f"name: {key} and {other} would be one identifier in the kernels; rename one")
-
-    def check_bounds(self, chain: tuple[Step, ...], node: Node, precision: numerics.Precision) -> None:
-        """Refuse bounds beyond the storage type's range, as PyTorch does when it runs."""
-        for step, item in zip(chain, node.value, strict=True):
-            for argument in step.operator.constants(step.values) if step.operator.bounds else ():
-                try:
-                    numerics.round_to(precision, step.values[argument])
-                except OverflowError:
-                    self.fault(item, f"{argument}: {step.values[argument]} is beyond the range of {precision.dtype}")
 
 
 def _word(item: Node) -> str | None:

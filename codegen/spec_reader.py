@@ -67,6 +67,7 @@ class _Reader(ChainReader):
             chosen = precision
         else:
             overridden = False
+        self.precision = numerics.FP32 if chosen is INVALID else numerics.PRECISIONS[chosen]
         values, spatial = self.input(nodes.get("input"))
         for key in ("args", "defaults"):
             if key in nodes:
@@ -83,7 +84,6 @@ class _Reader(ChainReader):
             self.fault(self.arg_nodes[unused], f"{unused}: is never used in the chain")
         if not self.problems and "chain" in nodes:
             self.check_names(chain, nodes["chain"])
-            self.check_bounds(chain, nodes["chain"], numerics.PRECISIONS[chosen])
         if self.problems:
             raise SpecError(self.shown, self.problems)
         ranged = len(batches) > 1 or pad_batch

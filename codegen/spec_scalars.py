@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from codegen import numerics
 from codegen.reserved import RESERVED
 from codegen.spec import MAX_ELEMENTS
 from codegen.yaml_reader import Node, Problem
@@ -62,10 +61,6 @@ class Scalars:
         value = node.value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             return self.fault(node, f"{what}: {node.describe()}; expected a finite number")
-        try:
-            numerics.to_float32(float(value))
-        except OverflowError:
-            return self.fault(node, f"{what}: {node.describe()} is beyond float32's range")
         return float(value)
 
     def sizes(self, node: Node, what: str, least: int = 1) -> Any:
