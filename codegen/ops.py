@@ -35,7 +35,7 @@ class Argument:
     """One argument of an operator.
 
     `type` is one of: "size" (integer >= 1), "count" (integer >= 0), "pair" (a size or two of them), "count_pair", "number" (finite float),
-    "bound" (finite float or null), "flag" (boolean), "shape" (list of sizes), "extents" (a size or a list of them), "tap" (the name of an earlier operator), or a tuple of allowed words.
+    "bound" (finite float or null), "flag" (boolean), "axis" (integer, from the end where it is negative), "shape" (list of sizes), "extents" (a size or a list of them), "tap" (the name of an earlier operator), or a tuple of allowed words.
     `sign` is what a number must be: "positive", "not negative", "not 0", or anything.
     """
 
@@ -90,11 +90,11 @@ def _reduction(name: str, summary: str, values_of: str = "") -> Operator:
     """A reduction over channels; `values_of` takes the values out of what PyTorch's function gives."""
 
     def shape(values: Values, shape: Shape) -> Shape:
+        rules.channel_axis(values["dim"], shape)
         return (shape[0], 1, *shape[2:]) if values["keepdim"] else (shape[0], *shape[2:])
 
     return Operator(
-        name, Kind.REDUCTION, summary, (Argument("dim", "size", 1), Argument("keepdim", "flag", False)), takes_name=True, shape=shape,
-        check=lambda values: None if values["dim"] == 1 else f"dim: {values['dim']}; channels, dim: 1, are all that it reduces",
+        name, Kind.REDUCTION, summary, (Argument("dim", "axis", 1), Argument("keepdim", "flag", False)), takes_name=True, shape=shape,
         call=lambda values: f"torch.{name}({{v}}, dim=1" + (", keepdim=True" if values["keepdim"] else "") + f"){values_of}",
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from codegen.ops import ShapeError
 from codegen.source_text import source_text
 from codegen.spec import MAX_ELEMENTS, MAX_SIZES, PREPACKED, Spec, SpecError
 from codegen.spec_chain import ChainReader
-from codegen.spec_scalars import INVALID, nearest
+from codegen.spec_scalars import INVALID, meant, nearest
 from codegen.targets import TARGETS
 from codegen.yaml_reader import Node, Problem, YamlError, read
 
@@ -43,13 +43,17 @@ class _Reader(ChainReader):
             self.fault(self.root, f"a spec is a mapping with the keys {', '.join(_TOP)}")
             raise SpecError(self.shown, self.problems)
         entries: dict[str, tuple[Node, Node]] = self.root.value
+        nodes = {key: value for key, (_, value) in entries.items()}
+        misspelt = set()
         for key, (key_node, _) in entries.items():
             if key not in _TOP:
+                misspelt.add(meant(key, [word for word in _TOP if word not in entries]))
                 self.fault(key_node, f"{key}: unknown key{nearest(key, _TOP)}")
         for key in ("name", "batch", "chain"):
-            if key not in entries:
+            if key not in entries and key not in misspelt:
                 self.fault(self.root, f"{key}: is missing")
-        nodes = {key: value for key, (_, value) in entries.items()}
+        misspelt |= {"args", "input"} - set(nodes) if None in misspelt else set()  # it may have meant what others refer to
+        self.args_unclear = bool(misspelt & {"args", "defaults"})
 
         name = self.identifier(nodes["name"], "name") if "name" in nodes else INVALID
         marks = {**{p.suffix: "precision" for p in numerics.PRECISIONS.values() if p.suffix}, PREPACKED: "prepared weights"}
@@ -68,7 +72,7 @@ class _Reader(ChainReader):
         else:
             overridden = False
         self.precision = numerics.FP32 if chosen is INVALID else numerics.PRECISIONS[chosen]
-        values, spatial = self.input(nodes.get("input"))
+        values, spatial = self.input(nodes.get("input"), "input" in misspelt)
         for key in ("args", "defaults"):
             if key in nodes:
                 self.read_args(nodes[key], key)
@@ -80,7 +84,8 @@ class _Reader(ChainReader):
         gemm = self.word(nodes["gemm"], "gemm", ("library", "generated")) if "gemm" in nodes else None
         prepack = self.flag(nodes["prepack"], "prepack") if "prepack" in nodes else False
         chain = self.chain(nodes["chain"], batch, spatial, nodes.get("input")) if "chain" in nodes else ()
-        for unused in [a for a in self.args if a not in self.used_args]:
+        read = "chain" in nodes and nodes["chain"].is_list and not self.use_unclear
+        for unused in [a for a in self.args if read and a not in self.used_args]:
             self.fault(self.arg_nodes[unused], f"{unused}: is never used in the chain")
         if not self.problems and "chain" in nodes:
             self.check_names(chain, nodes["chain"])
@@ -131,13 +136,14 @@ class _Reader(ChainReader):
         if self.problems:
             raise SpecError(self.shown, self.problems)
 
-    def input(self, node: Node | None) -> tuple[Any, dict[str, Any]]:
-        """(how x is filled, spatial sizes by name) from the optional `input:` mapping."""
+    def input(self, node: Node | None, misspelt: bool) -> tuple[Any, dict[str, Any]]:
+        """(how x is filled, spatial sizes by name) from the optional `input:` mapping; sizes that a fault may stand for are INVALID."""
+        unclear = {"height": INVALID, "width": INVALID}
         if node is None:
-            return "rand", {}
+            return "rand", unclear if misspelt else {}
         if not node.is_mapping:
             self.fault(node, f"input: {node.describe()}; expected a mapping such as {{height: 128, width: 128, values: rand}}")
-            return "rand", {}
+            return "rand", unclear
         values, spatial = "rand", {}
         for key, (key_node, value) in node.value.items():
             if key == "values":
@@ -146,11 +152,13 @@ class _Reader(ChainReader):
                 spatial[key] = self.size(value, key)
             else:
                 self.fault(key_node, f"{key}: unknown key of input{nearest(key, ('height', 'width', 'values'))}")
+                spatial = unclear | spatial
         return values, spatial
 
     def read_args(self, node: Node, what: str) -> None:
         if not node.is_mapping:
             self.fault(node, f"{what}: {node.describe()}; expected a mapping from constructor argument to value")
+            self.args_unclear = True
             return
         for key, (key_node, value) in node.value.items():
             if self.identifier(key_node, what) is INVALID:

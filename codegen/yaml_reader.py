@@ -44,13 +44,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Node:
-    """A value with its place. `value` is a scalar, a list of Nodes, or a dict from key to (key Node, value Node)."""
+    """A value with its place. `value` is a scalar, a list of Nodes, or a dict from key to (key Node, value Node). `source`: the word that stood for it."""
 
     value: object
     line: int
     column: int
     text: str = ""
     quoted: bool = False
+    source: str = ""
 
     @property
     def is_mapping(self) -> bool:
