@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -44,24 +46,73 @@ def weight_faults(original: nn.Module, ours: nn.Module, lines: dict[str, int]) -
     return faults
 
 
-def output_faults(model: type, init: list, path: str, ours: nn.Module, x: torch.Tensor) -> list[Fault]:
-    """Differences between the two outputs for the first samples of x, all parameters moved off their initial values by the same amounts."""
+def result_faults(model: type, init: list, path: str, ours: nn.Module, x: torch.Tensor, spec: Spec) -> list[Fault]:
+    """Differences between the two layers' results, and between the gradients of x and of every parameter, in float64.
+
+    All parameters are moved off their initial values by the same amounts; then data of which a layer makes ties and values on its bounds.
+    """
     original, _ = construct(model, init, path)
     original, ours, x = original.double(), ours.double(), x[:SAMPLES].double()
-    generator = torch.Generator().manual_seed(SEED)
-    with torch.no_grad():
-        for parameter in original.parameters():
-            parameter.add_(torch.rand(parameter.shape, generator=generator), alpha=0.5)
-        ours.load_state_dict(original.state_dict())
-        try:
-            expected = original(x.clone())
-        except Exception as error:  # whatever the file's forward raises is a fault of the file
-            return [Fault(line_of(error, path), f"Model's forward failed on {tuple(x.shape)}: {first_line(error)}")]
-        result = ours(x)
-    if expected.shape != result.shape:
-        return [Fault(0, f"Model gives {tuple(expected.shape)} for {tuple(x.shape)}; the spec's Model gives {tuple(result.shape)}")]
-    scale = max(1.0, float(expected.abs().max()))
-    error = float((expected - result).abs().max())
-    if not error <= TOLERANCE * scale:
-        return [Fault(0, f"the spec's Model differs from the file's by {error:.3g} (largest value {scale:.3g}); the chain does not hold all that forward does")]
+    for training in (True, False):
+        for name, given in _data(original, x, spec):
+            ours.load_state_dict(original.state_dict())
+            try:
+                expected = _results(original.train(training), given)
+            except Exception as error:  # whatever the file's forward raises is a fault of the file
+                return [Fault(line_of(error, path), f"Model's forward or backward failed on {tuple(x.shape)}: {first_line(error)}")]
+            said = _difference(expected, _results(ours.train(training), given))
+            if said:
+                return [Fault(0, f"{said}, {name}{'' if training else ', in eval mode'}; the chain does not hold all that forward does")]
     return []
+
+
+def _data(original: nn.Module, x: torch.Tensor, spec: Spec) -> Iterator[tuple[str, torch.Tensor]]:
+    """(what it is, x) of each family of data, with the parameters of `original` set for it."""
+    generator = torch.Generator().manual_seed(SEED)
+    start = {key: value.clone() for key, value in original.state_dict().items()}
+    moved = {key: value + 0.5 * torch.rand(value.shape, generator=generator) for key, value in start.items()}
+    yield from _with(original, moved, "on random data", x)
+    yield from _with(original, {key: 30 * torch.randn(v.shape, generator=generator, dtype=v.dtype) for key, v in start.items()}, "on large values", 10 * x - 5)
+    numbers = {float(v) for step in spec.chain for v in step.values.values() if isinstance(v, float)}
+    # A norm whose scale is 0 gives its shift everywhere: ties in every reduction and window, and values on the bounds of what follows.
+    for number in sorted({0.0, 1.0, -1.0, 3.0, -3.0, 6.0} | numbers):
+        tied = {key: torch.full_like(v, number if key.endswith(".bias") else 0.0) if v.dim() == 1 and "." in key else v for key, v in moved.items()}
+        tied |= {key: torch.zeros_like(v) if number == 0 else torch.ones_like(v) for key, v in moved.items() if "." not in key}
+        yield from _with(original, tied, f"where the norm gives {number} everywhere", x)
+    yield from _with(original, {key: torch.zeros_like(v) for key, v in start.items()}, "with parameters of 0", torch.zeros_like(x))
+    coarse = {key: torch.randint(-1, 2, v.shape, generator=generator).to(v.dtype) for key, v in start.items()}
+    yield from _with(original, coarse, "on small integers", x.round())
+
+
+def _with(original: nn.Module, state: dict[str, torch.Tensor], name: str, x: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    original.load_state_dict(state)
+    yield name, x
+
+
+def _results(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    """The model's result and the gradients that it gives, by name; None where there is none."""
+    given = x.clone().requires_grad_()
+    with torch.enable_grad():
+        y = model(given * 1)  # a value that a forward may overwrite
+        found: dict[str, torch.Tensor | None] = {"the result": y.detach()}
+        weights = torch.rand(y.shape, generator=torch.Generator().manual_seed(SEED), dtype=y.dtype) + 0.5
+        wanted = {"the gradient of x": given, **{f"the gradient of {key}": p for key, p in model.named_parameters()}}
+        gradients = torch.autograd.grad(y, list(wanted.values()), weights, allow_unused=True) if y.requires_grad else [None] * len(wanted)
+    return found | dict(zip(wanted, gradients, strict=True))
+
+
+def _difference(expected: dict[str, torch.Tensor | None], found: dict[str, torch.Tensor | None]) -> str | None:
+    """The first difference of two layers' results in words."""
+    for name, theirs in expected.items():
+        mine = found[name]
+        if theirs is None or mine is None:
+            if (theirs is None) != (mine is None):
+                return f"{name}: the file's Model gives {'none' if theirs is None else 'one'}, the spec's Model gives {'none' if mine is None else 'one'}"
+            continue
+        if theirs.shape != mine.shape:
+            return f"Model gives {tuple(theirs.shape)}; the spec's Model gives {tuple(mine.shape)}"
+        scale = max(1.0, float(theirs[theirs.isfinite()].abs().max()) if bool(theirs.isfinite().any()) else 1.0)
+        if not torch.allclose(theirs / scale, mine / scale, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+            error = float((theirs - mine).abs().nan_to_num(float("inf")).max())
+            return f"{name} of the spec's Model differs from the file's by {error:.3g} (largest value {scale:.3g})"
+    return None

@@ -101,8 +101,9 @@ def test_one_mistake_is_told_at_most_once(text, what, tmp_path):
     for path, is_key in places(data):
         made = changed(data, path, is_key, MISTAKES[what])
         found = problems(tmp_path, made)
-        told_apart = path in (("name",), ("batch",), ("chain",)) and what in ("nothing like it", "no word")  # an unknown key, and one that is missing
-        assert len(found) <= 1 + (told_apart and is_key), (path, found)
+        # A word like no other: what it stands for is not known, and what is missing in its place is told beside it.
+        told_apart = what in ("nothing like it", "no word") and (path in (("name",), ("batch",), ("chain",)) or (path[0] in ("args", "defaults") and len(path) == 2))
+        assert len(found) <= (3 if told_apart and is_key else 1), (path, found)
         told += len(found)
     assert told > 5 or what == "negative"
 
