@@ -15,6 +15,7 @@ from pathlib import Path
 from codegen.manifest import Package
 from codegen.plan import PlanError, plan
 from codegen.render import render
+from codegen.source_text import is_source_text
 from codegen.spec import Spec, SpecError, load_spec
 from codegen.standalone import render_standalone
 from codegen.targets import DEFAULT_TARGETS, DEVICES, TARGETS
@@ -114,12 +115,13 @@ def is_emitted(path: Path) -> bool:
 
 
 def _record(folder: Path) -> tuple[str, str] | None:
-    """(spec, command) that the manifest of the package in `folder` gives; None where there is none."""
+    """(spec, command) that the manifest of the package in `folder` gives; None where there is none, or one that this generator cannot have written."""
     try:
         data = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return str(data["spec"]), str(data["regenerate"])
-    except (OSError, ValueError, KeyError, TypeError):
+        spec, command = str(data["spec"]), str(data["regenerate"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    return (spec, command) if is_source_text(spec) else None
 
 
 def owner(folder: Path) -> str | None:
@@ -151,10 +153,10 @@ def read_spec_or_package(path: str, precision: str | None = None, prepack: bool 
         return spec
     spec_of_package, command = record
     asked = "PREPACK=1" in command
-    device = re.search(r" DEVICE=(\w+)", command)
+    device = next((name for name in re.findall(r" DEVICE=(\w+)", command) if name in DEVICES), None)
     try:
         plain = load_spec(path)
-        files = render(make_package(replace(plain, path=spec_of_package, prepack_asked=asked and plain.prepack), (), device and device[1]))
+        files = render(make_package(replace(plain, path=spec_of_package, prepack_asked=asked and plain.prepack), (), device))
     except (SpecError, PlanError):
         return spec
     present = [name for name in files if name != "manifest.json" and (folder / name).is_file()]  # the manifest has the targets of a command line, too

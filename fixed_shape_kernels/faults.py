@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import click
 
 from codegen.plan import PlanError
+from codegen.source_text import printable
 from codegen.spec import SpecError
 
 
@@ -36,7 +37,9 @@ def sentences() -> Iterator[None]:
         raise
     except SpecError as error:
         raise SpecFault(str(error)) from None
-    except (PlanError, RuntimeError) as error:
+    except PlanError as error:  # it may name a file of any spelling
+        raise click.ClickException(printable(str(error))) from None
+    except RuntimeError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
         if error.errno == errno.EPIPE:  # who read the output has gone; click ends quietly
