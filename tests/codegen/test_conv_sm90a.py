@@ -186,8 +186,8 @@ def test_same_plan_same_bytes_and_debug_only_adds_checks():
     assert "__trap" in render_kernel(debug, debug.kernels[0]) and "__trap" not in render_kernel(plain, plain.kernels[0])
 
 
-def test_route_for_data_out_of_range_exists_where_operands_are_scaled():
-    for precision, has in (("fp32", True), ("tf32", True), ("fp16", False), ("bf16", False)):
+def test_exact_route_exists_where_operands_are_scaled_or_squares_may_exceed_fp32():
+    for precision, has in (("fp32", True), ("tf32", True), ("fp16", False), ("bf16", True)):
         plan = planned(load_spec(MAIN, precision))
         assert ("exact_sample" in render_kernel(plan, plan.kernels[0])) == has
 

@@ -349,7 +349,9 @@ def test_small_values_count_where_a_weight_cancels_the_large_one(layers):
 @only("fp16x3", "tf32x3")
 @torch.no_grad()
 def test_rows_of_any_size_are_multiplied_by_tensor_cores(layers, large, small, of_weights):
-    """Powers of two take rows of x, and W's groups, far apart and out of fp16's range; what large and small factors make together is in fp32's range."""
+    """Powers of two take rows of x, and W's groups, far apart and out of fp16's range; what large and small factors make together is in fp32's range.
+    Sums below 2^-80 may have come of factors too small for two parts of TF32, so their blocks are computed again."""
+    faint = layers[1] == "tf32x3" and of_weights < 2.0**-80
     for case, layer in layers[2]:
         x, weight = draw(layer), layer.weight * of_weights
         x[1::3] *= large
@@ -357,7 +359,7 @@ def test_rows_of_any_size_are_multiplied_by_tensor_cores(layers, large, small, o
         weight.view(case.groups, -1)[::2] *= 2.0**10
         with weights(layer, weight):
             y, reference, eager = layer(x), layer.pytorch(x, torch.float64), layer.pytorch(x)
-            assert layer.in_fp32 == blocks_beyond_parts(layer, x), layer.name
+            assert faint or layer.in_fp32 == blocks_beyond_parts(layer, x), layer.name
             for rows in (slice(0, None, 3), slice(1, None, 3), slice(2, None, 3)):
                 if len(y[rows]):
                     allowed = max(1.1 * relative(eager[rows], reference[rows]), 2e-6 if case.in_features < 256 else 3e-7)
