@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ _ENVIRONMENT = environment()
 def render_kernel(plan: Plan, kernel: Kernel) -> str:
     """The source text of one kernel of `plan`."""
     language = plan.target.language
+    part = next((step.part for step in plan.launches if step.kernel is kernel), None)
+    plan = plan if part is None else replace(plan, spec=part)
     text = _ENVIRONMENT.get_template(kernel.template).render(
         plan=plan, kernel=kernel, spec=plan.spec, target=plan.target, functions=lambda items: chain.function_definitions(items, language)
     )

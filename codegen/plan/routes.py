@@ -11,14 +11,17 @@ What no fused kernel takes (a reduction, average pooling, a second pooling) foll
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
+from codegen.fused_form import departure
 from codegen.numerics import ARITHMETICS
 from codegen.plan import tuned
 from codegen.plan.candidates import Candidate
 from codegen.plan.model import Buffer, Floor, Library, Plan
-from codegen.spec import Spec
+from codegen.ops import Kind
+from codegen.spec import Spec, Step
 from codegen.targets import DEVICES, TARGETS, DeviceClass, Target
 
 # The vendor's half-precision GEMM by the alignment that its kernels need of K and N (8, 2 or 1 values), as 27 shapes took it on an H200 (cuBLAS 13):
@@ -69,8 +72,16 @@ def plan_for_class(spec: Spec, target: str, device: DeviceClass) -> Plan:
 
 
 def _planned(spec: Spec, target: Target, device: DeviceClass, debug: bool, candidate: Candidate | None) -> Plan:
+    from codegen.plan.parts import plan_parts
     from codegen.plan.stages import first_stage, head_of, plan_stages
 
+    if departure(spec.chain) is not None:
+        made = plan_parts(
+            spec, lambda part: _planned(part, target, device, debug, candidate), functools.partial(Plan, spec, target, device, floor=floor(spec, device))
+        )
+        if target.name == "sm_90a" and not made.kernels:
+            raise PlanError("none of this target's kernels serves a part of the chain; sm_80 has the same library steps")
+        return made
     first = first_stage(spec, target)
     if first is not None:
         return plan_stages(spec, _planned(head_of(spec, first), target, device, debug, candidate), first)
@@ -84,18 +95,21 @@ def floor(spec: Spec, device: DeviceClass, products: int = 1, rate: float | None
 
     Without a rate it is the device's best at the spec's precision: three fp16 products for fp32, one for the others.
     """
-    producer = spec.producer
-    weight = producer.parameters[0].shape
-    outputs = math.prod(producer.output_shape)
-    flop = 2.0 * outputs * math.prod(weight[1:])
+    flop = sum(producer_flop(step) for step in spec.chain if step.operator.kind is Kind.PRODUCER)
     itemsize = spec.precision.itemsize
-    tensors = math.prod(spec.input_shape) + math.prod(spec.output_shape) + sum(math.prod(shape) for _, shape in spec.parameters)
+    tensors = sum(math.prod(given.shape) for given in spec.inputs) + math.prod(spec.output_shape) + sum(math.prod(shape) for _, shape in spec.parameters)
     moved = float(tensors * itemsize)
     if rate is None:
         products, rate = (3, device.fp16) if spec.precision.name == "fp32" else (1, device.fp16)
     compute = flop * products / (rate * 1e9) if rate else 0.0
     memory = moved / (device.hbm * 1e6) if device.hbm else 0.0
     return Floor(flop, moved, compute, memory)
+
+
+def producer_flop(step: Step) -> float:
+    """Multiply-adds of a producer times two. A transposed convolution takes each value of its input to so many results, another each result from so many."""
+    weight = math.prod(step.parameters[0].shape[1:])
+    return 2.0 * weight * math.prod(step.input_shape if "transpose" in step.operator.name else step.output_shape)
 
 
 def _cpu(spec: Spec, target: Target, device: DeviceClass) -> Plan:
