@@ -22,7 +22,7 @@ from codegen.plan.model import Kernel, Plan
 from codegen.report import header_lines
 from codegen.spec import Spec
 from codegen.spec_writer import resolved_yaml
-from codegen.torch_text import module_lines, parameters, reference_lines, uses_functional
+from codegen.torch_text import input_texts, module_lines, parameters, reference_lines, uses_functional
 
 TEMPLATES = Path(__file__).parent / "templates"
 _CONSTANT = re.compile(r"constexpr \w+ (k\w+) = ")
@@ -75,8 +75,8 @@ def render(package: Package) -> dict[str, str]:
     files["model.py"] = render_template(
         "model/model.py.j2", spec=spec, package=package, modules=module_lines(spec), reference=reference_lines(spec), functional=uses_functional(spec),
         names=parameters(spec), keywords=[f"{name}={name}" for name, _ in spec.args], init=[repr(value) for value in spec.init_values], half=half,
-        cast=f".to(torch.{spec.precision.dtype})" if half else "", x_shape=_shape_text(spec, spec.input_shape, True),
-        y_shape=_shape_text(spec, spec.output_shape, spec.rows_are_samples),
+        x_shape=_shape_text(spec, spec.input_shape, True),
+        arguments=[given.name for given in spec.inputs], inputs=input_texts(spec), y_shape=_shape_text(spec, spec.output_shape, spec.rows_are_samples),
     )  # fmt: skip
     files["__init__.py"] = render_template("model/init.py.j2", spec=spec)
     files["spec.yaml"] = resolved_yaml(spec)
