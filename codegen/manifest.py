@@ -112,7 +112,13 @@ def _size(package: Package, files: dict[str, str]) -> dict[str, Any]:
 
 def _inputs(spec: Spec) -> dict[str, Any]:
     """`input` where x is the only one, else `inputs`, the first of which the steps call x."""
-    entries = [{"name": input_name(spec, given.name), "shape": list(given.shape), "dtype": spec.precision.dtype} for given in spec.inputs]
+    entries = [
+        {
+            "name": input_name(spec, given.name), "shape": list(given.shape), "dtype": spec.precision.dtype,
+            **({} if given.batched else {"batched": False}),
+        }
+        for given in spec.inputs
+    ]  # fmt: skip
     if [given.name for given in spec.inputs] == ["x"]:
         return {"input": entries[0]}
     return {"inputs": [{"argument": given.name, **entry} for given, entry in zip(spec.inputs, entries, strict=True)]}

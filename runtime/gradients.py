@@ -19,6 +19,9 @@ from .manifest import Backward, LibraryStep, Manifest
 def register(operators, library: torch.library.Library) -> None:
     """Makes the operators of one package differentiable; ``library`` holds their definitions."""
     manifest = operators.package.manifest
+    if manifest.reference is not None:
+        _register_reference(operators, library)
+        return
 
     def forward(x, *parameters):
         """Above the kernels: chooses the variant that saves where a gradient will be asked for."""
@@ -54,6 +57,35 @@ def register(operators, library: torch.library.Library) -> None:
     torch.library.register_autograd(operators.name("forward_saving"), backward, setup_context=save, lib=library)
     for name in operators.parts_of_backward:
         torch.library.register_autograd(operators.name(name), backward_twice, lib=library)
+
+
+def _register_reference(operators, library: torch.library.Library) -> None:
+    """The same by torch's autograd over the manifest's reference: all operands are saved, and dropout's masks."""
+    manifest = operators.package.manifest
+    results = manifest.reference.results
+
+    def saving(training: bool):
+        def save(ctx, inputs, output):
+            further = output[1:] if results and training else ()
+            ctx.training = training
+            ctx.mark_non_differentiable(*further)
+            ctx.save_for_backward(*inputs, *(tensor for name, tensor in zip(results, further) if name.startswith("mask:")))
+
+        return save
+
+    def backward(ctx, grad_y, *_):
+        asked = ctx.needs_input_grad
+        made = operators.vector_jacobian(grad_y, *ctx.saved_tensors, ctx.training, list(asked))
+        made = made if isinstance(made, tuple) else (made,)
+        return tuple(grad if needed else None for grad, needed in zip(made, asked))
+
+    def backward_twice(ctx, *_):
+        raise _no_second(manifest.name)
+
+    torch.library.register_autograd(operators.name("forward"), backward, setup_context=saving(False), lib=library)
+    if manifest.reference.training:
+        torch.library.register_autograd(operators.name("forward_training"), backward, setup_context=saving(True), lib=library)
+    torch.library.register_autograd(operators.name("vector_jacobian"), backward_twice, lib=library)
 
 
 class ByReference(torch.autograd.Function):

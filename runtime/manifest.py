@@ -18,11 +18,12 @@ _ARCH = re.compile(r"native|sm_[0-9]+[a-z]?")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape (elements) and dtype (torch's name without ``torch.``) of one tensor."""
+    """Name, shape (elements) and dtype (torch's name without ``torch.``) of one tensor; ``batched``: an input that has a row a sample."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    batched: bool = True
 
 
 @dataclass(frozen=True)
@@ -349,7 +350,7 @@ def _buffer(name: str, data: dict) -> Buffer:
 
 
 def _tensor(name: str, data: dict) -> TensorSpec:
-    return TensorSpec(name, tuple(int(size) for size in data["shape"]), str(data["dtype"]))
+    return TensorSpec(name, tuple(int(size) for size in data["shape"]), str(data["dtype"]), bool(data.get("batched", True)))
 
 
 def _check_names(manifest: Manifest, target: TargetManifest) -> None:

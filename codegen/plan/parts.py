@@ -81,7 +81,7 @@ def library_step(spec: Spec, step: Step, training: bool) -> Library:
         options |= {"training": training or not step.buffers, "momentum": values["momentum"]}
         also = tuple(f"state:{step.key(buffer)}" for buffer in step.buffers[:2]) if training else ()
     elif operator.kind is Kind.DROPOUT:
-        options["training"] = training
+        options |= {"training": training, "sizes": step.input_shape}
         also = (f"mask:{step.index}",) if training else ()
     elif operator.kind is Kind.SHAPE:
         options = {"sizes": step.output_shape}
