@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from .errors import GradientError
+from .launch import dtype_named
 from .load import backward_for
 from .manifest import Backward, LibraryStep, Manifest
 
@@ -69,13 +70,18 @@ def _register_reference(operators, library: torch.library.Library) -> None:
             further = output[1:] if results and training else ()
             ctx.training = training
             ctx.mark_non_differentiable(*further)
-            ctx.save_for_backward(*inputs, *(tensor for name, tensor in zip(results, further) if name.startswith("mask:")))
+            needed = inputs[: len(inputs) - len(manifest.state)] if training else inputs  # training writes to its state, and y is not of it
+            ctx.save_for_backward(*needed, *(tensor for name, tensor in zip(results, further) if name.startswith("mask:")))
 
         return save
 
     def backward(ctx, grad_y, *_):
         asked = ctx.needs_input_grad
-        made = operators.vector_jacobian(grad_y, *ctx.saved_tensors, ctx.training, list(asked))
+        count = len(asked) - (len(manifest.state) if ctx.training else 0)
+        operands, masks = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        unread = manifest.state[len(manifest.state) - len(asked) + count :]
+        operands = (*operands, *(grad_y.new_zeros(entry.shape, dtype=dtype_named(entry.dtype)) for entry in unread))
+        made = operators.vector_jacobian(grad_y, *operands, list(masks), ctx.training, list(asked))
         made = made if isinstance(made, tuple) else (made,)
         return tuple(grad if needed else None for grad, needed in zip(made, asked))
 

@@ -89,11 +89,10 @@ class Operators:
             made = ", ".join("Tensor" for _ in ("y", *results))
             given = f"{schema} -> ({made})" if results else f"{schema} -> Tensor"
             self.forward_training = self._define("forward_training", given, self._run_training, self._fake_training)
-        masks = [TensorSpec(name, (), "") for name in results if name.startswith("mask:")]
-        given = _schema([TensorSpec(gradient_of("y"), (), ""), manifest.input, *manifest.operands, *masks]).removesuffix(")")
+        given = _schema([TensorSpec(gradient_of("y"), (), ""), manifest.input, *manifest.operands]).removesuffix(")")
         made = ", ".join("Tensor" for _ in (manifest.input, *manifest.operands))
         self.vector_jacobian = self._define(
-            "vector_jacobian", f"{given}, bool training, bool[] wanted) -> ({made})", self._run_vector_jacobian, self._fake_vector_jacobian
+            "vector_jacobian", f"{given}, Tensor[] masks, bool training, bool[] wanted) -> ({made})", self._run_vector_jacobian, self._fake_vector_jacobian
         )
         self.parts_of_backward.append("vector_jacobian")
 
@@ -150,10 +149,8 @@ class Operators:
         return tuple(tensor.clone() if tensor.untyped_storage().data_ptr() in held else tensor for tensor in made)
 
     def _run_vector_jacobian(self, grad_y, *tensors_and_more):
-        *tensors, training, wanted = tensors_and_more
-        manifest = self.package.manifest
-        count = 1 + len(manifest.operands)
-        grads = reference.vector_jacobian(manifest, grad_y, list(tensors[:count]), list(tensors[count:]), training, wanted)
+        *tensors, masks, training, wanted = tensors_and_more
+        grads = reference.vector_jacobian(self.package.manifest, grad_y, tensors, masks, training, wanted)
         return _one_or_all(tuple(grad_y.new_empty(0) if grad is None else grad.contiguous() for grad in grads))
 
     def _fake_training(self, x, *operands):
@@ -166,7 +163,7 @@ class Operators:
         return _one_or_all(tuple(made))
 
     def _fake_vector_jacobian(self, grad_y, *tensors_and_more):
-        *tensors, _, wanted = tensors_and_more
+        *tensors, _, _, wanted = tensors_and_more
         return _one_or_all(tuple(tensor.new_empty(tensor.shape if asked else 0) for tensor, asked in zip(tensors, wanted)))
 
     def _run_backward(self, grad_y, saved, *parameters):
