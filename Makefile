@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu generate generate-all check-generated explain standalone from-module compile-all package verify bench report evidence evidence-peers sweep tune sanitize clean
+.PHONY: help demo test test-gpu generate generate-all check-generated golden explain standalone from-module compile-all package verify bench report evidence evidence-peers sweep tune sanitize clean
 
 WORKERS ?= 2
 # $(call python,emit|run|test|bench) starts a recipe: the interpreter that has what the command needs, or its set-up's error.
@@ -41,6 +41,9 @@ generate-all: ## emit every package listed in generated/index.yaml
 
 check-generated: ## fail when a checked-in package differs from what its spec emits
 	$(call python,emit) -m codegen.emit --check
+
+golden: ## renew tests/golden.json, the hashes of all that is emitted and explained, and list what changed
+	$(call python,test) -m tests.golden
 
 explain: ## print the plan of SPEC: kernels, tiles, memory, floor
 	$(need-spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -117,8 +118,6 @@ def get_init_inputs():
 
 def write_standalone(spec: Spec, work: Path) -> tuple[Path, str, str]:
     """standalone.py of a spec; returns its path, the target that it runs on the present card and that target's source_key."""
-    import json
-
     package = make_package(spec)
     files = render(package)
     path = work / spec.package / "standalone.py"

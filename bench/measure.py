@@ -13,7 +13,7 @@ from bench import peers as peers_module
 from bench.machine import Machine, precision_flags
 from bench.metrics import Errors, compare
 from bench.peers import Peer
-from bench.records import FORMAT, NOT_PREPARED, PREPARED, Record, conclude
+from bench.records import FORMAT, NOT_PREPARED, PREPARED, Record, conclude, write_json
 from bench.subject import Emitted, Subject, built_target
 from bench.timing import Ceilings, Time, interleaved, overhead
 from bench.verify import rounded
@@ -107,6 +107,4 @@ def machine_record(machine: Machine, ceilings: Ceilings) -> dict:
 
 def save_machine(results: Path, machine: Machine, ceilings: Ceilings) -> None:
     """Write machine.json."""
-    from bench.records import write_json
-
     write_json(results / machine.slug / "machine.json", machine_record(machine, ceilings))

@@ -31,14 +31,14 @@ from bench.packages import load_package
 from bench.records import FORMAT, RESULTS, present_keys, read, write_json
 from bench.shrink import BATCHES, shrink
 from codegen import index
-from codegen.emit import DEFAULT_TARGETS, make_package, write_if_different
+from codegen.emit import make_package, write_if_different
 from codegen.manifest import Package
 from codegen.numerics import PRECISIONS
 from codegen.plan import Library, Plan
 from codegen.plan.routes import plan_for_class
 from codegen.render import render
 from codegen.spec import Spec, load_spec
-from codegen.targets import TARGETS
+from codegen.targets import DEFAULT_TARGETS, TARGETS
 from runtime import launch
 from runtime.devices import visible_capabilities
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from codegen.spec import Spec, load_spec
-from codegen.spec_writer import resolved
+from codegen.spec.writer import resolved
 
 BATCHES = (160, 512)  # 160 is no multiple of a tile of 64 or 128: the ragged edge is run too, where the full shape's kernel takes one
 GROUPS, CHANNELS, DEPTH = 4, 1024, 1088  # at least so many groups and channels; fp32 splits from a depth of 1024 on

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from bench.records import PREPARED, Record, Status, loaders_choice, present_keys, state_of
+from codegen.spec import SpecError
 
 HEADLINE = ("gemm_groupnorm_hardtanh", "gemm_biasadd_hardtanh_mish_groupnorm", "conv2d_groupnorm_scale_maxpool_clamp")  # at the shapes of either version
 HEAD = [
@@ -82,8 +83,6 @@ def _exception(shown: list[Record]) -> str:
 
 def state_today(record: Record) -> str:
     """The state of a package that is not checked in: its spec is read again where it still exists."""
-    from codegen.spec import SpecError
-
     try:
         return state_of(record, present_keys(record["path"], record["precision"], record["weights"] == PREPARED, record.get("batch")))
     except SpecError:

@@ -24,9 +24,8 @@ from codegen.render import render
 from codegen.report import explain
 from codegen.spec import Spec, SpecError, load_spec, shipped
 from codegen.standalone import render_standalone
-from codegen.targets import DEVICES, TARGETS
+from codegen.targets import DEFAULT_TARGETS, DEVICES, TARGETS
 
-DEFAULT_TARGETS = ("cpu", "sm_80", "sm_90a")
 MARK = "do not edit."  # in the header of everything that is emitted
 
 

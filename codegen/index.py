@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from codegen.yaml_reader import read
+from codegen.spec.yaml_reader import read
 
 
 def entries(out: Path) -> list[tuple[str, str]]:

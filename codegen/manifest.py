@@ -8,10 +8,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from codegen.fused_form import departure
+from codegen.ir.fused_form import departure
 from codegen.plan import PlanError
-from codegen.plan.backward import gradient_keys, plan_backward
-from codegen.plan.backward_cuda import plan_backward_cuda
+from codegen.plan.backward.cpu import gradient_keys, plan_backward
+from codegen.plan.backward.cuda import plan_backward_cuda
 from codegen.plan.model import Buffer, Launch, Library, Plan
 from codegen.plan.parts import input_name, library_step
 from codegen.report import explanation, regenerate

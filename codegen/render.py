@@ -15,13 +15,13 @@ from typing import Any
 
 import jinja2
 
-from codegen import chain
+from codegen.ir import apply as chain
 from codegen.manifest import Package, manifest_text
 from codegen.ops import Shape
 from codegen.plan.model import Kernel, Plan
 from codegen.report import header_lines
 from codegen.spec import Spec
-from codegen.spec_writer import resolved_yaml
+from codegen.spec.writer import resolved_yaml
 from codegen.torch_text import input_texts, module_lines, parameters, reference_lines, uses_functional
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from codegen.chain import describe
+from codegen.ir.apply import describe
 from codegen.plan.model import Kernel, Launch, Plan
 from codegen.spec import ELSEWHERE, Spec
 from codegen.targets import DeviceClass

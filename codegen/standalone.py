@@ -12,6 +12,7 @@ from codegen.manifest import Package
 from codegen.ops import Shape
 from codegen.plan import PlanError
 from codegen.plan.model import Launch, Library, Plan
+from codegen.render import render_template
 from codegen.targets import TARGETS, Target
 from codegen.torch_text import module_lines, parameters
 
@@ -45,8 +46,6 @@ class Part:
 
 def render_standalone(package: Package, files: dict[str, str]) -> str:
     """The text of standalone.py, from the package's rendered files. Raises PlanError when the package has no CUDA target."""
-    from codegen.render import render_template  # render imports nothing of this module; this keeps it so
-
     targets = [name for name in _PREFERENCE if package.plan_for(name)]
     if not targets:
         raise PlanError("standalone.py needs a CUDA target; emit sm_80 or sm_90a")

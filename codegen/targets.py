@@ -39,6 +39,8 @@ TARGETS: dict[str, Target] = {
     )
 }  # fmt: skip
 
+DEFAULT_TARGETS = tuple(TARGETS)  # of a spec that names none: those of them that can serve it
+
 
 @dataclass(frozen=True)
 class DeviceClass:

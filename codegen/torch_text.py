@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from codegen.chain import kept_name
+from codegen.ir.apply import kept_name
 from codegen.spec import Spec, Step
 
 _DRAWS = {"randn": "torch.randn", "rand": "torch.rand", "ones": "torch.ones", "zeros": "torch.zeros"}

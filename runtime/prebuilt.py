@@ -16,14 +16,11 @@ import torch
 
 from .devices import Capability, driver_version
 from .errors import PackageError, UnsupportedDeviceError
+from .processor import ABILITIES
 
 INDEX = "prebuilt.json"
 INDEX_FORMAT = 1
 FOLDER = "libraries"
-
-# What code for the cpu target of a wheel may use, instead of all that the processor of the building machine can do.
-PROCESSOR = "x86-64-v3"
-_ABILITIES = {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}  # of PROCESSOR, in Linux's words
 
 _OPENMP = "GOMP_parallel"  # what g++ calls for a parallel loop; GNU's, LLVM's and Intel's OpenMP libraries all have it
 
@@ -119,7 +116,7 @@ def _check_processor(what: str, needed: str) -> None:
     if platform.machine() != "x86_64":
         raise UnsupportedDeviceError(f"{what} was made for x86-64 processors, and this machine is {platform.machine()}.")
     abilities = processor_abilities()
-    missing = sorted(_ABILITIES - abilities) if abilities else []
+    missing = sorted(ABILITIES - abilities) if abilities else []
     if missing:
         raise UnsupportedDeviceError(
             f"{what} was made for processors of level {needed}, and this one lacks {', '.join(missing)}; "

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ToolchainError
-from .prebuilt import PROCESSOR
 from .process import run_program
+from .processor import PROCESSOR
 
 MIN_NVCC = (12, 4)
 MIN_GXX = (9, 0)

@@ -29,7 +29,8 @@ from .build import Build, ensure_built, plan_build
 from .errors import PackageError, ToolchainError
 from .manifest import TargetManifest
 from .package import Package
-from .prebuilt import FOLDER, INDEX, INDEX_FORMAT, PROCESSOR
+from .prebuilt import FOLDER, INDEX, INDEX_FORMAT
+from .processor import PROCESSOR
 from .toolchain import portable_flags
 
 PRODUCT = "fixed-shape-kernels"

@@ -13,7 +13,7 @@ from torch import fx, nn
 from codegen.from_module import calls
 from codegen.from_module.faults import Fault, Unfit, first_line, line_here, line_of
 from codegen.ops import OPERATORS
-from codegen.reserved import RESERVED
+from codegen.spec.reserved import RESERVED
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from codegen.numerics import ARITHMETICS
+from codegen.plan.gemm.choice import tile_choices
+from codegen.plan.gemm.route import arithmetics
 from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
+# Our convolutions for mma.sync, as a candidate names them.
+CONVOLUTIONS = {"one_pass": "the convolution in one pass", "windows": "the convolution as a product of windows and filters, then the norm kernel"}
 TILES = 3  # of an arithmetic, those with the least estimates
 
 
@@ -50,8 +54,6 @@ def candidate_of(data: dict[str, Any]) -> Candidate:
 
 def candidates(spec: Spec, device: DeviceClass) -> tuple[Candidate, ...]:
     """What is worth measuring for `spec` on a card of this class; some may turn out to have no plan."""
-    from codegen.plan.routes import CONVOLUTIONS
-
     found: list[Candidate] = []
     for target in spec.targets or device.targets:
         if target not in device.targets:
@@ -70,9 +72,6 @@ def candidates(spec: Spec, device: DeviceClass) -> tuple[Candidate, ...]:
 
 
 def _generated(spec: Spec, device: DeviceClass, target: str) -> list[Candidate]:
-    from codegen.plan.gemm import arithmetics
-    from codegen.plan.gemm_tiles import tile_choices
-
     return [
         Candidate(target, "generated", name, (choice.tile.m, choice.tile.n), choice.finished, choice.slices if choice.slices > 1 else None, choice.aligned or None)
         for name in ([spec.math] if spec.math else arithmetics(spec))

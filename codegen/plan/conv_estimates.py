@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
-from codegen.chain import applies, costly
+from codegen.ir.apply import applies, costly
 from codegen.plan.model import Plan
-from codegen.plan.norm_flat import split_groups
+from codegen.plan.norm.flat import split_groups
 from codegen.spec import Spec
 from codegen.targets import DeviceClass
 

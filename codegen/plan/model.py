@@ -6,9 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from codegen.chain import Constant
+from codegen.ir.apply import Constant
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
+
+
+class PlanError(Exception):
+    """A valid spec that this target or device class has no kernel for; the message says why and what to do."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from codegen.fused_form import departure
+from codegen.ir.fused_form import departure
 from codegen.ops import Kind
 from codegen.plan.model import Buffer, Launch, Library, Plan
 from codegen.spec import Input, Spec, Step

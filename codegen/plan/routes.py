@@ -15,13 +15,24 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
-from codegen.fused_form import departure
+from codegen.ir.fused_form import departure
 from codegen.numerics import ARITHMETICS
 from codegen.plan import tuned
-from codegen.plan.candidates import Candidate
-from codegen.plan.model import Buffer, Floor, Library, Plan
-from codegen.ops import Kind
-from codegen.spec import Spec, Step
+from codegen.plan.candidates import CONVOLUTIONS, Candidate
+from codegen.plan.conv_estimates import hopper_ms, library_ms, norm_ms, one_pass_ms
+from codegen.plan.conv_gemm.kernel import plan_conv_gemm
+from codegen.plan.conv_sm80.kernel import plan_conv_sm_80
+from codegen.plan.conv_sm90a.kernel import plan_conv_sm_90a
+from codegen.plan.cpu.kernel import plan_cpu
+from codegen.plan.floor import floor
+from codegen.plan.gemm.choice import tile_choices
+from codegen.plan.gemm.route import choose_arithmetic, gemm_ms, plan_gemm
+from codegen.plan.gemm_sm90a.route import hopper_linear_ms, plan_sm_90a
+from codegen.plan.model import Buffer, Library, Plan, PlanError
+from codegen.plan.norm.route import plan_norm, plan_norm_of_product
+from codegen.plan.parts import plan_parts
+from codegen.plan.stages.route import first_stage, head_of, plan_stages
+from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS, DeviceClass, Target
 
 # The vendor's half-precision GEMM by the alignment that its kernels need of K and N (8, 2 or 1 values), as 27 shapes took it on an H200 (cuBLAS 13):
@@ -34,14 +45,8 @@ LIBRARY_ROWS, LIBRARY_ROWS_SHARE = 8, 0.28  # up to so many rows of x, operands 
 OTHER_MARGIN = 0.95  # sm_80's kernels, or the library's, are preferred to Hopper's where their estimate is below this share of the other
 LIBRARY_MARGIN = 0.95  # our GEMM is preferred to the vendor's when its estimate is below this share of the vendor's
 
-# Our convolutions for mma.sync, as a candidate names them.
-CONVOLUTIONS = {"one_pass": "the convolution in one pass", "windows": "the convolution as a product of windows and filters, then the norm kernel"}
 LIBRARY_CONVOLUTION = "torch's convolution, then the norm kernel"
 CONVOLUTION_SHARES = {"library": 1.0, "one_pass": 0.9, "windows": 1.0}  # by which estimates are multiplied to be compared: that of one pass was too high for the shipped chains
-
-
-class PlanError(Exception):
-    """A valid spec that this target or device class has no kernel for; the message says why and what to do."""
 
 
 def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False, candidate: Candidate | None = None) -> Plan:
@@ -72,9 +77,6 @@ def plan_for_class(spec: Spec, target: str, device: DeviceClass) -> Plan:
 
 
 def _planned(spec: Spec, target: Target, device: DeviceClass, debug: bool, candidate: Candidate | None) -> Plan:
-    from codegen.plan.parts import plan_parts
-    from codegen.plan.stages import first_stage, head_of, plan_stages
-
     if departure(spec.chain) is not None:
         made = plan_parts(
             spec, lambda part: _planned(part, target, device, debug, candidate), functools.partial(Plan, spec, target, device, floor=floor(spec, device))
@@ -90,31 +92,7 @@ def _planned(spec: Spec, target: Target, device: DeviceClass, debug: bool, candi
     return _cpu(spec, target, device) if target.name == "cpu" else _sm_80(spec, target, device, candidate)
 
 
-def floor(spec: Spec, device: DeviceClass, products: int = 1, rate: float | None = None) -> Floor:
-    """What the chain costs at least: multiply-adds times `products` at `rate` TFLOP/s, and every tensor moved once.
-
-    Without a rate it is the device's best at the spec's precision: three fp16 products for fp32, one for the others.
-    """
-    flop = sum(producer_flop(step) for step in spec.chain if step.operator.kind is Kind.PRODUCER)
-    itemsize = spec.precision.itemsize
-    tensors = sum(math.prod(given.shape) for given in spec.inputs) + math.prod(spec.output_shape) + sum(math.prod(shape) for _, shape in spec.parameters)
-    moved = float(tensors * itemsize)
-    if rate is None:
-        products, rate = (3, device.fp16) if spec.precision.name == "fp32" else (1, device.fp16)
-    compute = flop * products / (rate * 1e9) if rate else 0.0
-    memory = moved / (device.hbm * 1e6) if device.hbm else 0.0
-    return Floor(flop, moved, compute, memory)
-
-
-def producer_flop(step: Step) -> float:
-    """Multiply-adds of a producer times two. A transposed convolution takes each value of its input to so many results, another each result from so many."""
-    weight = math.prod(step.parameters[0].shape[1:])
-    return 2.0 * weight * math.prod(step.input_shape if "transpose" in step.operator.name else step.output_shape)
-
-
 def _cpu(spec: Spec, target: Target, device: DeviceClass) -> Plan:
-    from codegen.plan.cpu import plan_cpu
-
     return plan_cpu(spec, target, device)
 
 
@@ -160,8 +138,6 @@ class _Ways:
 
 def _conv_ways(spec: Spec, target: Target, device: DeviceClass, wanted: str | None) -> _Ways:
     """`wanted` is "library", "generated" (any of our own), one of CONVOLUTIONS, or nothing. Raises PlanError where no way is left."""
-    from codegen.plan.conv_estimates import library_ms
-
     ways = _Ways({"library": library_ms(spec, device)} if wanted in (None, "library") else {}, {}, {})
     for name in CONVOLUTIONS if wanted in (None, "generated") else [wanted] if wanted in CONVOLUTIONS else []:
         try:
@@ -187,10 +163,6 @@ def _conv_sm_80(spec: Spec, target: Target, device: DeviceClass, wanted: str | N
 
 def _own_conv(name: str, spec: Spec, target: Target, device: DeviceClass) -> tuple[Plan, float]:
     """Our convolution of CONVOLUTIONS for mma.sync and its estimate, the norm's included. Raises PlanError."""
-    from codegen.plan.conv_estimates import norm_ms, one_pass_ms
-    from codegen.plan.conv_gemm import plan_conv_gemm
-    from codegen.plan.conv_sm80 import plan_conv_sm_80
-
     if name == "windows":
         ours, front_ms = plan_conv_gemm(spec, target, device)
         return ours, front_ms + norm_ms(spec, device)
@@ -209,14 +181,10 @@ def _sm_90a(spec: Spec, target: Target, device: DeviceClass, debug: bool, forced
     if kept:
         raise PlanError(f"{', '.join(kept)} is taken once more further on, and this target's kernels keep no value beside the one they work on; sm_80 serves it")
     if spec.producer.operator.name == "conv2d":
-        from codegen.plan.conv_estimates import hopper_ms
-        from codegen.plan.conv_sm90a import plan_conv_sm_90a
-
         found = plan_conv_sm_90a(spec, target, device, debug=debug)
         if not forced:
             _refuse_slower("one kernel for the whole chain", hopper_ms(spec, device, found), sm_80_conv_ms(spec, device), "convolution")
         return found
-    from codegen.plan.gemm_sm90a import hopper_linear_ms, plan_sm_90a
 
     found = plan_sm_90a(spec, target, device, debug=debug)
     if not forced:
@@ -255,9 +223,6 @@ def library_gemm_ms(spec: Spec, device: DeviceClass) -> float:
 
 def _generated_linear(spec: Spec, target: Target, device: DeviceClass, candidate: Candidate | None = None) -> tuple[Plan, float]:
     """Our GEMM, and the norm kernel behind it unless the chain ends in the GEMM; with the estimated time of the planner's own choice."""
-    from codegen.plan.gemm import choose_arithmetic, gemm_ms, plan_gemm
-    from codegen.plan.norm import plan_norm_of_product
-
     arithmetic = choose_arithmetic(spec, device) if candidate is None else ARITHMETICS[candidate.math]
     gemm = plan_gemm(spec, target, device, arithmetic, None if candidate is None else _recorded_tile(spec, device, candidate))
     steps, buffers, why = gemm.steps, gemm.buffers, gemm.why
@@ -276,8 +241,6 @@ def _generated_linear(spec: Spec, target: Target, device: DeviceClass, candidate
 
 def _recorded_tile(spec: Spec, device: DeviceClass, candidate: Candidate) -> "Choice":  # noqa: F821
     """The tile that the candidate names."""
-    from codegen.plan.gemm_tiles import tile_choices
-
     for choice in tile_choices(spec, device, ARITHMETICS[candidate.math]):
         named = (candidate.tile, candidate.finished, candidate.slices or 1, bool(candidate.aligned))
         if ((choice.tile.m, choice.tile.n), choice.finished, choice.slices, choice.aligned) == named:
@@ -309,7 +272,5 @@ def _library_route(spec: Spec, target: Target, device: DeviceClass, why: tuple[s
 
 
 def _norm(spec: Spec, target: Target, device: DeviceClass, **source) -> "NormPlan":  # noqa: F821
-    from codegen.plan.norm import plan_norm
 
     return plan_norm(spec, target, device, **source)
-

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from codegen.plan.backward import gradient_keys
+from codegen.plan.backward.cpu import gradient_keys
 from codegen.plan.model import Launch, Plan
 from codegen.spec import Spec
 from codegen.torch_text import reference_lines

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from codegen.plan.backward_cuda import plan_backward_cuda
+from codegen.plan.backward.cuda import plan_backward_cuda
 from codegen.plan.model import Launch, Plan
 from codegen.render import render_kernel
 from codegen.spec import Spec

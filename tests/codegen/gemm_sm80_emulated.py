@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from codegen.plan.gemm_kernels import GemmKernel
+from codegen.plan.gemm.kernel import GemmKernel
 from codegen.plan.model import Plan
 from codegen.torch_text import module_lines, reference_lines
 from tests.codegen.emulated import DTYPES, SOON, compile_text, emulated_text

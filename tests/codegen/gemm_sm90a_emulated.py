@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from codegen.plan.gemm_sm90a_kernels import GemmSm90aKernel
+from codegen.plan.gemm_sm90a.kernel import GemmSm90aKernel
 from codegen.plan.model import Kernel, Plan
 from codegen.render import render_kernel
 from tests.codegen.emulated import DTYPES, SOON, compile_text, run_apart, without_wrappers

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: F401  the operators' calls name it
 
+from codegen.plan.floor import floor
 from codegen.plan.model import Plan
-from codegen.plan.norm import NormPlan, TileStatistics, plan_norm
-from codegen.plan.routes import floor
+from codegen.plan.norm.route import NormPlan, plan_norm
+from codegen.plan.shared.moments import TileStatistics
 from codegen.render import render_kernel
 from codegen.spec import Spec, load_spec
 from codegen.targets import DEVICES, TARGETS

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from codegen import index
-from codegen.plan.backward import SUMS
-from codegen.plan.backward_cuda import WINDOWS, WINNERS
+from codegen.plan.backward.cpu import SUMS
+from codegen.plan.backward.cuda import WINDOWS, WINNERS
 from codegen.plan.model import Library
 from codegen.render import render_kernel
 from codegen.spec import load_spec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from codegen.chain import applies, unique_constants
+from codegen.ir.apply import applies, unique_constants
 from codegen.spec import load_spec
 
 CHAIN = """\

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from codegen.numerics import ARITHMETICS
-from codegen.plan.conv_gemm import Choice, arithmetic_of, plan_conv_gemm, shape_of, tile_choices
-from codegen.plan.gemm_tiles import tiles_for
-from codegen.plan.routes import PlanError, plan
-from codegen.reserved import BUFFERS
+from codegen.plan.conv_gemm.kernel import Choice, arithmetic_of, plan_conv_gemm, shape_of, tile_choices
+from codegen.plan.gemm.tiles import tiles_for
+from codegen.plan.model import PlanError
+from codegen.plan.routes import plan
 from codegen.spec import SpecError, load_spec
+from codegen.spec.reserved import BUFFERS
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.gemm_promise import relative, round_to_tf32
 from tests.codegen.gemm_sm80_emulated import Layer, build

@@ -6,7 +6,7 @@ import yaml
 torch = pytest.importorskip("torch")
 
 from codegen.manifest import Package
-from codegen.plan.conv_gemm import arithmetic_of, plan_conv_gemm, tile_choices
+from codegen.plan.conv_gemm.kernel import arithmetic_of, plan_conv_gemm, tile_choices
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.conv_cases import chain

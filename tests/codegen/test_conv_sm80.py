@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from codegen.plan import PlanError, plan
 from codegen.plan.conv_estimates import library_ms, one_pass_ms
-from codegen.plan.conv_sm80 import plan_conv_sm_80
+from codegen.plan.conv_sm80.kernel import plan_conv_sm_80
 from codegen.plan.model import Library
 from codegen.render import render_kernel
 from codegen.spec import load_spec

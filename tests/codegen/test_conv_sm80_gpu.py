@@ -6,7 +6,7 @@ import yaml
 torch = pytest.importorskip("torch")
 
 from codegen.manifest import Package
-from codegen.plan.conv_sm80 import plan_conv_sm_80
+from codegen.plan.conv_sm80.kernel import plan_conv_sm_80
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.conv_cases import FAMILY, chain

@@ -5,10 +5,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codegen.plan.conv_sm90a import plan_conv_sm_90a
-from codegen.plan.conv_sm90a_geometry import Layout, channel_tile
-from codegen.plan.conv_steps import CONSTANTS, steps, uses_none
-from codegen.plan.routes import PlanError
+from codegen.plan.conv_sm90a.geometry import Layout, channel_tile
+from codegen.plan.conv_sm90a.kernel import plan_conv_sm_90a
+from codegen.plan.conv_sm90a.steps import CONSTANTS, steps, uses_none
+from codegen.plan.model import PlanError
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS

@@ -8,8 +8,8 @@ import torch
 import yaml
 
 from bench.subject import round_tf32
-from codegen.plan.conv_sm90a import plan_conv_sm_90a
-from codegen.plan.conv_sm90a_geometry import Layout
+from codegen.plan.conv_sm90a.geometry import Layout
+from codegen.plan.conv_sm90a.kernel import plan_conv_sm_90a
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.conv_cases import FAMILY, chain

@@ -9,8 +9,8 @@ import yaml
 torch = pytest.importorskip("torch")
 
 from codegen.manifest import Package  # noqa: E402
-from codegen.plan.conv_sm90a import plan_conv_sm_90a  # noqa: E402
-from codegen.plan.conv_sm90a_geometry import Layout  # noqa: E402
+from codegen.plan.conv_sm90a.geometry import Layout
+from codegen.plan.conv_sm90a.kernel import plan_conv_sm_90a
 from codegen.spec import load_spec  # noqa: E402
 from codegen.targets import DEVICES, TARGETS  # noqa: E402
 from tests.codegen.conv_cases import FAMILY, chain  # noqa: E402

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from codegen.plan import Library, plan
-from codegen.plan.cpu import PIECE, STACK_VALUES, _count_text
+from codegen.plan.cpu.kernel import PIECE, STACK_VALUES, _count_text
 from codegen.render import render_kernel
 from tests.codegen.cpu_chains import DTYPES, Chain, build, conv_chain, linear_chain, make_spec, relative_error
 

@@ -16,7 +16,7 @@ from codegen.emit import main, make_package, write_if_different
 from codegen.manifest import source_key
 from codegen.render import render
 from codegen.spec import load_spec, shipped
-from codegen.spec_docs import example, reference
+from codegen.spec.docs import example, reference
 from codegen.standalone import render_standalone
 
 TOP = Path(__file__).parents[2]
@@ -293,7 +293,7 @@ def test_manifest_is_complete(tmp_path):
 
 
 def test_the_spec_reference_is_current():
-    assert (TOP / "docs" / "spec.md").read_text(encoding="utf-8") == reference(example()), "run python -m codegen.spec_docs > docs/spec.md"
+    assert (TOP / "docs" / "spec.md").read_text(encoding="utf-8") == reference(example()), "run python -m codegen.spec.docs > docs/spec.md"
 
 
 def test_emitting_imports_no_torch():

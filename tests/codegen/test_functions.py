@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from codegen.functions import FUNCTIONS, LANGUAGES, closure, definitions
 from codegen.ops import OPERATORS, Kind
+from codegen.ops.functions import FUNCTIONS, LANGUAGES, closure, definitions
 from codegen.targets import TARGETS
 
 UNIT = 2.0**-24

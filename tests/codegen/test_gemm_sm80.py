@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from codegen.numerics import ARITHMETICS as NAMED
 from codegen.plan import plan
 from codegen.plan.candidates import Candidate
-from codegen.plan.gemm import HELD_BY_NORM, choose_arithmetic, gemm_ms, plan_gemm
-from codegen.plan.gemm_tiles import FFMA, SINGLE, SPLIT, SPLIT_16_BIT, aligned_k, choose_tile
+from codegen.plan.gemm.choice import choose_tile
+from codegen.plan.gemm.route import HELD_BY_NORM, choose_arithmetic, gemm_ms, plan_gemm
+from codegen.plan.gemm.tiles import FFMA, SINGLE, SPLIT, SPLIT_16_BIT, aligned_k
 from codegen.render import render_kernel
 from codegen.report import explain
 from codegen.targets import DEVICES, TARGETS

@@ -11,9 +11,10 @@ import torch
 from codegen.numerics import ARITHMETICS as NAMED
 from codegen.plan import plan
 from codegen.plan.candidates import Candidate
-from codegen.plan.gemm_companions import SCALES
-from codegen.plan.gemm_kernels import GemmKernel
-from codegen.plan.gemm_tiles import tile_choices, tiles_for
+from codegen.plan.gemm.choice import tile_choices
+from codegen.plan.gemm.companions import SCALES
+from codegen.plan.gemm.kernel import GemmKernel
+from codegen.plan.gemm.tiles import tiles_for
 from codegen.plan.routes import plan_for_class
 from codegen.targets import DEVICES
 from tests.codegen.emulated import call_for

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codegen.plan.candidates import Candidate
-from codegen.plan.gemm_sm90a import FORMS, LEAST_STEPS, choose_layout, layouts, plan_sm_90a, sliced_layouts
-from codegen.plan.gemm_sm90a_kernels import GemmSm90aKernel
-from codegen.plan.gemm_sm90a_layout import TILE_K, balanced, memory
-from codegen.plan.gemm_sm90a_split import WEIGHT_SPLIT, X_SPLIT
-from codegen.plan.model import Launch
-from codegen.plan.routes import PlanError, plan
+from codegen.plan.gemm_sm90a.kernel import GemmSm90aKernel
+from codegen.plan.gemm_sm90a.layout import TILE_K, balanced, memory
+from codegen.plan.gemm_sm90a.route import FORMS, LEAST_STEPS, choose_layout, layouts, plan_sm_90a, sliced_layouts
+from codegen.plan.gemm_sm90a.split import WEIGHT_SPLIT, X_SPLIT
+from codegen.plan.model import Launch, PlanError
+from codegen.plan.routes import plan
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
@@ -88,14 +88,14 @@ def test_every_value_is_computed_once_by_a_layout_that_fits(tmp_path_factory, ba
 
 
 def _chosen(spec):
-    from codegen.plan.gemm_sm90a import _form
+    from codegen.plan.gemm_sm90a.route import _form
 
     return choose_layout(spec, TARGET, DEVICE, _form(spec, False))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_regions_of_shared_memory_follow_each_other(precision, tmp_path):
-    from codegen.plan.gemm_sm90a import _form
+    from codegen.plan.gemm_sm90a.route import _form
 
     for width in (16, 32, 128, 256, 512, 1024):
         spec = spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision)

@@ -13,9 +13,9 @@ import torch
 
 from bench.subject import round_tf32
 from codegen.numerics import FP32
-from codegen.plan.gemm_sm90a import plan_sm_90a
-from codegen.plan.gemm_sm90a_kernels import GemmSm90aKernel
-from codegen.plan.gemm_sm90a_layout import Form, Layout
+from codegen.plan.gemm_sm90a.kernel import GemmSm90aKernel
+from codegen.plan.gemm_sm90a.layout import Form, Layout
+from codegen.plan.gemm_sm90a.route import plan_sm_90a
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.emulated import DTYPES
 from tests.codegen.gemm_cases import Case, bias

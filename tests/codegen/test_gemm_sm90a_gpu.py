@@ -9,8 +9,8 @@ import yaml
 torch = pytest.importorskip("torch")
 
 from codegen.manifest import Package  # noqa: E402
-from codegen.plan.gemm_sm90a import plan_sm_90a  # noqa: E402
-from codegen.plan.gemm_sm90a_layout import Layout  # noqa: E402
+from codegen.plan.gemm_sm90a.layout import Layout
+from codegen.plan.gemm_sm90a.route import plan_sm_90a
 from codegen.spec import load_spec  # noqa: E402
 from codegen.targets import DEVICES, TARGETS  # noqa: E402
 from tests.codegen.gpu_models import built_models  # noqa: E402

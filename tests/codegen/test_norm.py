@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codegen.plan import plan
-from codegen.plan.norm import TileStatistics, plan_norm
-from codegen.plan.norm_flat import MAX_VALUES, access_width, residency
-from codegen.plan.norm_pool import band_rows, direction, window_of
-from codegen.plan.routes import PlanError
+from codegen.plan.model import PlanError
+from codegen.plan.norm.flat import MAX_VALUES, access_width, residency
+from codegen.plan.norm.pool import band_rows, window_of
+from codegen.plan.norm.route import plan_norm
+from codegen.plan.shared.moments import TileStatistics
+from codegen.plan.shared.windows import direction
 from codegen.render import render_kernel
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen import gemm_cases

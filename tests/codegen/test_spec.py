@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from codegen.reserved import RESERVED
 from codegen.spec import SpecError, load_spec, resolve, shipped
-from codegen.spec_writer import resolved_yaml
+from codegen.spec.reserved import RESERVED
+from codegen.spec.writer import resolved_yaml
 from runtime import GeneratedModule
 
 GOOD = """\

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codegen.plan.backward import plan_backward
-from codegen.plan.backward_stages import place
+from codegen.plan.backward.cpu import plan_backward
+from codegen.plan.backward.stages import place
 from codegen.plan.model import Launch
-from codegen.plan.stages import element_offset
+from codegen.plan.stages.kernel import element_offset
 from codegen.render import render_kernel
 from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS

@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from codegen.plan.backward_cuda import plan_backward_cuda
-from codegen.plan.backward_stages import StageBackwardKernel
+from codegen.plan.backward.cuda import plan_backward_cuda
+from codegen.plan.backward.stages import StageBackwardKernel
 from codegen.plan.model import Launch, Library
 from codegen.render import render_kernel
 from codegen.targets import DEVICES, TARGETS

@@ -15,7 +15,7 @@ from codegen.emit import make_package
 from codegen.manifest import manifest_text
 from codegen.ops import broadcast
 from codegen.plan import PlanError, plan
-from codegen.plan.stages import element_offset
+from codegen.plan.stages.kernel import element_offset
 from codegen.render import render, render_kernel
 from codegen.spec import SpecError
 from codegen.standalone import render_standalone

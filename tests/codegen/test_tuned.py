@@ -7,8 +7,7 @@ import pytest
 from codegen.emit import make_package
 from codegen.index import entries
 from codegen.plan import PlanError, plan, tuned
-from codegen.plan.routes import CONVOLUTIONS
-from codegen.plan.candidates import Candidate, candidate_of, candidates
+from codegen.plan.candidates import CONVOLUTIONS, Candidate, candidate_of, candidates
 from codegen.render import render
 from codegen.report import explain
 from codegen.spec import load_spec

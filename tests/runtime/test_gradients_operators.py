@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from codegen.plan.backward import plan_backward
+from codegen.plan.backward.cpu import plan_backward
 from codegen.plan.model import Launch
 from codegen.render import render_kernel
 from codegen.targets import DEVICES, TARGETS

@@ -1,0 +1,1 @@
+"""A chain in terms that planners and templates share."""

@@ -1,0 +1,1 @@
+"""Gradients: the backward of every target."""

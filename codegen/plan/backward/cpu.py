@@ -1,0 +1,232 @@
+"""The backward of the cpu target: one C++ function from the gradient of y to those of the producer's result and of every parameter behind it.
+
+It mirrors the forward's function. A thread takes whole groups, reads the producer's saved result, computes again what the derivatives need, and
+goes back through the chain; the producer's own derivatives are torch's. The gradient of a parameter is a sum over samples: slabs of samples are
+added up one by one in double precision, then the slabs in their order, so that the result does not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from codegen.ir.apply import Apply, Constant, applies, c_identifier
+from codegen.plan.backward.segments import Operand, Segment, segment
+from codegen.plan.backward.stages import back_through_stages
+from codegen.plan.cpu.kernel import STACK_VALUES, CpuKernel, Scratch, _c_type, _segments, _suffix, _wrapped, cpu_kernel
+from codegen.plan.floor import floor
+from codegen.plan.model import Buffer, Launch, Plan
+from codegen.plan.routes import plan
+from codegen.plan.stages.route import first_stage, head_of
+from codegen.spec import Spec, Step
+from codegen.targets import DeviceClass, Target
+
+ITEMS = 64  # independent parts of the work, where the batch allows: enough for the threads of a large machine
+SUMS = "slabs:sums"  # the buffer's name; a colon keeps it apart from parameters
+
+
+@dataclass(frozen=True)
+class BackwardPool:
+    """One max_pool2d and the operators after it. Its arrays carry `suffix`; `source` is the plane that it reads.
+
+    `keeps`: the pooled value is needed on the way back; `target`: the plane of the next pooling, None for the last one.
+    """
+
+    suffix: str
+    comment: str
+    source: str
+    target: str | None
+    segment: Segment
+    keeps: bool
+    height: str
+    width: str
+    clipped_rows: bool
+    clipped_columns: bool
+    padded_rows: bool
+    padded_columns: bool
+    dilated: bool
+
+
+@dataclass(frozen=True)
+class CpuBackwardKernel(CpuKernel):
+    """What templates/backward/chain.cpp.j2 reads beyond the forward's numbers.
+
+    `back_before` and `back_after` are the segments around the norm, `back_pools` the poolings with what follows each. `gamma_operand` and
+    `beta_operand` name the norm's parameters among the sums; `operands` are all of them in the order of the sums. `incoming` is the type
+    of the gradient of y.
+    """
+
+    back_before: Segment | None = None
+    back_after: Segment | None = None
+    back_pools: tuple[BackwardPool, ...] = ()
+    gamma_operand: Operand | None = None
+    beta_operand: Operand | None = None
+    operands: tuple[Operand, ...] = ()
+    inputs: tuple[str, ...] = ()
+    used: tuple[Apply, ...] = ()
+    incoming: str = "float32"
+
+    def file(self, target: Target) -> str:
+        return f"{target.suffix}_backward.cpp"
+
+    @property
+    def _given(self) -> list[str]:
+        return [f"const {self.incoming_type if name == 'grad_y' else self.storage}* {name}" for name in self.inputs]
+
+    @property
+    def incoming_type(self) -> str:
+        """The C type of a value of the gradient of y."""
+        return _c_type(self.incoming)
+
+    @property
+    def signature(self) -> str:
+        """The launcher's tensors."""
+        outputs = [f"{self.storage}* grad_t0", *(f"{self.storage}* {operand.pointer}_grad" for operand in self.operands)]
+        return _wrapped([*self._given, *outputs, *(["double* sums"] if self.operands else [])], "    ")
+
+    @property
+    def group_signature(self) -> str:
+        items = [*self._given, f"{self.storage}* grad_t0"]
+        return _wrapped([*items, *(["double* sums"] if self.operands else [])], "    ")
+
+    @property
+    def group_call(self) -> str:
+        return _wrapped([*self.inputs, "grad_t0", *(["slab_sums"] if self.operands else [])], "              ")
+
+    @property
+    def read_behind(self) -> tuple[Operand, ...]:
+        """The parameters behind the norm whose values are needed."""
+        return (*self.back_after.operands, *(operand for pool in self.back_pools for operand in pool.segment.operands))
+
+    @property
+    def read_operands(self) -> tuple[Operand, ...]:
+        """The learnable operands whose values are needed."""
+        return (*self.back_before.operands, *self.read_behind)
+
+    @property
+    def takes_beta(self) -> bool:
+        """Is the normalised value with scale and shift needed, or is the normalised value enough?"""
+        return self.back_after.takes_v or bool(self.back_pools)
+
+
+def plan_backward(spec: Spec, target: Target, device: DeviceClass) -> Plan:
+    """The backward of `spec` for the cpu target.
+
+    Its launches take the producer's result, the values of those parameters that they need, and `grad:y`, and give `grad:t0` and `grad:<key>` of
+    every parameter behind the producer. Of a chain with stages the last launch is the head's.
+    """
+    first = first_stage(spec, target)
+    kernel, sums_bytes = cpu_backward(spec if first is None else head_of(spec, first))
+    launches, buffers = (Launch(kernel),), (Buffer(SUMS, bytes=sums_bytes),) if sums_bytes else ()
+    if first is not None:
+        launches, others = back_through_stages(spec, plan(spec, target.name), launches[0], target)
+        buffers = (*others, *buffers)
+    why = ("what the derivatives need is computed again from the producer's result: that is all that a forward saves",)
+    return Plan(spec, target, device, launches, buffers, floor(spec, device), why)
+
+
+def gradient_keys(spec: Spec) -> tuple[str, ...]:
+    """The parameters behind the producer, in the chain's order."""
+    return tuple(step.key(parameter) for step in spec.chain[1:] for parameter in step.parameters)
+
+
+def cpu_backward(spec: Spec) -> tuple[CpuBackwardKernel, int]:
+    """The one kernel of the cpu target's backward, and the bytes of its sums."""
+    forward = cpu_kernel(spec, "chain_backward")
+    keys = gradient_keys(spec)
+    shapes = dict(spec.parameters)
+    operands = {c_identifier(key): Operand(c_identifier(key), math.prod(shapes[key]) > 1, i) for i, key in enumerate(keys)}
+    segments, pool_steps = _segments(spec)
+    before = segment("before_norm", "comes before the norm", applies(spec, spec.before_norm), operands, True, forward.keeps_product)
+    after = segment("after_norm", "follows the norm", segments[0], operands, bool(pool_steps), forward.keeps_norm, forward.keeps_input)
+    last = len(pool_steps) - 1
+    pools = tuple(_pool(i, step, segments[i + 1], operands, i == last, forward.pools[i].keeps) for i, step in enumerate(pool_steps))
+    affine = {parameter.suffix: operands[c_identifier(spec.norm.key(parameter))] for parameter in spec.norm.parameters}
+    all_segments = (before, after, *(pool.segment for pool in pools))
+    needs_beta = "bias" in affine and (after.takes_v or bool(pools))
+    read = {o.pointer for part in all_segments for o in part.operands} | ({affine["weight"].pointer} if affine else set())
+    read |= {affine["bias"].pointer} if needs_beta else set()
+    values = [key for key in keys if c_identifier(key) in read]
+    buffered = bool(before.exists) or forward.half
+    scratch = _scratch(spec, buffered, pools, after.given)
+    held = sum(item.size for item in scratch)
+    samples = math.ceil(spec.batch / min(spec.batch, math.ceil(ITEMS / spec.num_groups)))
+    slabs = math.ceil(spec.batch / samples)
+    used = tuple(replace(op, functions=tuple(f for part in all_segments for f in part.functions)) for op in forward.all_ops[:1])
+    return CpuBackwardKernel(
+        name="chain_backward", template="backward/chain.cpp.j2",
+        arguments=("t0", *values, "grad:y", "grad:t0", *(f"grad:{key}" for key in keys), *((SUMS,) if keys else ())),
+        constants=_constants(spec, forward, pools, scratch, slabs, samples, len(keys)),
+        summary=f"gradients of everything after torch's {spec.producer.operator.name}, one group of one sample at a time",
+        notes=_notes(spec, slabs, samples, held), dtype=forward.dtype, result=forward.dtype, before=forward.before, after=forward.after,
+        gamma=forward.gamma, beta=forward.beta if needs_beta else None, flat=forward.flat, buffered=buffered, pieces=forward.pieces,
+        scratch=scratch, on_heap=held > STACK_VALUES, parallel=forward.parallel, back_before=before, back_after=after, back_pools=pools,
+        gamma_operand=affine.get("weight"), beta_operand=affine.get("bias"), operands=tuple(operands.values()),
+        inputs=("t0", *(f"{c_identifier(key)}_data" for key in values), "grad_y"), used=used,
+        incoming=spec.result.dtype, keeps_product=forward.keeps_product, keeps_norm=forward.keeps_norm, keeps_input=forward.keeps_input,
+    ), 8 * slabs * len(keys) * spec.channels  # fmt: skip
+
+
+def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, Operand], last: bool, kept: str | None) -> BackwardPool:
+    suffix, previous = _suffix(index), _suffix(index - 1)
+    values = step.values
+    (_, _, height, width), (_, _, out_height, out_width) = step.input_shape, step.output_shape
+
+    def leaves(size: int, out: int, axis: int) -> bool:
+        reach = (out - 1) * values["stride"][axis] + values["dilation"][axis] * (values["kernel_size"][axis] - 1)
+        return values["padding"][axis] > 0 or reach >= size
+
+    comment = "max_pool2d" + (f" number {suffix}" if suffix else "")
+    behind = segment(f"after_pool{suffix}", f"follows {comment}", ops, operands, not last, kept)
+    return BackwardPool(
+        suffix=suffix, comment=comment, source=f"plane{suffix}", target=None if last else f"plane{_suffix(index + 1)}", segment=behind,
+        keeps=behind.takes_v, height="kHeight" if index == 0 else f"kPooledHeight{previous}", width="kWidth" if index == 0 else f"kPooledWidth{previous}",
+        clipped_rows=leaves(height, out_height, 0), clipped_columns=leaves(width, out_width, 1), padded_rows=values["padding"][0] > 0,
+        padded_columns=values["padding"][1] > 0, dilated=tuple(values["dilation"]) != (1, 1),
+    )  # fmt: skip
+
+
+def _scratch(spec: Spec, buffered: bool, pools: tuple[BackwardPool, ...], given: str | None) -> tuple[Scratch, ...]:
+    """A thread's arrays, in the order in which they are filled."""
+    items = [Scratch("value", "kGroupSize", spec.group_size, "float", "the group's values before the norm")] if buffered else []
+    items.append(Scratch("grad", "kGroupSize", spec.group_size, "float", "the gradient of the normalised values"))
+    if given:
+        items.append(Scratch("second_grad", "kGroupSize", spec.group_size, "float", "that of the norm's input by its second way, around the norm"))
+    size, size_name = spec.spatial, "kSpatial"
+    for pool, step in zip(pools, _segments(spec)[1], strict=True):
+        what = "behind the norm" if not pool.suffix else "in front of a pooling"
+        items.append(Scratch(pool.source, size_name, size, "float", f"one channel {what}"))
+        items.append(Scratch(f"{pool.source}_grad", size_name, size, "float", "its gradient"))
+        size, size_name = math.prod(step.output_shape[2:]), f"kPooledSize{pool.suffix}"
+        if pool.keeps:
+            items.append(Scratch(f"pooled{pool.suffix}", size_name, size, "float", "one channel behind a pooling"))
+        items.append(Scratch(f"winner{pool.suffix}", size_name, size, "std::int32_t", "where each pooled value comes from"))
+    return tuple(items)
+
+
+def _constants(
+    spec: Spec, forward: CpuKernel, pools: tuple[BackwardPool, ...], scratch: tuple[Scratch, ...], slabs: int, samples: int, parameters: int
+) -> tuple[Constant, ...]:
+    items = [constant for constant in forward.constants if constant.name != "kScratch"]
+    for pool, step in zip(pools, _segments(spec)[1], strict=True):
+        count = f"kPooledHeight{pool.suffix} * kPooledWidth{pool.suffix}"
+        items.append(Constant(f"kPooledSize{pool.suffix}", str(math.prod(step.output_shape[2:])), count))
+    items.append(Constant("kSlabs", str(slabs), "slabs of samples whose sums are formed apart"))
+    items.append(Constant("kSlabSamples", str(samples), "batch / kSlabs, rounded up"))
+    items.append(Constant("kParameters", str(parameters), "parameters behind the producer"))
+    if sum(item.size for item in scratch) > STACK_VALUES:
+        size = -(-4 * sum(item.size for item in scratch) // 64) * 64
+        why = f"bytes a thread needs: 4 * ({' + '.join(item.size_name for item in scratch)}), in whole cache lines"
+        items.append(Constant("kScratch", str(size), why, "std::size_t"))
+    return tuple({constant.name: constant for constant in items}.values())
+
+
+def _notes(spec: Spec, slabs: int, samples: int, held: int) -> tuple[str, ...]:
+    return (
+        f"a thread takes whole groups of a slab of {samples} samples: {slabs * spec.num_groups} parts",
+        "sums over samples are in double precision and in an order of their own, whatever the number of threads",
+        f"{4 * held / 1024:.4g} KB of scratch a thread, on {'the heap' if held > STACK_VALUES else 'its stack'}",
+    )
+
+
+__all__ = ["CpuBackwardKernel", "cpu_backward", "gradient_keys", "plan_backward"]

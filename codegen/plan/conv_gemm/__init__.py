@@ -1,0 +1,1 @@
+"""The convolution as a product of windows and filters, for mma.sync."""

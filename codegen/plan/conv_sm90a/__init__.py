@@ -1,0 +1,1 @@
+"""The convolution in one read of x, for Hopper."""

@@ -1,0 +1,1 @@
+"""The cpu target: one C++ pass behind torch's own producer."""

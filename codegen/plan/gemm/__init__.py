@@ -1,0 +1,1 @@
+"""The GEMM for mma.sync."""

@@ -1,0 +1,127 @@
+"""Planning the sm_80 GEMM: its arithmetic, its tile, and whether the chain finishes in its epilogue."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from codegen.numerics import ARITHMETICS, Arithmetic
+from codegen.plan.gemm.choice import Choice, choose_tile
+from codegen.plan.gemm.companions import SCALES, WEIGHT_ROWS, X_ROWS, align_rows_kernel, row_scale_kernel
+from codegen.plan.gemm.kernel import STATISTICS, gemm_kernel, rounds_early
+from codegen.plan.gemm.tiles import aligned_k
+from codegen.plan.model import Buffer, Launch
+from codegen.plan.shared.moments import TileStatistics
+from codegen.plan.shared.slices import sliced_product
+from codegen.spec import Spec
+from codegen.targets import DeviceClass, Target
+
+HELD_BY_NORM = 8192  # values of a group that the norm kernel keeps in registers; wider groups get statistics from here
+
+# What the planner weighs against each other where the spec forces nothing. A split of bf16 parts is not fp32-grade, so it has to be asked for.
+# The product of the lower parts is left out of a split: up to 2^-22 of each product, which only long sums average below fp32's own error.
+CANDIDATES = {"fp32": ("fp16x3", "tf32x3", "ffma"), "tf32": ("tf32",), "fp16": ("fp16",), "bf16": ("bf16",)}
+SPLIT_MIN_K = {"fp16x3": 1024, "tf32x3": 1024}
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """The launches up to the norm and what they leave behind.
+
+    `finished`: "y" holds the chain's result; otherwise it holds the values before the norm, in the spec's storage type, and where
+    `statistics` is set each row's and tile's moments lie in its buffer. `bare`: "y" holds the linear's result, for the norm kernel to apply the operators in
+    between. `sliced`: "t0" holds the product instead, without bias. `why` holds the reasons, one sentence each.
+    """
+
+    steps: tuple[Launch, ...]
+    buffers: tuple[Buffer, ...]
+    finished: bool
+    statistics: TileStatistics | None
+    why: tuple[str, ...]
+    sliced: bool = False
+    bare: bool = False
+
+
+def choose_arithmetic(spec: Spec, device: DeviceClass) -> Arithmetic:
+    """The spec's own `math`, else the fastest arithmetic that keeps the precision's promise on the device."""
+    if spec.math is not None:
+        return ARITHMETICS[spec.math]
+    return min((ARITHMETICS[name] for name in arithmetics(spec)), key=lambda arithmetic: _total_ms(spec, device, arithmetic))
+
+
+def arithmetics(spec: Spec) -> list[str]:
+    """The arithmetics that keep the promise of the spec's precision."""
+    return [name for name in CANDIDATES[spec.precision.name] if spec.input_shape[1] >= SPLIT_MIN_K.get(name, 0)]
+
+
+def gemm_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
+    """Estimated milliseconds of the GEMM's launches, without a norm kernel that may follow."""
+    choice = choose_tile(spec, device, arithmetic)
+    return choice.ms - (0.0 if choice.finished else _tail_ms(spec, device)) + device.launch_us / 1e3 + _scale_ms(spec, device, arithmetic)
+
+
+def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arithmetic, recorded: Choice | None = None) -> GemmPlan:
+    """The GEMM of a chain that starts with a linear, with all that its epilogue can take of the chain; its tile is the `recorded` one or the planner's."""
+    choice = recorded or choose_tile(spec, device, arithmetic)
+    tile = choice.tile
+    statistics = None
+    bare = rounds_early(spec, choice)
+    if not choice.finished and not bare and choice.slices == 1 and spec.group_channels > HELD_BY_NORM and spec.group_channels % tile.n == 0:
+        statistics = TileStatistics(tile.n, spec.channels // tile.n, STATISTICS)
+    why = _why(spec, device, arithmetic, choice, recorded is not None)
+    front: tuple[Launch, ...] = ()
+    copies: tuple[Buffer, ...] = ()
+    if choice.aligned:
+        pitch, dtype = aligned_k(spec.input_shape[1]), spec.precision.dtype
+        front, copies = (Launch(align_rows_kernel(spec)),), (Buffer(X_ROWS, (spec.batch, pitch), dtype), Buffer(WEIGHT_ROWS, (spec.channels, pitch), dtype))
+    if choice.slices > 1:
+        kernel = gemm_kernel(spec, arithmetic, choice, False, notes=why)
+        steps, buffers = sliced_product(spec, kernel, choice.slices)
+        return GemmPlan((*front, *steps), (*copies, *buffers), False, None, why, sliced=True)
+    kernel = gemm_kernel(spec, arithmetic, choice, statistics is not None, notes=why)
+    steps, buffers = [*front, Launch(kernel)], [*copies]
+    if kernel.scaled:
+        steps.insert(0, Launch(row_scale_kernel(spec)))
+        buffers.append(Buffer(SCALES, (spec.batch + spec.channels,), "float32"))
+    if statistics is not None:
+        buffers.append(Buffer(STATISTICS, (spec.batch, statistics.tiles, 4), "float32"))
+    return GemmPlan(tuple(steps), tuple(buffers), choice.finished, statistics, why, bare=bare)
+
+
+def _tail_ms(spec: Spec, device: DeviceClass) -> float:
+    return 2 * spec.batch * spec.channels * spec.result.itemsize / (device.hbm * 1e6) + device.launch_us / 1e3
+
+
+def _scale_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
+    """The kernel that finds fp16x3's scales reads x and W once."""
+    if arithmetic.name != "fp16x3":
+        return 0.0
+    return (spec.batch + spec.channels) * spec.input_shape[1] * 4 / (device.hbm * 0.9e6) + device.launch_us / 1e3
+
+
+def _total_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
+    return choose_tile(spec, device, arithmetic).ms + _scale_ms(spec, device, arithmetic)
+
+
+def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Choice, recorded: bool) -> tuple[str, ...]:
+    tile = choice.tile
+    forced = "asked for" if spec.math else "as measured" if recorded else f"the fastest here for {device.name} at {spec.precision.name}"
+    blocks = math.ceil(spec.batch / tile.m) * math.ceil(spec.channels / choice.columns) * choice.slices
+    reasons = [
+        f"{arithmetic.name}, {arithmetic.summary}: {forced}",
+        f"tiles of {tile.m}x{tile.n}: {blocks} blocks on {device.sms} SMs, {choice.ms:.3f} ms estimated",
+    ]
+    if choice.aligned:
+        reasons.append("rows of an odd number of values are copied to where 16 bytes can be read at once")
+    if choice.slices > 1:
+        reasons.append(f"a tile's K is cut into {choice.slices} parts, a block each, for SMs that whole tiles would leave idle; their sums are added in front of the norm kernel")
+    elif choice.finished:
+        kept = "all that there are" if choice.columns == spec.channels else "so that no group is cut"
+        waste = "" if choice.columns == tile.n else f" ({choice.columns} of {tile.n} columns kept, {kept})"
+        reasons.append(f"groups of {spec.group_channels} channels lie within a tile, so the whole chain ends in this kernel{waste}")
+    else:
+        reasons.append(f"groups of {spec.group_channels} channels span several tiles, so the norm kernel follows")
+    return tuple(reasons)
+
+
+__all__ = ["GemmPlan", "choose_arithmetic", "gemm_ms", "plan_gemm"]

@@ -1,0 +1,1 @@
+"""The GEMM for Hopper: TMA and wgmma."""

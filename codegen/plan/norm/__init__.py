@@ -1,0 +1,1 @@
+"""Norms behind a producer, with all that follows them."""

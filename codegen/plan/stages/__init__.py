@@ -1,0 +1,1 @@
+"""Operators that cannot be fused, as small kernels of their own."""

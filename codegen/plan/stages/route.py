@@ -1,0 +1,101 @@
+"""What no fused kernel takes of a chain: average pooling, windows that overlap much, a pooling behind another, reductions over channels, and
+broadcasts behind those.
+
+The chain is cut in front of the first of them. Its head is planned as if it were the whole; its result goes to a buffer. Each stage after it is one
+small kernel: an operator that gives the values another shape, and the element-wise operators behind it. Buffers in front of stages are float32 whatever
+the precision: a result of 16 bits is rounded once, at the end, and so is no further from the exact one than eager's.
+
+    rows      a reduction behind a linear: lanes share a row of channels
+    columns   a reduction behind a convolution: lanes take neighbouring positions, slices of a block share their channels
+    windows   a pooling: a thread, or a warp where the window is large, takes a window
+    spread    a parameter of another shape: a thread takes neighbouring results
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from codegen.ir.apply import applies, costly
+from codegen.numerics import FP32
+from codegen.ops import Kind
+from codegen.plan.floor import floor
+from codegen.plan.model import Buffer, Launch, Plan
+from codegen.plan.stages.fold import fold_first
+from codegen.plan.stages.kernel import stage_kernel
+from codegen.spec import Spec, Step
+from codegen.targets import Target
+
+REPEATED_WINDOWS = 4  # that a value belongs to, from which on it is computed once and written in between
+
+
+def first_stage(spec: Spec, target: Target) -> int | None:
+    """Where the chain is cut for `target`: the place of the first step that no fused kernel takes; None where they take all."""
+    pools = 0
+    for step in spec.after_norm:
+        pools += step.operator.kind is Kind.POOL
+        if step.operator.kind is Kind.REDUCTION or step.operator.name == "avg_pool2d":
+            return step.index
+        if target.language == "cuda" and step.operator.kind is Kind.POOL and (pools > 1 or _repeats_much(spec, step)):
+            return step.index
+    return None
+
+
+def _repeats_much(spec: Spec, pool: Step) -> bool:
+    """Whether a value belongs to many windows and costs much: a fused kernel would compute it anew for each."""
+    windows = math.prod(size / stride for size, stride in zip(pool.values["kernel_size"], pool.values["stride"], strict=True))
+    return windows >= REPEATED_WINDOWS and costly(applies(spec, (*spec.before_norm, *(step for step in spec.after_norm if step.index < pool.index))))
+
+
+def head_of(spec: Spec, first: int) -> Spec:
+    """The chain up to place `first`, which gives float32."""
+    return replace(spec, chain=spec.chain[:first], gives=FP32 if spec.precision.itemsize == 2 else None)
+
+
+def stages_of(spec: Spec, first: int) -> list[tuple[Step, ...]]:
+    """The steps from `first` on, cut in front of each that gives values another shape."""
+    stages: list[list[Step]] = []
+    for step in spec.chain[first:]:
+        if step.operator.kind is not Kind.ELEMENTWISE or step.output_shape != step.input_shape or not stages:
+            stages.append([])
+        stages[-1].append(step)
+    return [tuple(stage) for stage in stages]
+
+
+def plan_stages(spec: Spec, head: Plan, first: int, *, apart: bool = False) -> Plan:
+    """The plan of `spec` from that of its head, the chain up to place `first`; `apart`: each stage in a kernel of its own, as a backward needs their inputs."""
+    target, device = head.target, head.device
+    stages = stages_of(spec, first)
+    names = [_name(steps[0]) for steps in stages]
+    buffers, launches = [Buffer("stage:0", head.spec.output_shape, FP32.dtype)], []
+    for number, steps in enumerate(stages):
+        last = number == len(stages) - 1
+        result = spec.precision if last else FP32
+        name = names[number] + (str(names[: number + 1].count(names[number])) if names.count(names[number]) > 1 else "")
+        kernel = stage_kernel(spec, steps, name, f"stage:{number}", result, target, device)
+        launches.append(Launch(kernel, result="y" if last else f"stage:{number + 1}"))
+        if not last:
+            buffers.append(Buffer(f"stage:{number + 1}", steps[-1].output_shape, "float32"))
+    steps = tuple(replace(step, result="stage:0") if isinstance(step, Launch) and step.result == "y" else step for step in head.steps)
+    whole = floor(spec, device)
+    bound = replace(head.floor, bytes=whole.bytes, memory_ms=whole.memory_ms)
+    folding = None if apart else fold_first(head, launches[0])
+    why = head.why
+    if folding is not None:
+        steps, launches[0] = steps[:-1], folding
+        why += (f"{stages[0][0].operator.name}: in the kernel that normalises, whose groups are whole rows in registers",)
+    behind = stages[1 if folding else 0 :]
+    if behind:
+        cut = ", ".join(dict.fromkeys(steps[0].operator.name for steps in behind))
+        why += (f"{cut}: behind the fused kernels, in {len(behind)} kernel{'s' if len(behind) > 1 else ''} of {'their' if len(behind) > 1 else 'its'} own",)
+    if not any("stage:0" in step.arguments for step in (*steps, *launches)):
+        buffers = buffers[1:]
+    elif spec.precision.itemsize == 2:
+        size = buffers[0].size
+        why += (f"the head's result stays float32 until then, {size / 1e6:.3g} MB where {spec.precision.dtype} were {size / 2e6:.3g}: what stages give is rounded once",)
+    return Plan(spec, target, device, (*steps, *launches), (*head.buffers, *buffers), bound, why)
+
+
+def _name(lead: Step) -> str:
+    kind = lead.operator.kind
+    return lead.operator.name if kind is Kind.POOL else f"channel_{lead.operator.name}" if kind is Kind.REDUCTION else "broadcast"

@@ -1,0 +1,273 @@
+"""The chain of a spec: operators, their arguments, shapes and places, each fault reported where it is written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from codegen import numerics, ops
+from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator
+from codegen.ops.windows import AXES
+from codegen.spec.scalars import INVALID, Scalars, nearest
+from codegen.spec.types import MAX_ELEMENTS, Step, result_shape
+from codegen.spec.yaml_reader import Node
+
+MAX_RANK = 8  # axes of a value
+WINDOW_TYPES = {
+    prefix + name: (rank, least)
+    for prefix, least in (("", 1), ("count_", 0))
+    for rank, name in enumerate(("single", "pair", "triple"), 1)
+}  # (axes, least size) by an argument's type
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs as a spec gives them: shapes by name, batch included, and the spatial sizes of the first where its shape is left to the chain."""
+
+    first: str = "x"
+    shapes: dict[str, ops.Shape] = field(default_factory=dict)
+    spatial: dict[str, int] = field(default_factory=dict)
+    node: Node | None = None
+    unsound: bool = False  # a fault in them was told
+
+
+@dataclass(frozen=True)
+class Other:
+    """The second value of an operator: its shape, and the step that gives it or the input that it is."""
+
+    shape: ops.Shape
+    tap: int | None = None
+    reads: str | None = None
+
+
+class ChainReader(Scalars):
+    """Reads the operators. `args` are the constructor's arguments by name, which a value may stand for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.args: dict[str, Any] = {}
+        self.used_args: set[str] = set()
+
+    def chain(self, node: Node, batch: Any, given: Inputs) -> tuple[Step, ...]:
+        """The steps, at `batch`. The first reads the first of the inputs, whose shape it may give where the spec does not."""
+        if not node.is_list or not node.value:
+            self.fault(node, "chain: expected a list of operators, such as `- linear: {name: fc, in_features: 64, out_features: 64}`")
+            return ()
+        steps: list[Step] = []
+        names: dict[str, int] = {}
+        shape: ops.Shape | None = None
+        for index, item in enumerate(node.value):
+            parsed = self.operator(item)
+            if parsed is None:
+                shape = None if index == 0 else shape
+                continue
+            operator, name, values, sources, place = parsed
+            if name is not None and name in names:
+                self.fault(place, f"name: {name} is taken by the operator on line {names[name]}")
+            elif name is not None and name in given.shapes:
+                self.fault(place, f"name: {name} is the name of an input")
+            elif name is not None:
+                names[name] = place.line
+            if values is None or (index and shape is None) or batch is INVALID:
+                shape = None
+                continue
+            if index == 0:
+                shape = self.input_shape(operator, values, batch, given, place)
+                if shape is None:
+                    continue
+                given = replace(given, shapes=given.shapes | {given.first: shape})
+            other = self.other(values["from"], steps, given, place) if values.get("from") is not None else None
+            step = self.step(operator, name, values, sources, shape, place, len(steps), other) if other is not INVALID else None
+            shape = step.output_shape if step else None
+            if step:
+                steps.append(step)
+        return tuple(steps)
+
+    def input_shape(self, operator: Operator, values: dict[str, Any], batch: int, given: Inputs, place: Node) -> ops.Shape | None:
+        """The shape of the first input: the spec's, else what the first operator takes with the spatial sizes of the spec."""
+        shape = given.shapes.get(given.first)
+        if shape is not None or given.unsound:
+            return shape
+        if operator.name == "linear":
+            if given.spatial:
+                self.fault(given.node, f"input: {' and '.join(given.spatial)} belong to a convolution, not to linear")
+            return (batch, values["in_features"])
+        if operator.kind is not Kind.PRODUCER:
+            self.fault(place, f"{operator.name} comes first, so the input's shape is needed: add input: {{shape: [64, 32, 32]}}, that of a sample")
+            return None
+        axes = AXES[operator.rank]
+        missing = [key for key in axes if key not in given.spatial]
+        if missing:
+            example = ", ".join(f"{key}: 128" for key in axes)
+            self.fault(place, f"{operator.name} needs the input's {' and '.join(missing)}: add input: {{{example}}}")
+            return None
+        beyond = [key for key in given.spatial if key not in axes]
+        if beyond:
+            self.fault(given.node, f"input: {' and '.join(beyond)}: {operator.name} has no such axis")
+        return (batch, values["in_channels"], *(given.spatial[key] for key in axes))
+
+    def step(
+        self, operator: Operator, name: str | None, values: dict[str, Any], sources: dict[str, Any], shape: ops.Shape, place: Node, index: int,
+        other: Other | None,
+    ) -> Step | None:  # fmt: skip
+        try:
+            output = result_shape(operator, values, shape, other.shape if other else None)
+        except ops.ShapeError as error:
+            self.fault(place, str(error))
+            return None
+        step = Step(operator, name, values, shape, output, sources, index, other.tap if other else None, other.reads if other else None)
+        for parameter in step.parameters:
+            if math.prod(parameter.shape) > MAX_ELEMENTS:
+                self.fault(place, f"{step.key(parameter)} would have more than {MAX_ELEMENTS} elements, which the kernels do not index")
+                return None
+        if max(math.prod(shape), math.prod(output)) > MAX_ELEMENTS:
+            self.fault(place, f"{operator.name}: a tensor of {max(math.prod(shape), math.prod(output))} elements; the kernels index at most {MAX_ELEMENTS}")
+            return None
+        return step
+
+    def other(self, name: str, steps: list[Step], given: Inputs, place: Node) -> Any:
+        """The value that `from: name` stands for: the result of an operator in front, or an input."""
+        if name in given.shapes:
+            return Other(given.shapes[name], reads=name)
+        found = next((step for step in steps if step.name == name), None)
+        if found is not None:
+            return Other(found.output_shape, tap=found.index)
+        if any(step.name is None and step.operator.name == ops.ALIASES.get(name, name) for step in steps):
+            return self.fault(place, f"from: {name} stands in front of this one and has no name; give {name} a name to use it")
+        named = [step.name for step in steps if step.name]
+        hint = nearest(name, [*named, *given.shapes]) if named or given.shapes else ""
+        if steps and not named:
+            hint += f"; give {steps[-1].operator.name} a name to use its result"
+        return self.fault(place, f"from: {name} is no operator in front of this one and no input{hint}")
+
+    def operator(self, item: Node) -> tuple[Operator, str | None, dict[str, Any] | None, dict[str, Any], Node] | None:
+        """(operator, name, checked values or None, sources of the values, place) of one chain entry, or None when it is not recognisable."""
+        if item.is_mapping and len(item.value) == 1:
+            (word, (place, arguments)), = item.value.items()
+        elif isinstance(item.value, str):
+            word, place, arguments = item.value, item, None
+        else:
+            self.fault(item, "each entry of the chain is an operator: `- mish` or `- hardtanh: {min_val: -2, max_val: 2}`")
+            return None
+        word = ops.ALIASES.get(word, word)
+        if word not in OPERATORS:
+            self.fault(place, f"{word}: unknown operator{nearest(word, [*OPERATORS, *ops.ALIASES])}")
+            return None
+        operator = OPERATORS[word]
+        if arguments is not None and arguments.value is None:
+            arguments = None
+        if arguments is not None and not arguments.is_mapping:
+            self.fault(arguments, f"{word}: {arguments.describe()}; expected its arguments as a mapping")
+            return operator, None, None, {}, place
+        given = arguments.value if arguments is not None else {}
+        sources = {key: node.plain() for key, (_, node) in given.items() if key not in ("name", "from") and any(item.value in self.args for item in _words_of(node))}
+        return (operator, *self.arguments(operator, arguments, place), sources, place)
+
+    def arguments(self, operator: Operator, node: Node | None, place: Node) -> tuple[str | None, dict[str, Any] | None]:
+        given: dict[str, tuple[Node, Node]] = node.value if node is not None else {}
+        known = {a.name for a in operator.arguments} | ({"name"} if operator.takes_name else set())
+        sound = True
+        for key, (key_node, _) in given.items():
+            if key not in known:
+                self.fault(key_node, f"{key}: {operator.name} has no such argument{nearest(key, sorted(known)) if known else ''}")
+                sound = False
+        name = None
+        if "name" in given:
+            name = self.identifier(given["name"][1], "name")
+            sound, name = sound and name is not INVALID, None if name is INVALID else name
+        values: dict[str, Any] = {}
+        for argument in operator.arguments:
+            if argument.name in given:
+                values[argument.name] = self.argument(argument, given[argument.name][1])
+            elif argument.default is REQUIRED:
+                values[argument.name] = self.fault(place, f"{argument.name}: {operator.name} needs it")
+            else:
+                values[argument.name] = argument.default
+        if not sound or INVALID in values.values():
+            return name, None
+        if operator.kind is Kind.POOL and values["stride"] is None:
+            values["stride"] = values["kernel_size"]
+        complaint = operator.check(values)
+        if complaint:
+            self.fault(place, f"{operator.name}: {complaint}")
+            return name, None
+        if name is None and (operator.requires_name or values.get("shape") is not None):
+            self.fault(place, f"name: {operator.name} needs one: its parameters are stored under it")
+            return None, None
+        return name, values
+
+    def argument(self, argument: Argument, node: Node) -> Any:
+        """The checked value of one argument; a word that names an entry of args stands for it."""
+        if argument.type == "tap":
+            return None if node.value is None else self.identifier(node, argument.name)
+        node = self.substituted(argument, node)
+        if node is INVALID:
+            return INVALID
+        kind = argument.type
+        if isinstance(kind, tuple):
+            return self.word(node, argument.name, kind)
+        if kind == "flag":
+            return self.flag(node, argument.name)
+        if kind == "number" or (kind == "bound" and node.value is not None):
+            return self.number(node, argument.name)
+        if kind == "bound" or (node.value is None and argument.default is None):
+            return None
+        if kind == "shape" or (kind == "extents" and node.is_list):
+            return self.sizes(node, argument.name)
+        if kind in WINDOW_TYPES:
+            return self.per_axis(node, argument.name, *WINDOW_TYPES[kind])
+        if kind == "axis" or (kind == "axes" and not node.is_list):
+            return self.integer(node, argument.name, -MAX_RANK, MAX_RANK - 1)
+        if kind == "axes":
+            return self.integers(node, argument.name, -MAX_RANK, MAX_RANK - 1)
+        if kind == "view":
+            return self.integers(node, argument.name, -1, MAX_ELEMENTS)
+        if kind == "extents":
+            size = self.size(node, argument.name)
+            return size if size is INVALID else (size,)
+        return self.size(node, argument.name)
+
+    def substituted(self, argument: Argument, node: Node) -> Any:
+        """The node with the values of the entries of args that it names, by itself or in a list."""
+        if node.is_list:
+            items = [self.substituted(argument, item) for item in node.value]
+            return INVALID if INVALID in items else replace(node, value=items)
+        if not isinstance(node.value, str):
+            return node
+        if node.value in self.args:
+            self.used_args.add(node.value)
+            value = self.args[node.value]
+            if value is INVALID:
+                return INVALID
+            shown = str(list(value)) if isinstance(value, tuple) else str(value)
+            resolved = [Node(v, node.line, node.column, str(v)) for v in value] if isinstance(value, tuple) else value
+            return Node(resolved, node.line, node.column, f"{node.text} = {shown}")
+        if not isinstance(argument.type, tuple):
+            hint = nearest(node.value, self.args) if self.args else "; the spec has no args"
+            return self.fault(node, f"{argument.name}: {node.describe()} is neither a value nor an entry of args{hint}")
+        return node
+
+    def check_names(self, chain: tuple[Step, ...], node: Node) -> None:
+        """Refuse parameters that would share a C identifier, such as `norm.weight` and a bare `norm_weight`."""
+        owners: dict[str, str] = {}
+        for step, item in zip(chain, node.value, strict=True):
+            for parameter in step.parameters:
+                key = step.key(parameter)
+                other = owners.setdefault(key.replace(".", "_"), key)
+                if other != key:
+                    self.fault(item, f"name: {key} and {other} would be one identifier in the kernels; rename one")
+
+    def check_bounds(self, chain: tuple[Step, ...], node: Node, precision: numerics.Precision) -> None:
+        """Refuse bounds beyond the storage type's range, as PyTorch does when it runs."""
+        for step, item in zip(chain, node.value, strict=True):
+            for argument in step.operator.constants(step.values) if step.operator.bounds else ():
+                try:
+                    numerics.round_to(precision, step.values[argument])
+                except OverflowError:
+                    self.fault(item, f"{argument}: {step.values[argument]} is beyond the range of {precision.dtype}")
+
+
+def _words_of(node: Node) -> list[Node]:
+    """The words that may stand for entries of args: the node, or those in its list."""
+    return [item for item in (node.value if node.is_list else [node]) if isinstance(item.value, str)]

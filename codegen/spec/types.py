@@ -1,0 +1,260 @@
+"""The spec as a value: the operators of a layer with their exact shapes. `load_spec` (reader.py) makes one from YAML and checks it completely.
+
+Everything that a Spec holds has been validated as a number or an identifier, so later stages may put it into sources as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from codegen.numerics import PRECISIONS, Precision
+from codegen.ops import Kind, Operator, Parameter, Shape, broadcast
+from codegen.ops.axes import axes_of
+from codegen.spec.yaml_reader import Problem
+
+MAX_ELEMENTS = 2**31 - 1
+MAX_SIZES = 16  # of a range of batches: each is compiled
+ELSEWHERE = ".../"  # stands for the folder of a spec outside the current one, so that sources do not depend on where it lies
+PREPACKED = "_prepacked"  # ends the name of a package with prepared weights
+
+
+class SpecError(Exception):
+    """A spec that cannot be used. `problems` holds each fault with its place; str() is the whole report."""
+
+    def __init__(self, path: str, problems: list[Problem]) -> None:
+        self.path, self.problems = path, sorted(problems)
+        super().__init__("\n".join(f"{path}:{p.line}:{p.column}: {p.message}" for p in self.problems))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator of the chain with its checked argument values and the shapes around it (batch first).
+
+    `sources` maps an argument to the entry of the spec's args that gave its value, or to a list with such entries in it; `index` is its place in
+    the chain, `tap` that of the step whose result it reuses, `reads` the name of the input that it takes beside the value in front.
+    """
+
+    operator: Operator
+    name: str | None
+    values: dict[str, Any]
+    input_shape: Shape
+    output_shape: Shape
+    sources: dict[str, Any] = field(default_factory=dict)
+    index: int = 0
+    tap: int | None = None
+    reads: str | None = None
+
+    @property
+    def taps_itself(self) -> bool:
+        """Does it take the value in front of it twice, as v + v does?"""
+        return self.tap is not None and self.tap == self.index - 1
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return self.operator.parameters(self.values, self.input_shape)
+
+    @property
+    def buffers(self) -> tuple[Parameter, ...]:
+        """State that is not learned: running statistics."""
+        return self.operator.buffers(self.values, self.input_shape)
+
+    def key(self, parameter: Parameter) -> str:
+        """The parameter's key in state_dict: `gemm.weight`, or the bare name of an nn.Parameter."""
+        return f"{self.name}.{parameter.suffix}" if parameter.suffix else str(self.name)
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of the layer: its shape, the batch first where it is `batched`, and how get_inputs fills it ("rand" or "randn")."""
+
+    name: str
+    shape: Shape
+    values: str = "rand"
+    batched: bool = True
+
+    def at(self, batch: int) -> Input:
+        """The same input for another batch."""
+        return replace(self, shape=(batch, *self.shape[1:])) if self.batched else self
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A validated spec.
+
+    `args` are the constructor's arguments in order, the last of which may have their values as defaults: `defaults` names those. `chain`
+    starts with the first of `inputs`, at `batch`; operators may read the others. `path` is the file as emitted sources name it. `gives` is the type
+    of the result of a part of a chain where it is another than the precision's.
+
+    A range of batches has them in `batches`, in ascending order, and the largest as `batch`; `at` is the spec of one of them. It is empty where there is
+    one batch and nothing to choose. `pad_batch`: a batch that is not listed runs the next larger one.
+    """
+
+    name: str
+    path: str
+    batch: int
+    precision: Precision
+    inputs: tuple[Input, ...]
+    args: tuple[tuple[str, Any], ...]
+    chain: tuple[Step, ...]
+    targets: tuple[str, ...] | None = None
+    math: str | None = None
+    gemm: str | None = None
+    prepack: bool = False
+    prepack_asked: bool = False  # on the command line, not in the file
+    defaults: tuple[str, ...] = ()
+    gives: Precision | None = None
+    batches: tuple[int, ...] = ()
+    pad_batch: bool = False
+    named: str = field(default="", compare=False)  # the file for messages on the terminal: as `path`, but never shortened
+    targets_at: tuple[tuple[int, int], ...] = field(default=(), compare=False)  # line and column of each of `targets`
+
+    @property
+    def result(self) -> Precision:
+        """The type of y."""
+        return self.gives or self.precision
+
+    @property
+    def sizes(self) -> tuple[Spec, ...]:
+        """The specs of the single batches: of every one of a range, else this one."""
+        return tuple(self.at(batch) for batch in self.batches) or (self,)
+
+    @property
+    def values(self) -> str:
+        """How get_inputs fills x."""
+        return self.inputs[0].values
+
+    def at(self, batch: int) -> Spec:
+        """The same layer for one batch. Raises ShapeError where the chain does not go with that many samples."""
+        steps: list[Step] = []
+        inputs = tuple(given.at(batch) for given in self.inputs)
+        shapes = {given.name: given.shape for given in inputs}
+        shape = inputs[0].shape
+        for step in self.chain:
+            other = shapes[step.reads] if step.reads else steps[step.tap].output_shape if step.tap is not None else None
+            output = result_shape(step.operator, step.values, shape, other)
+            steps.append(replace(step, input_shape=shape, output_shape=output))
+            shape = output
+        return replace(self, batch=batch, inputs=inputs, chain=tuple(steps), batches=(), pad_batch=False)
+
+    @property
+    def rows_are_samples(self) -> bool:
+        """Is row i of the result that of sample i, and of no other? Then rows may be added without changing the others."""
+        return self.output_shape[:1] == (self.batch,) and all(samples_apart(step, self.batch) for step in self.chain)
+
+    @property
+    def has_modes(self) -> bool:
+        """Does training compute something else than evaluation?"""
+        return any(step.operator.modes for step in self.chain)
+
+    @property
+    def package(self) -> str:
+        """The folder and import name of what is emitted: the name, the precision unless it is fp32, and whether weights are prepared."""
+        return self.name + self.precision.suffix + (PREPACKED if self.prepack else "")
+
+    @property
+    def init_values(self) -> tuple[Any, ...]:
+        """What get_init_inputs gives: the arguments without those that have defaults."""
+        return tuple(value for name, value in self.args if name not in self.defaults)
+
+    @property
+    def input_shape(self) -> Shape:
+        return self.inputs[0].shape
+
+    @property
+    def output_shape(self) -> Shape:
+        return self.chain[-1].output_shape
+
+    @property
+    def producer(self) -> Step:
+        return self.chain[0]
+
+    @property
+    def norm_index(self) -> int:
+        return next(i for i, step in enumerate(self.chain) if step.operator.kind is Kind.NORM)
+
+    @property
+    def norm(self) -> Step:
+        return self.chain[self.norm_index]
+
+    @property
+    def before_norm(self) -> tuple[Step, ...]:
+        """The element-wise operators between the producer and the norm."""
+        return self.chain[1 : self.norm_index]
+
+    @property
+    def after_norm(self) -> tuple[Step, ...]:
+        return self.chain[self.norm_index + 1 :]
+
+    @property
+    def channels(self) -> int:
+        return self.producer.output_shape[1]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of a sample: parts that the norm normalises by themselves."""
+        return self.norm.operator.groups(self.norm.values, self.norm.input_shape)
+
+    @property
+    def group_channels(self) -> int:
+        """Channels in one group of the norm."""
+        return self.channels // self.num_groups
+
+    @property
+    def spatial(self) -> int:
+        """Positions per channel at the norm: 1 after a linear."""
+        return math.prod(self.norm.input_shape[2:])
+
+    @property
+    def group_size(self) -> int:
+        """Values in one group of one sample."""
+        return self.group_channels * self.spatial
+
+    @property
+    def parameters(self) -> tuple[tuple[str, Shape], ...]:
+        """(key, shape) of every parameter in nn.Module's state_dict order: the module's own first, then its children's."""
+        listed = [(step.key(p), p.shape) for step in self.chain for p in step.parameters]
+        return tuple(sorted(listed, key=lambda item: "." in item[0]))
+
+    @property
+    def buffers(self) -> tuple[tuple[str, Shape, str], ...]:
+        """(key, shape, how it is filled) of every tensor of state that is not learned, in the chain's order."""
+        return tuple((step.key(b), b.shape, b.initialiser) for step in self.chain for b in step.buffers)
+
+    def kept(self, steps: Iterable[Step]) -> set[int]:
+        """The places of results that some of `steps` take once more while another operator stands between."""
+        return {step.tap for step in steps if step.tap is not None and not step.taps_itself}
+
+    @property
+    def taps_across_norm(self) -> bool:
+        """Does an operator behind the norm take the norm's input once more?"""
+        return self.norm_index - 1 in self.kept(self.after_norm)
+
+    def with_precision(self, name: str) -> Spec:
+        """The same spec at another precision (a forced `math` of the old precision is dropped)."""
+        return self if name == self.precision.name else replace(self, precision=PRECISIONS[name], math=None)
+
+
+def result_shape(operator: Operator, values: dict[str, Any], shape: Shape, other: Shape | None = None) -> Shape:
+    """The shape that an operator gives for a value of `shape` and, where it takes one, another of shape `other`. Raises ShapeError."""
+    output = operator.shape(values, shape)
+    if values.get("shape") is not None:
+        return broadcast(values["shape"], output)
+    return output if other is None else broadcast(other, output)
+
+
+def samples_apart(step: Step, batch: int) -> bool:
+    """Does a step leave axis 0 to the samples and join none of them? `batch` samples come in along that axis."""
+    kind, values, shape = step.operator.kind, step.values, step.input_shape
+    if step.operator.name == "batch_norm" or shape[:1] != (batch,):
+        return False
+    if kind in (Kind.REDUCTION, Kind.SOFTMAX) or step.operator.name == "squeeze":
+        return 0 not in axes_of(values["dim"], shape, step.operator.name)
+    if kind is Kind.SHAPE:
+        return step.output_shape[:1] == (batch,) and values.get("start_dim", 1) % len(shape) != 0 and values.get("dim", 1) != 0
+    if kind is Kind.ELEMENTWISE and values.get("shape") is not None:
+        own = values["shape"]
+        return len(own) < len(shape) or (len(own) == len(shape) and own[0] == 1)
+    return True

@@ -1,0 +1,24 @@
+"""What the generator emits is what tests/golden.json records: a change of one byte, or of one explanation, is made on purpose or not at all."""
+
+from tests.golden import DIGITS, Case, cases, difference, hashed, recorded
+
+
+def test_everything_emitted_and_explained_is_as_recorded():
+    known = recorded()
+    names, different = set(), []
+    for case in cases():
+        names.add(case.name)
+        found = difference(case, known.get(case.name))
+        if found:
+            different.append(found)
+    different += [f"{name}: is recorded and no case any more" for name in known if name not in names]
+    assert not different, f"{len(different)} cases; if that is meant, run make golden\n" + "\n".join(different[:40])
+
+
+def test_a_difference_names_its_file():
+    before = {"a.cu": "one", "explanation": "two"}
+    same, other, fewer = (Case("case", lambda made=made: made) for made in (before, {**before, "a.cu": "One"}, {"refusal": "no"}))
+    assert len(hashed(before)) == 2 * DIGITS and difference(same, hashed(before)) is None
+    assert difference(other, hashed(before)) == "case: a.cu differs"
+    assert "2 texts were recorded, and now there are 1: refusal" in difference(fewer, hashed(before))
+    assert "is not in" in difference(same, None)
