@@ -22,6 +22,7 @@ from codegen.numerics import PRECISIONS
 from codegen.plan import PlanError, plan
 from codegen.render import render
 from codegen.report import explain
+from codegen.source_text import is_source_text, printable
 from codegen.spec import Spec, SpecError, load_spec, shipped
 from codegen.standalone import render_standalone
 from codegen.targets import DEFAULT_TARGETS, DEVICES, TARGETS
@@ -121,12 +122,13 @@ def is_emitted(path: Path) -> bool:
 
 
 def _record(folder: Path) -> tuple[str, str] | None:
-    """(spec, command) that the manifest of the package in `folder` gives; None where there is none."""
+    """(spec, command) that the manifest of the package in `folder` gives; None where there is none, or one that this generator cannot have written."""
     try:
         data = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return str(data["spec"]), str(data["regenerate"])
-    except (OSError, ValueError, KeyError, TypeError):
+        spec, command = str(data["spec"]), str(data["regenerate"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    return (spec, command) if is_source_text(spec) else None
 
 
 def owner(folder: Path) -> str | None:
@@ -158,10 +160,10 @@ def _read(path: str, precision: str | None, prepack: bool) -> Spec:
         return spec
     spec_of_package, command = record
     asked = "PREPACK=1" in command
-    device = re.search(r" DEVICE=(\w+)", command)
+    device = next((name for name in re.findall(r" DEVICE=(\w+)", command) if name in DEVICES), None)
     try:
         plain = load_spec(path)
-        files = render(make_package(replace(plain, path=spec_of_package, prepack_asked=asked and plain.prepack), (), device and device[1]))
+        files = render(make_package(replace(plain, path=spec_of_package, prepack_asked=asked and plain.prepack), (), device))
     except (SpecError, PlanError):
         return spec
     present = [name for name in files if name != "manifest.json" and (folder / name).is_file()]  # the manifest has the targets of a command line, too
@@ -250,7 +252,7 @@ def main(specs, precision, prepack, targets, device, out, explaining, standalone
         click.echo(str(error), err=True)
         sys.exit(2)
     except PlanError as error:
-        raise click.ClickException(str(error)) from None
+        raise click.ClickException(printable(str(error))) from None
     except OSError as error:
         raise click.ClickException(f"{error.filename or out}: {error.strerror or error}; nothing half-written was left") from None
 

@@ -9,7 +9,7 @@ from typing import Any
 from codegen import numerics, ops
 from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator
 from codegen.ops.windows import AXES
-from codegen.spec.scalars import INVALID, Scalars, nearest
+from codegen.spec.scalars import INVALID, Scalars, meant, nearest
 from codegen.spec.types import MAX_ELEMENTS, Step, result_shape
 from codegen.spec.yaml_reader import Node
 
@@ -42,12 +42,18 @@ class Other:
 
 
 class ChainReader(Scalars):
-    """Reads the operators. `args` are the constructor's arguments by name, which a value may stand for."""
+    """Reads the operators. `args` are the constructor's arguments by name, which a value may stand for; all of them are known unless `args_unclear`.
+
+    A fault is told once: what only follows from it, such as an argument that nothing but a refused operator uses, is none of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.args: dict[str, Any] = {}
+        self.args_unclear = False
+        self.use_unclear = False  # an entry of the chain was not recognised: its name and what it used are not known
         self.used_args: set[str] = set()
+        self.precision = numerics.FP32
 
     def chain(self, node: Node, batch: Any, given: Inputs) -> tuple[Step, ...]:
         """The steps, at `batch`. The first reads the first of the inputs, whose shape it may give where the spec does not."""
@@ -58,6 +64,7 @@ class ChainReader(Scalars):
         names: dict[str, int] = {}
         shape: ops.Shape | None = None
         for index, item in enumerate(node.value):
+            self.used_args |= _words_within(item)
             parsed = self.operator(item)
             if parsed is None:
                 shape = None if index == 0 else shape
@@ -77,7 +84,8 @@ class ChainReader(Scalars):
                 if shape is None:
                     continue
                 given = replace(given, shapes=given.shapes | {given.first: shape})
-            other = self.other(values["from"], steps, given, place) if values.get("from") is not None else None
+            refused = {_name(entry) for entry in node.value[:index]} - {step.name for step in steps}
+            other = self.other(values["from"], steps, given, refused, place) if values.get("from") is not None else None
             step = self.step(operator, name, values, sources, shape, place, len(steps), other) if other is not INVALID else None
             shape = step.output_shape if step else None
             if step:
@@ -126,13 +134,15 @@ class ChainReader(Scalars):
             return None
         return step
 
-    def other(self, name: str, steps: list[Step], given: Inputs, place: Node) -> Any:
-        """The value that `from: name` stands for: the result of an operator in front, or an input."""
+    def other(self, name: str, steps: list[Step], given: Inputs, refused: set[Any], place: Node) -> Any:
+        """The value that `from: name` stands for: the result of an operator in front, or an input; `refused` are names of operators that had faults."""
         if name in given.shapes:
             return Other(given.shapes[name], reads=name)
         found = next((step for step in steps if step.name == name), None)
         if found is not None:
             return Other(found.output_shape, tap=found.index)
+        if name in refused or self.use_unclear or given.unsound:
+            return INVALID
         if any(step.name is None and step.operator.name == ops.ALIASES.get(name, name) for step in steps):
             return self.fault(place, f"from: {name} stands in front of this one and has no name; give {name} a name to use it")
         named = [step.name for step in steps if step.name]
@@ -148,6 +158,7 @@ class ChainReader(Scalars):
         elif isinstance(item.value, str):
             word, place, arguments = item.value, item, None
         else:
+            self.use_unclear = True
             self.fault(item, "each entry of the chain is an operator: `- mish` or `- hardtanh: {min_val: -2, max_val: 2}`")
             return None
         word = ops.ALIASES.get(word, word)
@@ -172,6 +183,7 @@ class ChainReader(Scalars):
             if key not in known:
                 self.fault(key_node, f"{key}: {operator.name} has no such argument{nearest(key, sorted(known)) if known else ''}")
                 sound = False
+        misspelt = {meant(key, known - set(given)) for key in given if key not in known}
         name = None
         if "name" in given:
             name = self.identifier(given["name"][1], "name")
@@ -179,7 +191,9 @@ class ChainReader(Scalars):
         values: dict[str, Any] = {}
         for argument in operator.arguments:
             if argument.name in given:
-                values[argument.name] = self.argument(argument, given[argument.name][1])
+                values[argument.name] = self.argument(operator, argument, given[argument.name][1])
+            elif argument.default is REQUIRED and argument.name in misspelt:
+                values[argument.name] = INVALID
             elif argument.default is REQUIRED:
                 values[argument.name] = self.fault(place, f"{argument.name}: {operator.name} needs it")
             else:
@@ -188,7 +202,7 @@ class ChainReader(Scalars):
             return name, None
         if operator.kind is Kind.POOL and values["stride"] is None:
             values["stride"] = values["kernel_size"]
-        complaint = operator.check(values)
+        complaint = operator.check(values) or self.complaint_when_rounded(operator, values)
         if complaint:
             self.fault(place, f"{operator.name}: {complaint}")
             return name, None
@@ -197,7 +211,13 @@ class ChainReader(Scalars):
             return None, None
         return name, values
 
-    def argument(self, argument: Argument, node: Node) -> Any:
+    def complaint_when_rounded(self, operator: Operator, values: dict[str, Any]) -> str | None:
+        """What is wrong with numbers that are sound as written, as the kernels hold them: two bounds may become one."""
+        rounded = {key: numerics.constant(value, self.precision, operator.bounds) if isinstance(value, float) else value for key, value in values.items()}
+        complaint = operator.check(rounded)
+        return complaint and f"{complaint}, as {self.precision.dtype if operator.bounds else 'float32'} has them"
+
+    def argument(self, operator: Operator, argument: Argument, node: Node) -> Any:
         """The checked value of one argument; a word that names an entry of args stands for it."""
         if argument.type == "tap":
             return None if node.value is None else self.identifier(node, argument.name)
@@ -210,7 +230,9 @@ class ChainReader(Scalars):
         if kind == "flag":
             return self.flag(node, argument.name)
         if kind == "number" or (kind == "bound" and node.value is not None):
-            return self.number(node, argument.name)
+            value = self.number(node, argument.name)
+            reason = None if value is INVALID else argument.fault(value, self.precision, operator.bounds)
+            return self.fault(node, f"{argument.name}: {node.describe()} {reason}") if reason else value
         if kind == "bound" or (node.value is None and argument.default is None):
             return None
         if kind == "shape" or (kind == "extents" and node.is_list):
@@ -241,11 +263,15 @@ class ChainReader(Scalars):
             if value is INVALID:
                 return INVALID
             shown = str(list(value)) if isinstance(value, tuple) else str(value)
-            resolved = [Node(v, node.line, node.column, str(v)) for v in value] if isinstance(value, tuple) else value
-            return Node(resolved, node.line, node.column, f"{node.text} = {shown}")
+            word = node.value
+            resolved = [Node(v, node.line, node.column, str(v), source=word) for v in value] if isinstance(value, tuple) else value
+            return Node(resolved, node.line, node.column, f"{word} = {shown}", source=word)
         if not isinstance(argument.type, tuple):
+            if self.args_unclear:
+                return INVALID
+            self.used_args.add(meant(node.value, self.args))
             hint = nearest(node.value, self.args) if self.args else "; the spec has no args"
-            return self.fault(node, f"{argument.name}: {node.describe()} is neither a value nor an entry of args{hint}")
+            return self.fault(replace(node, source=node.value), f"{argument.name}: {node.describe()} is neither a value nor an entry of args{hint}")
         return node
 
     def check_names(self, chain: tuple[Step, ...], node: Node) -> None:
@@ -258,14 +284,20 @@ class ChainReader(Scalars):
                 if other != key:
                     self.fault(item, f"name: {key} and {other} would be one identifier in the kernels; rename one")
 
-    def check_bounds(self, chain: tuple[Step, ...], node: Node, precision: numerics.Precision) -> None:
-        """Refuse bounds beyond the storage type's range, as PyTorch does when it runs."""
-        for step, item in zip(chain, node.value, strict=True):
-            for argument in step.operator.constants(step.values) if step.operator.bounds else ():
-                try:
-                    numerics.round_to(precision, step.values[argument])
-                except OverflowError:
-                    self.fault(item, f"{argument}: {step.values[argument]} is beyond the range of {precision.dtype}")
+
+def _words_within(node: Node) -> set[str]:
+    """Every word in an entry of the chain, at any depth: what a refused entry meant to use is used."""
+    if node.is_mapping:
+        return set().union(*(_words_within(value) for _, value in node.value.values()))
+    if node.is_list:
+        return set().union(*(_words_within(item) for item in node.value))
+    return {node.value} if isinstance(node.value, str) else set()
+
+
+def _name(item: Node) -> Any:
+    """The name that an entry of the chain gives its operator, None without one."""
+    arguments = next(iter(item.value.values()))[1] if item.is_mapping and item.value else item
+    return arguments.value["name"][1].value if arguments.is_mapping and "name" in arguments.value else None
 
 
 def _words_of(node: Node) -> list[Node]:

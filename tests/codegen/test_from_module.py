@@ -240,7 +240,7 @@ def test_what_no_operator_gives_cannot_be_taken_once_more(tmp_path):
 
 REDUCTIONS = [
     ("torch.min(x, dim=1, keepdim=True)[0]", {"min": {"keepdim": True}}), ("torch.max(x, 1).values", "max"), ("x.min(1, True)[0]", {"min": {"keepdim": True}}),
-    ("torch.amin(x, dim=1)", "min"), ("x.amax((1,), keepdim=True)", {"max": {"keepdim": True}}), ("x.sum(1)", "sum"), ("torch.sum(x, dim=[1])", "sum"),
+    ("x.mean(-1)", {"mean": {"dim": -1}}), ("torch.sum(x, axis=1, keepdims=True)", {"sum": {"keepdim": True}}), ("torch.min(x, -1)[0]", {"min": {"dim": -1}}), ("x.sum(1)", "sum"), ("torch.sum(x, dim=[1])", "sum"),
     ("torch.mean(x, dim=1, keepdim=True)", {"mean": {"keepdim": True}}), ("torch.logsumexp(x, 1)", "logsumexp"), ("x.logsumexp(dim=1)", "logsumexp"),
 ]
 
