@@ -269,7 +269,9 @@ class ChainReader(Scalars):
         if not isinstance(argument.type, tuple):
             if self.args_unclear:
                 return INVALID
-            self.used_args.add(meant(node.value, self.args))
+            close = meant(node.value, self.args)
+            self.used_args.add(close)
+            self.use_unclear |= close is None
             hint = nearest(node.value, self.args) if self.args else "; the spec has no args"
             return self.fault(replace(node, source=node.value), f"{argument.name}: {node.describe()} is neither a value nor an entry of args{hint}")
         return node

@@ -102,7 +102,7 @@ class _Reader(ChainReader):
         for key in ("name", "batch", "chain"):
             if key not in entries and key not in misspelt:
                 self.fault(self.root, f"{key}: is missing")
-        misspelt |= {"args", "input"} - set(nodes) if None in misspelt else set()  # it may have meant what others refer to
+        misspelt |= {"args", "defaults", "input"} - set(nodes) if None in misspelt else set()  # it may have meant what others refer to
         self.args_unclear = bool(misspelt & {"args", "defaults"})
 
         name = self.identifier(nodes["name"], "name") if "name" in nodes else INVALID
