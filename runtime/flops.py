@@ -4,16 +4,21 @@ They count as torch does: two for each multiplication of a matrix product or con
 statistics. So a model counts as many as its reference, and where a backward computes the producer again, those once more.
 """
 
+import functools
 import math
 
 import torch
-from torch.utils.flop_counter import flop_registry, register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from .manifest import LibraryStep, Manifest
+from .reference import forward
 
 
 def register_formulas(namespace: str, manifest: Manifest, names: list[str]) -> None:
     """Gives each operator of ``names`` in ``namespace`` its formula, unless another size of the package has done so."""
+    if manifest.reference is not None:
+        _register_of_reference(namespace, manifest, names)
+        return
     each = flops_of_a_sample(manifest)
 
     def of_a_forward(x_shape, *args, **kwargs) -> int:
@@ -32,6 +37,34 @@ def register_formulas(namespace: str, manifest: Manifest, names: list[str]) -> N
         operator = getattr(getattr(torch.ops, namespace), name)
         if operator not in flop_registry:
             register_flop_formula(operator)(formulas[name])
+
+
+def _register_of_reference(namespace: str, manifest: Manifest, names: list[str]) -> None:
+    """The same for a package of a general chain: torch counts its reference, on tensors without memory."""
+    counted = functools.cache(functools.partial(_count, manifest))
+
+    def of_a_forward(*args, **kwargs) -> int:
+        return counted(False)
+
+    def of_gradients(*args, **kwargs) -> int:
+        return counted(True)
+
+    for name in names:
+        operator = getattr(getattr(torch.ops, namespace), name)
+        if operator not in flop_registry:
+            register_flop_formula(operator)(of_gradients if name == "vector_jacobian" else of_a_forward)
+
+
+def _count(manifest: Manifest, gradients: bool) -> int:
+    """The FLOPs of the reference's forward, or of that and the gradients of every floating operand."""
+    entries = (manifest.input, *manifest.operands)
+    operands = [torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta") for entry in entries]
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(gradients):
+        leaves = [tensor.requires_grad_(gradients and tensor.is_floating_point()) for tensor in operands]
+        y = forward(manifest, leaves, [], False)
+        if gradients:
+            torch.autograd.grad(y.sum(), [leaf for leaf in leaves if leaf.requires_grad], allow_unused=True)
+    return counter.get_total_flops()
 
 
 def flops_of_a_sample(manifest: Manifest) -> int:

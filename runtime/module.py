@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.nn import functional
 
+from . import whole
 from .checks import ALIGNMENT, expected, not_dense, usable, wrong_input, wrong_tensor
 from .children import Child, check_child, children_of, run_pre_hooks
 from .errors import ArgumentError, CallError, GradientError, PackageError, PreparationError, UnsupportedDeviceError
@@ -81,6 +82,7 @@ class GeneratedModule(nn.Module):
         self._by_reference = False
         self._dtype = dtype_named(manifest.input.dtype)
         self._names = tuple(entry.name for entry in manifest.parameters)
+        self._general = manifest.reference is not None
         if torch.get_default_device().type != "meta":
             self.build()
 
@@ -161,8 +163,8 @@ class GeneratedModule(nn.Module):
         """Bytes of prepared weights that the model holds now, on all devices."""
         return self._prepared.nbytes
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The chain of the spec applied to ``x``, on the device and the current stream of ``x``.
+    def forward(self, x: torch.Tensor, *others: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """The chain of the spec applied to ``x`` and the layer's other inputs, on the device and the current stream of ``x``.
 
         Any strides are accepted (other than contiguous ones cost a copy). Raises CallError for a wrong shape, dtype or
         device of ``x`` or a parameter, UnsupportedDeviceError where nothing was built for the device.
@@ -170,6 +172,10 @@ class GeneratedModule(nn.Module):
         Of a package for several batches the kernels for that of ``x`` run. Where the package pads, another batch is copied into one of
         the next larger size with rows of zeros, and the result is a copy of the first rows.
         """
+        if self._general:
+            return whole.forward(self, x, others, named)
+        if others or named:
+            raise whole.too_many(self._package.manifest, others, named)
         if _is_compiling():
             return self._captured(x)
         plain = type(x) in _PLAIN
@@ -233,7 +239,7 @@ class GeneratedModule(nn.Module):
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); pass a plain dense tensor in its place."
             ) from error
 
-    def _symbolic(self, x: Proxy) -> Proxy:
+    def _symbolic(self, x: Proxy, others: Sequence[Any] = ()) -> Proxy:
         """The call of the operator that a symbolic trace writes down."""
         manifest = self._package.manifest
         if len(self._sizes) > 1 or self._pads:
@@ -244,7 +250,7 @@ class GeneratedModule(nn.Module):
         _refuse(self)
         before = [(owner.__dict__, dict(owner.__dict__)) for owner in self.modules() if owner is not self and owner._forward_pre_hooks]
         try:
-            return self._operators.forward(x, *self._gather())
+            return self._operators.forward(x, *others, *self._gather(), *self._gather_state())
         finally:
             for state, values in before:  # what the hooks set are the trace's own
                 state.clear()
@@ -262,9 +268,7 @@ class GeneratedModule(nn.Module):
 
     def _captured(self, x: torch.Tensor) -> torch.Tensor:
         """The forward by statements that a compiler can follow. What fits no size is refused by an operator."""
-        fault = _fault_of(self)
-        if fault:
-            raise CallError(fault)
+        self._refuse_fault()
         parameters = self._gather()
         if len(self._sizes) > 1 or self._pads:
             rows = x.shape[0]
@@ -274,6 +278,12 @@ class GeneratedModule(nn.Module):
                 if self._pads and rows < size.batch:
                     return size.operators.forward(_padded(x, size.batch), *parameters)[:rows].clone()
         return self._operators.forward(x, *parameters)
+
+    def _refuse_fault(self) -> None:
+        """Raises CallError for a child that does more than holding parameters, by statements that a compiler can follow."""
+        fault = _fault_of(self)
+        if fault:
+            raise CallError(fault)
 
     def _apply(self, fn, recurse: bool = True):
         """What moves or converts the parameters writes to them in ways that PyTorch does not count."""
@@ -373,6 +383,10 @@ class GeneratedModule(nn.Module):
             _refuse_sharded([(".".join((*child.path, name)), tensor) for name, tensor in owner._parameters.items()])
             raise
         run_pre_hooks(owner)
+
+    def _gather_state(self) -> list[torch.Tensor]:
+        """The buffers of the manifest's state, in its order."""
+        return [self.get_buffer(entry.name) for entry in self._package.manifest.state]
 
     @staticmethod
     @torch.compiler.disable
