@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from codegen.ir.apply import kept_name
+from codegen.ops import Parameter
 from codegen.spec import Spec, Step
 
 _DRAWS = {"randn": "torch.randn", "rand": "torch.rand", "ones": "torch.ones", "zeros": "torch.zeros"}
@@ -14,15 +15,22 @@ def parameters(spec: Spec) -> list[str]:
 
 
 def module_lines(spec: Spec) -> list[str]:
-    """Statements that create the parameters, in the chain's order: the order of PyTorch's random draws."""
+    """Statements that create the parameters, in the order of PyTorch's random draws."""
     lines = []
-    for step in spec.chain:
-        if step.operator.module is not None:
-            lines.append(f"self.{step.name} = {step.operator.module(step.values, step.input_shape)}")
-        elif step.parameters:
+    for step in spec.creating:
+        if step.module is not None:
+            lines.append(f"self.{step.name} = {step.module}")
+        else:
             (parameter,) = step.parameters
-            lines.append(f"self.{step.name} = nn.Parameter({_DRAWS[parameter.initialiser]}({parameter.shape}))")
+            lines.append(f"self.{step.name} = nn.Parameter({_filled(parameter)})")
     return lines
+
+
+def _filled(parameter: Parameter) -> str:
+    """The expression of a tensor that starts as the parameter does."""
+    if isinstance(parameter.initialiser, float):
+        return f"torch.full({parameter.shape}, {parameter.initialiser!r})"
+    return f"{_DRAWS[parameter.initialiser]}({parameter.shape})"
 
 
 def input_texts(spec: Spec) -> list[str]:
@@ -48,16 +56,20 @@ def reference_lines(spec: Spec) -> list[str]:
 
 def _call(spec: Spec, step: Step) -> str:
     source = "v" if step.index else spec.inputs[0].name
-    if step.operator.module is not None:
+    if step.module is not None:
         return f"self.{step.name}({source})"
     return step.operator.call(step.values).format(v=source, p=_other(spec, step, source))
 
 
 def _other(spec: Spec, step: Step, source: str) -> str:
-    """What an operator takes beside its value: an earlier result, an input, or its parameter."""
+    """What an operator takes beside its value: an earlier result, an input, or a parameter."""
     if step.tap is not None:
-        return source if step.taps_itself else kept_name(spec.chain[step.tap])
-    return step.reads or f"self.{step.name}"
+        taken = source if step.taps_itself else kept_name(spec.chain[step.tap])
+    else:
+        taken = step.reads or f"self.{step.owned[0] if step.owned else step.name}"
+    if step.values.get("detach"):
+        return f"{taken}.detach()"
+    return f"{taken}.view({', '.join(map(str, step.operand[1]))})" if step.values.get("view") is not None else taken
 
 
 def uses_functional(spec: Spec) -> bool:

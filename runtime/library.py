@@ -26,12 +26,17 @@ def _unary(function: Callable[..., torch.Tensor], *names: str) -> Callable[[Opti
     return row
 
 
-def _arithmetic(function: Callable[..., torch.Tensor]):
-    """A row of arithmetic with a number, or with a second tensor."""
+def _arithmetic(function: Callable[..., torch.Tensor], tensors: bool = False):
+    """A row of arithmetic with a number, or with a second tensor, which may come under another shape (``operand``) or without its gradient
+    (``detach``). A function of ``tensors`` takes a number as one of them."""
 
     def row(options: Options):
-        value = options.get("value")
-        return (lambda v: function(v, value)) if value is not None else lambda v, other: function(v, other)
+        value, sizes, detached = options.get("value"), options.get("operand"), options.get("detach", False)
+        if value is not None:
+            return lambda v: function(v, v.new_full((), value) if tensors else value)
+        if sizes is not None:
+            return lambda v, other: function(v, other.reshape(sizes))
+        return lambda v, other: function(v, other.detach() if detached else other)
 
     return row
 
@@ -156,6 +161,10 @@ CALLS: dict[str, Callable[[Options], Callable[..., Made]]] = {
     "sub": _arithmetic(torch.sub),
     "mul": _arithmetic(torch.mul),
     "div": _arithmetic(torch.div),
+    "rsub": _arithmetic(torch.rsub),
+    "rdiv": _arithmetic(lambda v, other: other / v),
+    "minimum": _arithmetic(torch.minimum, tensors=True),
+    "maximum": _arithmetic(torch.maximum, tensors=True),
     "hardtanh": _unary(functional.hardtanh, "min_val", "max_val"),
     "clamp": _clamp,
     "relu": _unary(torch.relu),

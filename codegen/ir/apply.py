@@ -85,7 +85,7 @@ def _apply(spec: Spec, step: Step, kept: bool) -> Apply:
         for arg in op.constants(values)
     )
     parameter = step.parameters[0] if step.parameters else None
-    if step.tap is not None:
+    if step.tap is not None:  # of a sum or product
         expression = op.expression.format(v="{v}", p="{v}" if step.taps_itself else kept_name(spec.chain[step.tap]))
         functions: tuple[str, ...] = ()
     elif op.function is None:
@@ -93,7 +93,7 @@ def _apply(spec: Spec, step: Step, kept: bool) -> Apply:
         functions = ()
     else:
         functions = (op.function(values),)
-        expression = f"{functions[0]}({', '.join(['{v}', *(c.name for c in constants)])})"
+        expression = f"{functions[0]}({', '.join(['{v}', *(['{p}'] if parameter else []), *(c.name for c in constants)])})"
     key = step.key(parameter) if parameter else None
     return Apply(
         comment=describe(step), expression=expression, constants=constants, functions=functions, parameter=key,
@@ -125,6 +125,7 @@ def _why(step: Step, arg: str, precision: Precision) -> str:
 def describe(step: Step) -> str:
     """The step in one line for headers and comments: `hardtanh(min_val=-2.0, max_val=2.0)`."""
     hidden = {"init"} if step.values.get("shape") is None else set()
+    hidden |= set() if step.values.get("detach") else {"detach"}
     shown = ", ".join(f"{k}={v}" for k, v in step.values.items() if v is not None and k in {a.name for a in step.operator.arguments} - hidden)
     return f"{step.operator.name}({shown})"
 

@@ -21,6 +21,8 @@ def departure(chain: Sequence[Step]) -> str | None:
     """Why `chain`, whose taps lie within it, does not have the form, in a sentence; None where it has."""
     if not chain or PRODUCERS.get(chain[0].operator.name) != len(chain[0].input_shape):
         return f"it starts with {chain[0].operator.name if chain else 'nothing'}, not with a linear of a matrix or a conv2d"
+    if chain[0].module is None:
+        return f"{chain[0].operator.name} has a weight without a module"
     norm: Step | None = None
     fold: Step | None = None
     for place, step in enumerate(chain[1:], 1):
@@ -63,7 +65,12 @@ def _other_norm(step: Step) -> str | None:
 
 def _other_elementwise(chain: Sequence[Step], place: int, norm: Step | None, fold: Step | None) -> str | None:
     step = chain[place]
-    name, shape = step.operator.name, step.input_shape
+    name, shape, values = step.operator.name, step.input_shape, step.values
+    if name in ("rsub", "rdiv") or (name in ("minimum", "maximum") and values["value"] is None):
+        return f"{name} is no element-wise operator of fused kernels"
+    for key, what in (("detach", "a value without its gradient"), ("view", "a parameter under another shape"), ("parameter", "an earlier operator's parameter")):
+        if values.get(key):
+            return f"{name} takes {what}"
     if step.tap is not None:
         return _out_of_reach(chain, place, norm)
     for parameter in step.parameters:

@@ -13,11 +13,11 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A learnable tensor: `suffix` of its key ("" for a bare nn.Parameter), its shape and how PyTorch fills it."""
+    """A learnable tensor: `suffix` of its key ("" for a bare nn.Parameter), its shape and how PyTorch fills it: a word, or the number that it holds."""
 
     suffix: str
     shape: Shape
-    initialiser: str
+    initialiser: str | float
 
 
 class ShapeError(ValueError):
@@ -34,7 +34,22 @@ def linear_shape(values: Values, shape: Shape) -> Shape:
     return (*shape[:-1], values["out_features"])
 
 
+def linear_check(values: Values) -> str | None:
+    if values["init"] is not None and values["bias"]:
+        return "init: makes the weight a parameter without a module, which has no bias; set bias: false"
+    return None
+
+
+def linear_module(values: Values, shape: Shape) -> str | None:
+    """The module's call; None of a weight that is a bare nn.Parameter."""
+    if values["init"] is not None:
+        return None
+    return f"nn.Linear({values['in_features']}, {values['out_features']}" + ("" if values["bias"] else ", bias=False") + ")"
+
+
 def linear_parameters(values: Values, shape: Shape) -> tuple[Parameter, ...]:
+    if values["init"] is not None:
+        return (Parameter("", (values["out_features"], values["in_features"]), values["init"]),)
     weight = Parameter("weight", (values["out_features"], values["in_features"]), "linear")
     return (weight, Parameter("bias", (values["out_features"],), "linear")) if values["bias"] else (weight,)
 

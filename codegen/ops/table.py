@@ -31,6 +31,7 @@ class Kind(Enum):
 
 
 REQUIRED = object()
+FILLS = ("randn", "rand", "ones", "zeros")  # how a parameter without a module is filled, beside a number
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Argument:
     `type` is one of: "size" (integer >= 1), "count" (integer >= 0), "single", "pair" and "triple" (a size, or one for each of so many axes),
     "count_single", "count_pair" and "count_triple" (the same for counts), "number" (finite float), "bound" (finite float or null), "flag"
     (boolean), "shape" (list of sizes), "extents" (a size or a list of them), "axis" (an integer, negative from the end), "axes" (one or a list
-    of them), "view" (list of sizes, 0 or -1), "tap" (the name of an earlier operator or of an input), or a tuple of allowed words.
+    of them), "view" (list of sizes, 0 or -1), "tap" (the name of an earlier operator or of an input), "owner" (the name of an earlier operator
+    with a parameter of its own), "fill" (one of FILLS, or a finite number), or a tuple of allowed words.
     `sign` is what a number must be: "positive", "not negative", "not 0", or anything.
     """
 
@@ -180,40 +182,56 @@ def _elementwise(
     )  # fmt: skip
 
 
-def _operand(name: str, symbol: str, summary: str, monotone: Callable[[Values], bool], affine: bool = False) -> Operator:
-    """Arithmetic with a learnable tensor that broadcasts (name, shape, init), with a number (value), or with an earlier operator's result or
-    another input (from)."""
+def _operand(
+    name: str, expression: str, summary: str, monotone: Callable[[Values], bool] = lambda values: False, affine: bool = False, sign: str = "",
+    function: str | None = None,
+) -> Operator:  # fmt: skip
+    """Arithmetic with a learnable tensor that broadcasts (name, shape, init, view), with that of an earlier operator once more (parameter), with a number
+    (value), or with an earlier operator's result or another input (from, detach). `function` computes it where C has no sign for it."""
+    number = "{v}.new_full((), {p})" if function else "{p}"  # torch's functions take a tensor
+    text = f"torch.{name}({{v}}, {{p}})" if function else expression
+
+    def call(values: Values) -> str:
+        return text if values["value"] is None else text.replace("{p}", number.replace("{p}", rules.number(values["value"])))
+
     return Operator(
         name, Kind.ELEMENTWISE, summary,
         (
             Argument("shape", "shape", None),
-            Argument("init", ("randn", "rand", "ones", "zeros"), "randn"),
-            Argument("value", "bound", None, "not 0" if name == "div" else ""),
+            Argument("init", "fill", "randn"),
+            Argument("view", "view", None),
+            Argument("parameter", "owner", None),
+            Argument("value", "bound", None, sign),
             Argument("from", "tap", None),
+            Argument("detach", "flag", False),
         ),
         takes_name=True,
         parameters=lambda values, shape: () if values["shape"] is None else (Parameter("", values["shape"], values["init"]),),
         check=_operand_check,
         constants=lambda values: () if values["value"] is None else ("value",),
-        expression=f"{{v}} {symbol} {{p}}",
-        call=lambda values: f"{{v}} {symbol} " + ("{p}" if values["value"] is None else rules.number(values["value"])),
-        monotone=monotone, affine=affine,
+        expression=expression, function=(lambda values: function) if function else None, call=call, monotone=monotone, affine=affine, bounds=function is not None,
     )  # fmt: skip
 
 
 def _operand_check(values: Values) -> str | None:
-    if sum(values[key] is not None for key in ("shape", "value", "from")) != 1:
-        return "give either shape (a learnable tensor, with a name), value (a number) or from (the name of an earlier operator or of an input)"
-    return None
+    if sum(values[key] is not None for key in ("shape", "parameter", "value", "from")) != 1:
+        return (
+            "give either shape (a learnable tensor, with a name), parameter (the name of an operator in front, whose tensor it takes once more), value (a number) or "
+            "from (the name of an earlier operator or of an input)"
+        )
+    if values["view"] is not None and values["shape"] is None and values["parameter"] is None:
+        return "view: is of a parameter, and there is none"
+    return "detach: is of a value that from names, and there is none" if values["detach"] and values["from"] is None else None
 
 
 OPERATORS: dict[str, Operator] = {
     op.name: op
     for op in (
         Operator(
-            "linear", Kind.PRODUCER, "x W^T + b", (Argument("in_features", "size"), Argument("out_features", "size"), Argument("bias", "flag", True)),
-            takes_name=True, requires_name=True, shape=rules.linear_shape, parameters=rules.linear_parameters,
-            module=lambda v, shape: f"nn.Linear({v['in_features']}, {v['out_features']}" + ("" if v["bias"] else ", bias=False") + ")",
+            "linear", Kind.PRODUCER, "x W^T + b", 
+            (Argument("in_features", "size"), Argument("out_features", "size"), Argument("bias", "flag", True), Argument("init", "fill", None)),
+            takes_name=True, requires_name=True, shape=rules.linear_shape, parameters=rules.linear_parameters, module=rules.linear_module,
+            check=rules.linear_check, call=lambda v: "F.linear({v}, {p})",
         ),
         _convolution(1),
         _convolution(2),
@@ -284,10 +302,14 @@ OPERATORS: dict[str, Operator] = {
             takes_name=True, check=lambda v: None if 0 <= v["p"] <= 1 else f"p: {v['p']} is no probability, 0 to 1", modes=True,
             call=lambda v: f"F.dropout({{v}}, {rules.number(v['p'])}, self.training)",
         ),
-        _operand("add", "+", "v + p: p a tensor that broadcasts, a number, an earlier result or an input", lambda v: v["from"] is None, affine=True),
-        _operand("sub", "-", "v - p", lambda v: v["from"] is None),
-        _operand("mul", "*", "v * p", lambda v: v["value"] is not None and v["value"] >= 0, affine=True),
-        _operand("div", "/", "v / p", lambda v: v["value"] is not None and v["value"] > 0),
+        _operand("add", "{v} + {p}", "v + p: p a tensor that broadcasts, a number, an earlier result or an input", lambda v: v["from"] is None, affine=True),
+        _operand("sub", "{v} - {p}", "v - p", lambda v: v["from"] is None),
+        _operand("mul", "{v} * {p}", "v * p", lambda v: v["value"] is not None and v["value"] >= 0, affine=True),
+        _operand("div", "{v} / {p}", "v / p", lambda v: v["value"] is not None and v["value"] > 0, sign="not 0"),
+        _operand("rsub", "{p} - {v}", "p - v"),
+        _operand("rdiv", "{p} / {v}", "p / v"),
+        _operand("minimum", "minimum({v}, {p})", "the smaller of v and p; at ties half of the gradient goes to each", lambda v: v["from"] is None, function="minimum"),
+        _operand("maximum", "maximum({v}, {p})", "the larger of v and p; at ties half of the gradient goes to each", lambda v: v["from"] is None, function="maximum"),
         _elementwise(
             "hardtanh", "min(max(v, min_val), max_val)", "F.hardtanh({v}, {min_val}, {max_val})",
             (Argument("min_val", "number", -1.0), Argument("max_val", "number", 1.0)), monotone=True, check=rules.bounds_check("min_val", "max_val"), bounds=True,
@@ -333,5 +355,9 @@ OPERATORS: dict[str, Operator] = {
 }  # fmt: skip
 
 ALIASES = {"swish": "silu"}
+PARAMETER = Operator(  # of a spec's `unused`: no operator of a chain
+    "parameter", Kind.ELEMENTWISE, "a parameter", (Argument("shape", "shape"), Argument("init", "fill", "randn")), takes_name=True, requires_name=True,
+    parameters=lambda values, shape: (Parameter("", values["shape"], values["init"]),),
+)  # fmt: skip
 
-__all__ = ["ALIASES", "OPERATORS", "REQUIRED", "Argument", "Kind", "Operator", "Parameter", "Shape", "ShapeError", "Values", "broadcast"]
+__all__ = ["ALIASES", "FILLS", "OPERATORS", "PARAMETER", "REQUIRED", "Argument", "Kind", "Operator", "Parameter", "Shape", "ShapeError", "Values", "broadcast"]

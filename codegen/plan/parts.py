@@ -58,7 +58,7 @@ def part_spec(spec: Spec, part: Part) -> Spec:
         for step in spec.chain[part.first : part.last]
     )
     shape = steps[0].input_shape
-    return replace(spec, inputs=(Input("x", shape, spec.values),), chain=steps, batch=shape[0])
+    return replace(spec, inputs=(Input("x", shape, spec.values),), chain=steps, batch=shape[0], unused=())
 
 
 def library_step(spec: Spec, step: Step, training: bool) -> Library:
@@ -67,16 +67,18 @@ def library_step(spec: Spec, step: Step, training: bool) -> Library:
     arguments: list[str | None] = [value_name(spec, step.index - 1)]
     keys = {parameter.suffix: step.key(parameter) for parameter in step.parameters}
     if operator.kind in (Kind.PRODUCER, Kind.NORM):
-        arguments += [keys.get("weight"), keys.get("bias")]
-    elif keys:
-        arguments.append(keys[""])
+        arguments += [keys.get("weight", keys.get("")), keys.get("bias")]
+    elif step.operand is not None:
+        arguments.append(step.operand[0])
     if step.tap is not None:
         arguments.append(value_name(spec, step.tap))
     elif step.reads is not None:
         arguments.append(input_name(spec, step.reads))
     arguments += [step.key(buffer) for buffer in step.buffers]
-    options = {key: value for key, value in values.items() if key not in ("from", "shape", "init", "bias", "affine", "elementwise_affine") and value is not None}
+    options = {key: value for key, value in values.items() if key not in ("from", "shape", "init", "view", "parameter", "bias", "affine", "elementwise_affine") and value is not None}
     also: tuple[str, ...] = ()
+    if values.get("view") is not None:
+        options["operand"] = step.operand[1]
     if operator.name == "batch_norm":
         options |= {"training": training or not step.buffers, "momentum": values["momentum"]}
         also = tuple(f"state:{step.key(buffer)}" for buffer in step.buffers[:2]) if training else ()

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from codegen import numerics, ops
-from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator
+from codegen.ops import FILLS, OPERATORS, REQUIRED, Argument, Kind, Operator
 from codegen.ops.windows import AXES
 from codegen.spec.scalars import INVALID, Scalars, meant, nearest
-from codegen.spec.types import MAX_ELEMENTS, Step, result_shape
+from codegen.spec.types import MAX_ELEMENTS, Step, operand_shape, result_shape
 from codegen.spec.yaml_reader import Node
 
 MAX_RANK = 8  # axes of a value
@@ -34,11 +34,13 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Other:
-    """The second value of an operator: its shape, and the step that gives it or the input that it is."""
+    """The second value of an operator: its shape, and the step that gives it, the input that it is, or the step whose parameter it is, with its key."""
 
     shape: ops.Shape
     tap: int | None = None
     reads: str | None = None
+    owner: int | None = None
+    owned: tuple[str, ops.Shape] | None = None
 
 
 class ChainReader(Scalars):
@@ -64,7 +66,7 @@ class ChainReader(Scalars):
         names: dict[str, int] = {}
         shape: ops.Shape | None = None
         for index, item in enumerate(node.value):
-            self.used_args |= _words_within(item)
+            self.used_args |= words_within(item)
             parsed = self.operator(item)
             if parsed is None:
                 shape = None if index == 0 else shape
@@ -86,6 +88,8 @@ class ChainReader(Scalars):
                 given = replace(given, shapes=given.shapes | {given.first: shape})
             refused = {_name(entry) for entry in node.value[:index]} - {step.name for step in steps}
             other = self.other(values["from"], steps, given, refused, place) if values.get("from") is not None else None
+            if values.get("parameter") is not None:
+                other = self.owner(values, steps, refused, place)
             step = self.step(operator, name, values, sources, shape, place, len(steps), other) if other is not INVALID else None
             shape = step.output_shape if step else None
             if step:
@@ -124,7 +128,8 @@ class ChainReader(Scalars):
         except ops.ShapeError as error:
             self.fault(place, str(error))
             return None
-        step = Step(operator, name, values, shape, output, sources, index, other.tap if other else None, other.reads if other else None)
+        met = other or Other(())
+        step = Step(operator, name, values, shape, output, sources, index, met.tap, met.reads, met.owner, met.owned)
         for parameter in step.parameters:
             if math.prod(parameter.shape) > MAX_ELEMENTS:
                 self.fault(place, f"{step.key(parameter)} would have more than {MAX_ELEMENTS} elements, which the kernels do not index")
@@ -151,7 +156,22 @@ class ChainReader(Scalars):
             hint += f"; give {steps[-1].operator.name} a name to use its result"
         return self.fault(place, f"from: {name} is no operator in front of this one and no input{hint}")
 
-    def operator(self, item: Node) -> tuple[Operator, str | None, dict[str, Any] | None, dict[str, Any], Node] | None:
+    def owner(self, values: dict[str, Any], steps: list[Step], refused: set[Any], place: Node) -> Any:
+        """The parameter that `parameter: name` stands for: that of an operator in front which has one of its own."""
+        name = values["parameter"]
+        able = [step for step in steps if step.operand is not None and step.parameters]
+        found = next((step for step in able if step.name == name), None)
+        if found is None:
+            if name in refused or self.use_unclear:
+                return INVALID
+            hint = nearest(name, [step.name for step in able]) if able else "; there is none"
+            return self.fault(place, f"parameter: {name} is no operator in front of this one with a shape of its own{hint}")
+        try:
+            return Other(operand_shape(values, found.values["shape"]), owner=found.index, owned=(found.name, found.values["shape"]))
+        except ops.ShapeError as error:
+            return self.fault(place, str(error))
+
+    def operator(self, item: Node, words: dict[str, Operator] = OPERATORS) -> tuple[Operator, str | None, dict[str, Any] | None, dict[str, Any], Node] | None:
         """(operator, name, checked values or None, sources of the values, place) of one chain entry, or None when it is not recognisable."""
         if item.is_mapping and len(item.value) == 1:
             (word, (place, arguments)), = item.value.items()
@@ -162,17 +182,17 @@ class ChainReader(Scalars):
             self.fault(item, "each entry of the chain is an operator: `- mish` or `- hardtanh: {min_val: -2, max_val: 2}`")
             return None
         word = ops.ALIASES.get(word, word)
-        if word not in OPERATORS:
-            self.fault(place, f"{word}: unknown operator{nearest(word, [*OPERATORS, *ops.ALIASES])}")
+        if word not in words:
+            self.fault(place, f"{word}: unknown operator{nearest(word, [*words, *ops.ALIASES])}")
             return None
-        operator = OPERATORS[word]
+        operator = words[word]
         if arguments is not None and arguments.value is None:
             arguments = None
         if arguments is not None and not arguments.is_mapping:
             self.fault(arguments, f"{word}: {arguments.describe()}; expected its arguments as a mapping")
             return operator, None, None, {}, place
         given = arguments.value if arguments is not None else {}
-        sources = {key: node.plain() for key, (_, node) in given.items() if key not in ("name", "from") and any(item.value in self.args for item in _words_of(node))}
+        sources = {key: node.plain() for key, (_, node) in given.items() if key not in ("name", "from", "parameter") and any(item.value in self.args for item in _words_of(node))}
         return (operator, *self.arguments(operator, arguments, place), sources, place)
 
     def arguments(self, operator: Operator, node: Node | None, place: Node) -> tuple[str | None, dict[str, Any] | None]:
@@ -219,7 +239,7 @@ class ChainReader(Scalars):
 
     def argument(self, operator: Operator, argument: Argument, node: Node) -> Any:
         """The checked value of one argument; a word that names an entry of args stands for it."""
-        if argument.type == "tap":
+        if argument.type in ("tap", "owner"):
             return None if node.value is None else self.identifier(node, argument.name)
         node = self.substituted(argument, node)
         if node is INVALID:
@@ -229,12 +249,16 @@ class ChainReader(Scalars):
             return self.word(node, argument.name, kind)
         if kind == "flag":
             return self.flag(node, argument.name)
-        if kind == "number" or (kind == "bound" and node.value is not None):
+        if kind == "fill" and (node.value is None or isinstance(node.value, str)):
+            return node.value if node.value is None and argument.default is None else self.word(node, argument.name, FILLS)
+        if kind in ("number", "fill") or (kind == "bound" and node.value is not None):
             value = self.number(node, argument.name)
             reason = None if value is INVALID else argument.fault(value, self.precision, operator.bounds)
             return self.fault(node, f"{argument.name}: {node.describe()} {reason}") if reason else value
         if kind == "bound" or (node.value is None and argument.default is None):
             return None
+        if kind == "shape" and node.is_list and not node.value:
+            return ()
         if kind == "shape" or (kind == "extents" and node.is_list):
             return self.sizes(node, argument.name)
         if kind in WINDOW_TYPES:
@@ -266,7 +290,7 @@ class ChainReader(Scalars):
             word = node.value
             resolved = [Node(v, node.line, node.column, str(v), source=word) for v in value] if isinstance(value, tuple) else value
             return Node(resolved, node.line, node.column, f"{word} = {shown}", source=word)
-        if not isinstance(argument.type, tuple):
+        if not isinstance(argument.type, tuple) and argument.type != "fill":
             if self.args_unclear:
                 return INVALID
             close = meant(node.value, self.args)
@@ -276,10 +300,16 @@ class ChainReader(Scalars):
             return self.fault(replace(node, source=node.value), f"{argument.name}: {node.describe()} is neither a value nor an entry of args{hint}")
         return node
 
-    def check_names(self, chain: tuple[Step, ...], node: Node) -> None:
+    def check_names(self, chain: tuple[Step, ...], node: Node, unused: tuple[Step, ...] = (), unused_node: Node | None = None) -> None:
         """Refuse parameters that would share a C identifier, such as `norm.weight` and a bare `norm_weight`."""
         owners: dict[str, str] = {}
-        for step, item in zip(chain, node.value, strict=True):
+        entries = [*zip(chain, node.value, strict=True), *zip(unused, unused_node.value if unused_node else (), strict=True)]
+        taken = {step.name for step in chain if step.name}
+        for step, item in entries[len(chain) :]:
+            if step.name in taken:
+                self.fault(item, f"name: {step.name} is taken by another operator or parameter")
+            taken.add(step.name)
+        for step, item in entries:
             for parameter in step.parameters:
                 key = step.key(parameter)
                 other = owners.setdefault(key.replace(".", "_"), key)
@@ -287,12 +317,12 @@ class ChainReader(Scalars):
                     self.fault(item, f"name: {key} and {other} would be one identifier in the kernels; rename one")
 
 
-def _words_within(node: Node) -> set[str]:
+def words_within(node: Node) -> set[str]:
     """Every word in an entry of the chain, at any depth: what a refused entry meant to use is used."""
     if node.is_mapping:
-        return set().union(*(_words_within(value) for _, value in node.value.values()))
+        return set().union(*(words_within(value) for _, value in node.value.values()))
     if node.is_list:
-        return set().union(*(_words_within(item) for item in node.value))
+        return set().union(*(words_within(item) for item in node.value))
     return {node.value} if isinstance(node.value, str) else set()
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from codegen import numerics
-from codegen.ops import ShapeError
-from codegen.spec.chain_reader import ChainReader, Inputs
+from codegen.ops import OPERATORS, PARAMETER, Kind, ShapeError
+from codegen.spec.chain_reader import ChainReader, Inputs, words_within
 from codegen.source_text import source_text
 from codegen.spec.scalars import INVALID, meant, nearest
 from codegen.spec.types import ELSEWHERE, MAX_ELEMENTS, MAX_SIZES, PREPACKED, Input, Spec, SpecError, Step
 from codegen.spec.yaml_reader import Node, Problem, YamlError, read
 from codegen.targets import TARGETS
 
-_TOP = ("name", "batch", "precision", "input", "inputs", "args", "defaults", "chain", "targets", "math", "gemm", "prepack", "pad_batch")
+_TOP = ("name", "batch", "precision", "input", "inputs", "args", "defaults", "chain", "targets", "math", "gemm", "prepack", "pad_batch", "unused", "ignored", "created")
 _INPUT_VALUES = ("rand", "randn")
+HOLDERS = {"parameter": PARAMETER, **{name: row for name, row in OPERATORS.items() if row.kind in (Kind.PRODUCER, Kind.NORM)}}  # of what `unused` lists
 SPATIAL = ("length", "depth", "height", "width")
 
 
@@ -134,11 +136,15 @@ class _Reader(ChainReader):
         gemm = self.word(nodes["gemm"], "gemm", ("library", "generated")) if "gemm" in nodes else None
         prepack = self.flag(nodes["prepack"], "prepack") if "prepack" in nodes else False
         chain = self.chain(nodes["chain"], batch, given) if "chain" in nodes else ()
+        unused = self.unused(nodes["unused"], batch) if "unused" in nodes else ()
+        ignored = self.names(nodes["ignored"], "ignored", self.args) if "ignored" in nodes else ()
+        self.used_args |= set(ignored)
         read = "chain" in nodes and nodes["chain"].is_list and not self.use_unclear
         for unused in [a for a in self.args if read and a not in self.used_args]:
             self.fault(self.arg_nodes[unused], f"{unused}: is never used in the chain")
         if not self.problems and "chain" in nodes:
-            self.check_names(chain, nodes["chain"])
+            self.check_names(chain, nodes["chain"], unused, nodes.get("unused"))
+            created = self.order(chain, unused, nodes["created"]) if "created" in nodes else ()
             self.check_inputs(chain, given)
         if self.problems:
             raise SpecError(self.shown, self.problems)
@@ -146,10 +152,64 @@ class _Reader(ChainReader):
         spec = Spec(
             name=name, path=source_text(self.shown), named=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], inputs=self.listed(given, chain), args=tuple(self.args.items()), chain=chain,
             targets=targets, math=math_choice, gemm=gemm, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
-            batches=batches if ranged else (), pad_batch=pad_batch, targets_at=self.targets_at,
+            batches=batches if ranged else (), pad_batch=pad_batch, targets_at=self.targets_at, unused=unused, ignored=ignored, created=created,
         )  # fmt: skip
         self.check_sizes(spec, nodes)
         return spec
+
+    def unused(self, node: Node, batch: Any) -> tuple[Step, ...]:
+        """What state_dict holds and no operator reads: parameters, and operators that have some."""
+        if not node.is_list or not node.value:
+            self.fault(node, f"unused: {node.describe()}; expected a list such as [{{parameter: {{name: bias, shape: [64, 1, 1]}}}}]")
+            return ()
+        steps = [self.dead(item, batch) for item in node.value]
+        return tuple(step for step in steps if step)
+
+    def dead(self, item: Node, batch: Any) -> Step | None:
+        takes = None
+        if item.is_mapping and len(item.value) == 1:
+            ((_, arguments),) = item.value.values()
+            if arguments.is_mapping and "takes" in arguments.value:
+                takes = self.sizes(arguments.value["takes"][1], "takes")
+                rest = {key: value for key, value in arguments.value.items() if key != "takes"}
+                item = replace(item, value={key: (where, replace(arguments, value=rest)) for key, (where, _) in item.value.items()})
+        self.used_args |= words_within(item)
+        parsed = self.operator(item, HOLDERS)
+        if parsed is None or takes is INVALID or batch is INVALID:
+            return None
+        operator, name, values, sources, place = parsed
+        if values is None:
+            return None
+        if operator.kind is Kind.PRODUCER:
+            shape = (batch, values["in_features"]) if operator.name == "linear" else (batch, values["in_channels"], *values["kernel_size"])
+        elif takes is None and operator.name != "parameter":
+            self.fault(place, f"{operator.name}: its parameters follow from what it would take; give that of a sample, as in takes: [64, 32, 32]")
+            return None
+        else:
+            shape = (batch, *(takes or ()))
+        try:
+            return Step(operator, name, values, shape, operator.shape(values, shape), sources)
+        except ShapeError as error:
+            self.fault(place, str(error))
+            return None
+
+    def names(self, node: Node, what: str, known: Iterable[str]) -> tuple[str, ...]:
+        """A list of names out of `known`, each once."""
+        items = node.value if node.is_list else [node]
+        found = [self.word(item, what, known) for item in items]
+        for item, name in zip(items, found, strict=True):
+            if name is not INVALID and found.count(name) > 1:
+                self.fault(item, f"{what}: {name} is listed twice")
+        return () if INVALID in found else tuple(found)
+
+    def order(self, chain: tuple[Step, ...], unused: tuple[Step, ...], node: Node) -> tuple[str, ...]:
+        """The order of creation, which names every holder of parameters or state."""
+        holders = [step.name for step in (*chain, *unused) if step.parameters or step.buffers or step.module]
+        given = self.names(node, "created", holders)
+        missing = [name for name in holders if name not in given]
+        if given and missing:
+            self.fault(node, f"created: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in it, and it gives the whole order")
+        return given
 
     def batches(self, node: Node) -> Any:
         """The batches in ascending order: one, or those of a list."""

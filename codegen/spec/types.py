@@ -12,7 +12,7 @@ from typing import Any
 
 from codegen.numerics import PRECISIONS, Precision
 from codegen.ops import Kind, Operator, Parameter, Shape, broadcast
-from codegen.ops.axes import axes_of
+from codegen.ops.axes import axes_of, view_shape
 from codegen.source_text import is_source_text, printable
 from codegen.spec.yaml_reader import Problem
 
@@ -35,7 +35,8 @@ class Step:
     """One operator of the chain with its checked argument values and the shapes around it (batch first).
 
     `sources` maps an argument to the entry of the spec's args that gave its value, or to a list with such entries in it; `index` is its place in
-    the chain, `tap` that of the step whose result it reuses, `reads` the name of the input that it takes beside the value in front.
+    the chain, `tap` that of the step whose result it reuses, `reads` the name of the input that it takes beside the value in front, `owner` that of
+    the step whose parameter it takes once more, and `owned` that parameter's key and shape.
     """
 
     operator: Operator
@@ -47,6 +48,19 @@ class Step:
     index: int = 0
     tap: int | None = None
     reads: str | None = None
+    owner: int | None = None
+    owned: tuple[str, Shape] | None = None
+
+    @property
+    def module(self) -> str | None:
+        """The constructor's call that makes its module; None without one."""
+        return self.operator.module(self.values, self.input_shape) if self.operator.module else None
+
+    @property
+    def operand(self) -> tuple[str, Shape] | None:
+        """The key of the tensor that an element-wise step takes, its own or another's, and the shape under which it meets the value; None without one."""
+        key, shape = (self.name, self.values.get("shape")) if self.owned is None else self.owned
+        return None if shape is None or self.operator.kind is not Kind.ELEMENTWISE else (key, operand_shape(self.values, shape))
 
     @property
     def taps_itself(self) -> bool:
@@ -91,6 +105,9 @@ class Spec:
 
     A range of batches has them in `batches`, in ascending order, and the largest as `batch`; `at` is the spec of one of them. It is empty where there is
     one batch and nothing to choose. `pad_batch`: a batch that is not listed runs the next larger one.
+
+    `unused` are steps outside the chain, whose parameters state_dict holds and nothing reads; `ignored` are arguments that nothing reads; `created` has the names
+    of what holds parameters in the order of creation, where that is not the chain's with `unused` behind.
     """
 
     name: str
@@ -111,6 +128,9 @@ class Spec:
     pad_batch: bool = False
     named: str = field(default="", compare=False)  # the file for messages on the terminal: as `path`, but never shortened
     targets_at: tuple[tuple[int, int], ...] = field(default=(), compare=False)  # line and column of each of `targets`
+    unused: tuple[Step, ...] = ()
+    ignored: tuple[str, ...] = ()
+    created: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not is_source_text(self.path):
@@ -138,7 +158,7 @@ class Spec:
         shapes = {given.name: given.shape for given in inputs}
         shape = inputs[0].shape
         for step in self.chain:
-            other = shapes[step.reads] if step.reads else steps[step.tap].output_shape if step.tap is not None else None
+            other = shapes[step.reads] if step.reads else steps[step.tap].output_shape if step.tap is not None else step.operand[1] if step.owned else None
             output = result_shape(step.operator, step.values, shape, other)
             steps.append(replace(step, input_shape=shape, output_shape=output))
             shape = output
@@ -219,9 +239,17 @@ class Spec:
 
     @property
     def parameters(self) -> tuple[tuple[str, Shape], ...]:
-        """(key, shape) of every parameter in nn.Module's state_dict order: the module's own first, then its children's."""
-        listed = [(step.key(p), p.shape) for step in self.chain for p in step.parameters]
+        """(key, shape) of every parameter that the chain reads, in nn.Module's state_dict order: the module's own first, then its children's."""
+        dead = {step.name for step in self.unused}
+        listed = [(step.key(p), p.shape) for step in self.creating if step.name not in dead for p in step.parameters]
         return tuple(sorted(listed, key=lambda item: "." in item[0]))
+
+    @property
+    def creating(self) -> tuple[Step, ...]:
+        """The steps that hold parameters or state, in the order in which the constructor creates them."""
+        steps = [step for step in (*self.chain, *self.unused) if step.parameters or step.buffers or step.module]
+        place = {name: place for place, name in enumerate(self.created)}
+        return tuple(sorted(steps, key=lambda step: place.get(step.name, len(place))))
 
     @property
     def buffers(self) -> tuple[tuple[str, Shape, str], ...]:
@@ -245,9 +273,14 @@ class Spec:
 def result_shape(operator: Operator, values: dict[str, Any], shape: Shape, other: Shape | None = None) -> Shape:
     """The shape that an operator gives for a value of `shape` and, where it takes one, another of shape `other`. Raises ShapeError."""
     output = operator.shape(values, shape)
-    if values.get("shape") is not None:
-        return broadcast(values["shape"], output)
+    if values.get("shape") is not None and operator.kind is Kind.ELEMENTWISE:
+        return broadcast(operand_shape(values, values["shape"]), output)
     return output if other is None else broadcast(other, output)
+
+
+def operand_shape(values: dict[str, Any], shape: Shape) -> Shape:
+    """The shape under which a parameter of `shape` meets the value. Raises ShapeError."""
+    return shape if values.get("view") is None else view_shape({"sizes": values["view"]}, shape)
 
 
 def samples_apart(step: Step, batch: int) -> bool:
@@ -259,7 +292,7 @@ def samples_apart(step: Step, batch: int) -> bool:
         return 0 not in axes_of(values["dim"], shape, step.operator.name)
     if kind is Kind.SHAPE:
         return step.output_shape[:1] == (batch,) and values.get("start_dim", 1) % len(shape) != 0 and values.get("dim", 1) != 0
-    if kind is Kind.ELEMENTWISE and values.get("shape") is not None:
-        own = values["shape"]
+    if step.operand is not None:
+        own = step.operand[1]
         return len(own) < len(shape) or (len(own) == len(shape) and own[0] == 1)
     return True

@@ -8,7 +8,7 @@ import yaml
 
 from codegen.ops import Kind
 from codegen.ops.windows import AXES
-from codegen.spec.types import Spec
+from codegen.spec.types import Spec, Step
 
 
 def _plain(value: Any) -> Any:
@@ -41,16 +41,25 @@ def resolved(spec: Spec) -> dict[str, Any]:
         values = {name: _plain(value) for name, value in spec.args if (name in spec.defaults) == listed}
         if values:
             data[key] = values
-    chain = []
-    for step in spec.chain:
-        arguments: dict[str, Any] = {"name": step.name} if step.name else {}
-        for argument in step.operator.arguments:
-            value = step.values[argument.name]
-            if value is not None:
-                arguments[argument.name] = step.sources.get(argument.name, _plain(value))
-        chain.append({step.operator.name: arguments} if arguments else step.operator.name)
-    data["chain"] = chain
+    data["chain"] = [_entry(step) for step in spec.chain]
+    if spec.unused:
+        data["unused"] = [_entry(step, step.operator.kind is Kind.NORM) for step in spec.unused]
+    for key in ("ignored", "created"):
+        if getattr(spec, key):
+            data[key] = list(getattr(spec, key))
     return data
+
+
+def _entry(step: Step, takes: bool = False) -> Any:
+    """A step as the spec's list has it."""
+    arguments: dict[str, Any] = {"name": step.name} if step.name else {}
+    for argument in step.operator.arguments:
+        value = step.values[argument.name]
+        if value is not None and not (argument.name == "detach" and value is False):
+            arguments[argument.name] = step.sources.get(argument.name, _plain(value))
+    if takes:
+        arguments["takes"] = list(step.input_shape[1:])
+    return {step.operator.name: arguments} if arguments else step.operator.name
 
 
 def resolved_yaml(spec: Spec) -> str:
