@@ -8,10 +8,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from codegen.ir.fused_form import departure
 from codegen.plan import PlanError
 from codegen.plan.backward.cpu import gradient_keys, plan_backward
 from codegen.plan.backward.cuda import plan_backward_cuda
 from codegen.plan.model import Buffer, Launch, Library, Plan
+from codegen.plan.parts import input_name, library_step
 from codegen.report import explanation, regenerate
 from codegen.spec import Spec
 from codegen.targets import TARGETS
@@ -19,7 +21,7 @@ from codegen.targets import TARGETS
 FORMAT = 1
 RANGE_FORMAT = 2  # of a package for several batches: what depends on the batch stands in `sizes`, one entry for each
 _ORDER = (
-    "format", "name", "spec", "regenerate", "batch", "pad_batch", "precision", "prepack", "init_args", "input", "output", "parameters", "targets", "plan",
+    "format", "name", "spec", "regenerate", "batch", "pad_batch", "precision", "prepack", "init_args", "input", "inputs", "output", "parameters", "state", "reference", "targets", "plan",
     "skipped", "backward", "sizes",
 )  # fmt: skip
 _COMMENT_OR_STRING = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -48,6 +50,8 @@ class Package:
         the chain has something that gradients are not generated for."""
         if self.sizes:
             return tuple(plan for size in self.sizes for plan in size.backward_plans)
+        if departure(self.spec.chain):
+            return ()
         made = [plan_backward(self.spec, plan.target, plan.device) for plan in self.plans if plan.target.language == "cpp"]
         cuda = [plan for plan in self.plans if plan.target.language == "cuda"]
         if cuda:
@@ -85,6 +89,7 @@ def manifest_text(package: Package, files: dict[str, str]) -> str:
         **({"prepack": True} if spec.prepack else {}),
         "init_args": [[name, list(value) if isinstance(value, tuple) else value] for name, value in spec.args],
         "parameters": [{"key": key, "shape": list(shape), "dtype": dtype} for key, shape in spec.parameters],
+        **({"state": [_state(spec, entry) for entry in spec.buffers]} if spec.buffers else {}),
         **({"pad_batch": spec.pad_batch, "sizes": [_size(size, files) for size in package.sizes]} if package.sizes else _size(package, files)),
     }
     return json.dumps({key: data[key] for key in _ORDER if key in data}, indent=1, ensure_ascii=True) + "\n"
@@ -95,13 +100,39 @@ def _size(package: Package, files: dict[str, str]) -> dict[str, Any]:
     spec, dtype = package.spec, package.spec.precision.dtype
     return {
         "batch": spec.batch,
-        "input": {"name": "x", "shape": list(spec.input_shape), "dtype": dtype},
+        **_inputs(spec),
         "output": {"shape": list(spec.output_shape), "dtype": dtype},
         "targets": {plan.target.name: _target(plan, files) for plan in package.plans},
         "plan": {plan.target.name: explanation(plan) for plan in package.plans},
         "skipped": dict(package.skipped),
+        **({"reference": _reference(spec)} if departure(spec.chain) else {}),
         "backward": {plan.target.name: _backward(plan, files) for plan in package.backward_plans},
     }
+
+
+def _inputs(spec: Spec) -> dict[str, Any]:
+    """`input` where x is the only one, else `inputs`, the first of which the steps call x."""
+    entries = [
+        {
+            "name": input_name(spec, given.name), "shape": list(given.shape), "dtype": spec.precision.dtype,
+            **({} if given.batched else {"batched": False}),
+        }
+        for given in spec.inputs
+    ]  # fmt: skip
+    if [given.name for given in spec.inputs] == ["x"]:
+        return {"input": entries[0]}
+    return {"inputs": [{"argument": given.name, **entry} for given, entry in zip(spec.inputs, entries, strict=True)]}
+
+
+def _state(spec: Spec, entry: tuple[str, tuple[int, ...], str]) -> dict[str, Any]:
+    key, shape, fill = entry
+    return {"key": key, "shape": list(shape), "dtype": "int64" if fill == "count" else spec.precision.dtype}
+
+
+def _reference(spec: Spec) -> dict[str, Any]:
+    """The whole chain by torch's operators, whose gradients stand where none are generated."""
+    steps = {mode: [_library(library_step(spec, step, mode == "training")) for step in spec.chain] for mode in ("steps", "training")}
+    return steps if spec.has_modes else {"steps": steps["steps"]}
 
 
 def _target(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
@@ -118,6 +149,7 @@ def _target(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
         "buffers": {buffer.name: _buffer(buffer) for buffer in plan.buffers},
         **({"prepare": _prepare(plan, files)} if plan.preparing else {}),
         "steps": [_step(step, plan) for step in plan.steps if step not in plan.preparing],
+        **({"training": [_step(step, plan) for step in plan.training if step not in plan.preparing]} if plan.training else {}),
     }
 
 
@@ -159,5 +191,10 @@ def _buffer(buffer: Buffer) -> dict[str, Any]:
 def _step(step: Launch | Library, plan: Plan) -> dict[str, Any]:
     if isinstance(step, Launch):
         return {"launch": step.kernel.function(plan.target), "args": list(step.arguments)}
+    return _library(step)
+
+
+def _library(step: Library) -> dict[str, Any]:
     options = {key: list(value) if isinstance(value, tuple) else value for key, value in step.options.items()}
-    return {"library": step.operation, "args": list(step.arguments), "out": step.out, **options}
+    also = {"also": list(step.also)} if step.also else {}
+    return {"library": step.operation, "args": list(step.arguments), "out": step.out, **also, **options}

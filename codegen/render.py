@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from codegen.plan.model import Kernel, Plan
 from codegen.report import header_lines
 from codegen.spec import Spec
 from codegen.spec.writer import resolved_yaml
-from codegen.torch_text import module_lines, parameters, reference_lines, uses_functional
+from codegen.torch_text import input_texts, module_lines, parameters, reference_lines, uses_functional
 
 TEMPLATES = Path(__file__).parent / "templates"
 _CONSTANT = re.compile(r"constexpr \w+ (k\w+) = ")
@@ -53,6 +54,8 @@ _ENVIRONMENT = environment()
 def render_kernel(plan: Plan, kernel: Kernel) -> str:
     """The source text of one kernel of `plan`."""
     language = plan.target.language
+    part = next((step.part for step in plan.launches if step.kernel is kernel), None)
+    plan = plan if part is None else replace(plan, spec=part)
     text = _ENVIRONMENT.get_template(kernel.template).render(
         plan=plan, kernel=kernel, spec=plan.spec, target=plan.target, functions=lambda items: chain.function_definitions(items, language)
     )
@@ -72,8 +75,8 @@ def render(package: Package) -> dict[str, str]:
     files["model.py"] = render_template(
         "model/model.py.j2", spec=spec, package=package, modules=module_lines(spec), reference=reference_lines(spec), functional=uses_functional(spec),
         names=parameters(spec), keywords=[f"{name}={name}" for name, _ in spec.args], init=[repr(value) for value in spec.init_values], half=half,
-        cast=f".to(torch.{spec.precision.dtype})" if half else "", x_shape=_shape_text(spec, spec.input_shape, True),
-        y_shape=_shape_text(spec, spec.output_shape, spec.rows_are_samples),
+        x_shape=_shape_text(spec, spec.input_shape, True),
+        arguments=[given.name for given in spec.inputs], inputs=input_texts(spec), y_shape=_shape_text(spec, spec.output_shape, spec.rows_are_samples),
     )  # fmt: skip
     files["__init__.py"] = render_template("model/init.py.j2", spec=spec)
     files["spec.yaml"] = resolved_yaml(spec)

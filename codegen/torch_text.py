@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from codegen.ir.apply import kept_name
-from codegen.ops import Kind
 from codegen.spec import Spec, Step
 
 _DRAWS = {"randn": "torch.randn", "rand": "torch.rand", "ones": "torch.ones", "zeros": "torch.zeros"}
@@ -26,6 +25,16 @@ def module_lines(spec: Spec) -> list[str]:
     return lines
 
 
+def input_texts(spec: Spec) -> list[str]:
+    """Expressions that draw the inputs, of a range with `batch` samples."""
+    cast = f".to(torch.{spec.precision.dtype})" if spec.precision.itemsize == 2 else ""
+    texts = []
+    for given in spec.inputs:
+        sizes = ["batch", *given.shape[1:]] if spec.batches and given.batched else given.shape
+        texts.append(f"torch.{given.values}({', '.join(map(str, sizes))}){cast}")
+    return texts
+
+
 def reference_lines(spec: Spec) -> list[str]:
     """Statements that compute the chain on `v` (x at first) with PyTorch's own operators."""
     kept = spec.kept(spec.chain)
@@ -38,11 +47,17 @@ def reference_lines(spec: Spec) -> list[str]:
 
 
 def _call(spec: Spec, step: Step) -> str:
-    source = "x" if step.operator.kind is Kind.PRODUCER else "v"
+    source = "v" if step.index else spec.inputs[0].name
     if step.operator.module is not None:
         return f"self.{step.name}({source})"
-    tapped = "v" if step.taps_itself else kept_name(spec.chain[step.tap]) if step.tap is not None else None
-    return step.operator.call(step.values).format(v=source, p=tapped or f"self.{step.name}")
+    return step.operator.call(step.values).format(v=source, p=_other(spec, step, source))
+
+
+def _other(spec: Spec, step: Step, source: str) -> str:
+    """What an operator takes beside its value: an earlier result, an input, or its parameter."""
+    if step.tap is not None:
+        return source if step.taps_itself else kept_name(spec.chain[step.tap])
+    return step.reads or f"self.{step.name}"
 
 
 def uses_functional(spec: Spec) -> bool:

@@ -18,6 +18,8 @@ def check_tensor(manifest: Manifest, spec: TensorSpec, tensor: torch.Tensor, dev
         return
     if spec is manifest.input:
         raise CallError(wrong_input(manifest, tensor, str(device)))
+    if spec in manifest.others:
+        raise wrong_other(manifest, spec, tensor, device)
     raise wrong_tensor(manifest, spec.name, tensor, device, spec.shape, wanted)
 
 
@@ -37,7 +39,7 @@ def expected(manifest: Manifest, places: str) -> str:
     """How a refusal of the input begins; ``places`` names the devices that would do."""
     rows = f"up to {manifest.batches[-1]}" if manifest.pad_batch else _listed(manifest.batches, "or")
     with_rows = f" with N {rows}" if _is_range(manifest) else ""
-    return f"x: expected {_input_shape(manifest)} {manifest.input.dtype} on {places}{with_rows}"
+    return f"{manifest.arguments[0]}: expected {_input_shape(manifest)} {manifest.input.dtype} on {places}{with_rows}"
 
 
 def wrong_input(manifest: Manifest, x: torch.Tensor, places: str) -> str:
@@ -65,6 +67,25 @@ def wrong_input(manifest: Manifest, x: torch.Tensor, places: str) -> str:
         got.append(_dtype_text(x.dtype))
         remedies.append(f"pass x.to(torch.{manifest.input.dtype}), or {_other_precision(manifest, x.dtype)}")
     return f"{expected(manifest, places)}, got {' '.join(got)}; {'; '.join(remedies)}."
+
+
+def argument_name(manifest: Manifest, spec: TensorSpec) -> str:
+    """The name of an input in ``forward``."""
+    return manifest.arguments[0 if spec is manifest.input else 1 + manifest.others.index(spec)]
+
+
+def wrong_other(manifest: Manifest, spec: TensorSpec, found: Any, device: torch.device) -> CallError:
+    """What is wrong with an input behind the first."""
+    wanted = dtype_named(spec.dtype)
+    text = f"{argument_name(manifest, spec)}: expected {_text(spec.shape, wanted)} on {device}, where {manifest.arguments[0]} is"
+    if not isinstance(found, torch.Tensor):
+        return CallError(f"{text}, got {type(found).__name__}; pass a torch.Tensor.")
+    text += f", got {_text(found.shape, found.dtype)} on {found.device}"
+    if tuple(found.shape) != spec.shape:
+        return CallError(f"{text}; change its shape in {manifest.spec} and run {manifest.regenerate}.")
+    if found.dtype is not wanted:
+        return CallError(f"{text}; convert it with .to({wanted}), or {_other_precision(manifest, found.dtype)}.")
+    return CallError(f"{text}; move it there.")
 
 
 def _other_batch(manifest: Manifest, batch: int) -> str:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from .errors import GradientError
+from .launch import dtype_named
 from .load import backward_for
 from .manifest import Backward, LibraryStep, Manifest
 
@@ -19,6 +20,9 @@ from .manifest import Backward, LibraryStep, Manifest
 def register(operators, library: torch.library.Library) -> None:
     """Makes the operators of one package differentiable; ``library`` holds their definitions."""
     manifest = operators.package.manifest
+    if manifest.reference is not None:
+        _register_reference(operators, library)
+        return
 
     def forward(x, *parameters):
         """Above the kernels: chooses the variant that saves where a gradient will be asked for."""
@@ -54,6 +58,40 @@ def register(operators, library: torch.library.Library) -> None:
     torch.library.register_autograd(operators.name("forward_saving"), backward, setup_context=save, lib=library)
     for name in operators.parts_of_backward:
         torch.library.register_autograd(operators.name(name), backward_twice, lib=library)
+
+
+def _register_reference(operators, library: torch.library.Library) -> None:
+    """The same by torch's autograd over the manifest's reference: all operands are saved, and dropout's masks."""
+    manifest = operators.package.manifest
+    results = manifest.reference.results
+
+    def saving(training: bool):
+        def save(ctx, inputs, output):
+            further = output[1:] if results and training else ()
+            ctx.training = training
+            ctx.mark_non_differentiable(*further)
+            needed = inputs[: len(inputs) - len(manifest.state)] if training else inputs  # training writes to its state, and y is not of it
+            ctx.save_for_backward(*needed, *(tensor for name, tensor in zip(results, further) if name.startswith("mask:")))
+
+        return save
+
+    def backward(ctx, grad_y, *_):
+        asked = ctx.needs_input_grad
+        count = len(asked) - (len(manifest.state) if ctx.training else 0)
+        operands, masks = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        unread = manifest.state[len(manifest.state) - len(asked) + count :]
+        operands = (*operands, *(grad_y.new_zeros(entry.shape, dtype=dtype_named(entry.dtype)) for entry in unread))
+        made = operators.vector_jacobian(grad_y, *operands, list(masks), ctx.training, list(asked))
+        made = made if isinstance(made, tuple) else (made,)
+        return tuple(grad if needed else None for grad, needed in zip(made, asked))
+
+    def backward_twice(ctx, *_):
+        raise _no_second(manifest.name)
+
+    torch.library.register_autograd(operators.name("forward"), backward, setup_context=saving(False), lib=library)
+    if manifest.reference.training:
+        torch.library.register_autograd(operators.name("forward_training"), backward, setup_context=saving(True), lib=library)
+    torch.library.register_autograd(operators.name("vector_jacobian"), backward_twice, lib=library)
 
 
 class ByReference(torch.autograd.Function):

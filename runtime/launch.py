@@ -11,10 +11,10 @@ from operator import itemgetter
 from typing import Callable
 
 import torch
-import torch.nn.functional as functional
 
 from .allocation import allocator
-from .errors import CallError, LaunchError
+from .errors import LaunchError
+from .library import call_of
 from .manifest import Backward, Buffer, LaunchStep, LibraryStep, Manifest, Step, TargetManifest, gradient_of
 
 # What launchers refuse before they start anything; the texts are the conditions in the emitted sources.
@@ -34,14 +34,14 @@ Program = Callable[..., "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"]
 def make_program(
     manifest: Manifest, target: TargetManifest, functions: dict[str, Callable], device: torch.device, saved: str | None = None
 ) -> Program:
-    """``program(x, parameters) -> y`` for ``device``; ``program(x, parameters, saving=True) -> (y, saved)`` for a backward.
+    """``program(x, operands) -> y`` for ``device``; ``program(x, operands, saving=True) -> (y, saved)`` for a backward.
 
-    ``x`` and ``parameters`` (in the manifest's order) must have been checked, be contiguous and lie on the device. A caller that
-    knows their addresses gives them as ``addresses`` [x, *parameters], a list that is the program's from then on.
+    ``x`` and ``operands`` (the manifest's, in order) must have been checked, be contiguous and lie on the device. A caller that
+    knows their addresses gives them as ``addresses`` [x, *operands], a list that is the program's from then on.
     ``functions`` are the resolved launchers, ``saved`` names what the target's backward needs of a forward (None: an
     empty tensor is given). The program raises LaunchError with CUDA's message where a launch fails.
     """
-    slot_of, allocations = _slots(manifest, target, [manifest.input.name, *(parameter.name for parameter in manifest.parameters)])
+    slot_of, allocations = _slots(manifest, target, target.steps, _known(manifest))
     run = _runner(manifest, (*target.prepare, *target.steps), functions, device, slot_of, allocations, ("y",) if saved is None else ("y", saved))
     kept = None if saved is None else slot_of[saved]
 
@@ -52,6 +52,25 @@ def make_program(
         return slots[-1]
 
     return program
+
+
+def make_training_program(manifest: Manifest, target: TargetManifest, functions: dict[str, Callable], device: torch.device) -> Program:
+    """``program(x, operands) -> (y, further results...)``: the steps of training, with the results that the manifest's reference names."""
+    slot_of, allocations = _slots(manifest, target, target.training, _known(manifest))
+    results = manifest.reference.results
+    run = _runner(manifest, (*target.prepare, *target.training), functions, device, slot_of, allocations, ("y", *results))
+    places = [slot_of[name] for name in results]
+
+    def program(x, operands):
+        slots = run([x, *operands])
+        return (slots[-1], *(slots[place] for place in places))
+
+    return program
+
+
+def _known(manifest: Manifest) -> list[str]:
+    """The tensors that a program is given, in order."""
+    return [manifest.input.name, *(entry.name for entry in manifest.operands)]
 
 
 @dataclass(frozen=True)
@@ -81,12 +100,12 @@ def make_preparation(manifest: Manifest, target: TargetManifest, functions: dict
     """The target's program in two parts; None where nothing can be prepared."""
     if not target.prepare:
         return None
-    parameters = [parameter.name for parameter in manifest.parameters]
+    parameters = [entry.name for entry in manifest.operands]
     read = {name for step in target.prepare for name in step.args}
     shapes = {buffer.name: _allocation(buffer) for buffer in target.buffers}
     known = {name: index for index, name in enumerate((*parameters, *target.prepared))}
     filling = _runner(manifest, target.prepare, functions, device, known, [])
-    rest = _runner(manifest, target.steps, functions, device, *_slots(manifest, target, [manifest.input.name, *known]), ("y",))
+    rest = _runner(manifest, target.steps, functions, device, *_slots(manifest, target, target.steps, [manifest.input.name, *known]), ("y",))
     return Preparation(
         device,
         tuple(index for index, name in enumerate(parameters) if name in read),
@@ -124,10 +143,10 @@ def _allocation(buffer: Buffer) -> tuple[tuple[int, ...], torch.dtype]:
     return buffer.shape, dtype_named(buffer.dtype)
 
 
-def _slots(manifest: Manifest, target: TargetManifest, known: list[str]) -> tuple[dict[str, int], list]:
+def _slots(manifest: Manifest, target: TargetManifest, steps: tuple[Step, ...], known: list[str]) -> tuple[dict[str, int], list]:
     """The place of every tensor of a forward, the ``known`` ones first and y last, and what to allocate for each behind those."""
     names, allocations = list(known), []
-    produced = {step.out for step in target.steps if isinstance(step, LibraryStep)}
+    produced = {name for step in steps if isinstance(step, LibraryStep) for name in (step.out, *step.also)}
     for buffer in target.buffers:
         if buffer.name not in known:
             names.append(buffer.name)
@@ -156,6 +175,7 @@ def _runner(
         places.append((allocator(*allocation, device) if allocation and not shared else None, size if shared else None))
         size += _padded(*allocation) if shared else 0
     scratch = allocator((size,), torch.uint8, device) if size else None
+    spent = _spent(steps, slot_of, first, wanted)
     steps = [
         _launch(step, functions[step.function], slot_of, device)
         if isinstance(step, LaunchStep)
@@ -180,11 +200,24 @@ def _runner(
                 addresses.append(None if offset is None else base + offset)
         addresses.append(None)
         number, stream = stream_of()
-        for step in steps:
+        for step, places_spent in zip(steps, spent):
             step(slots, addresses, number, stream)
+            for place in places_spent:
+                slots[place] = None
         return slots
 
     return run
+
+
+def _spent(steps: tuple[Step, ...], slot_of: dict[str, int], first: int, wanted: tuple[str, ...]) -> list[list[int]]:
+    """For each step the slots of library results that no later step reads: their memory is free from then on."""
+    made = {slot_of[name] for step in steps if isinstance(step, LibraryStep) for name in (step.out, *step.also)}
+    last: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        own = (step.out, *step.also) if isinstance(step, LibraryStep) else ()
+        last.update((slot_of[name], number) for name in (*step.args, *own) if name is not None)
+    kept = {slot_of[name] for name in ("y", *wanted) if name in slot_of}
+    return [[slot for slot, number in last.items() if number == at and slot in made - kept and slot >= first] for at in range(len(steps))]
 
 
 def _padded(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -223,53 +256,22 @@ def _stream_getter(device: torch.device) -> Callable[[], tuple[int, int | None]]
 def _library(step: LibraryStep, slot_of: dict[str, int], manifest: Manifest, device: torch.device):
     """A step that torch's own library performs, in exactly the arithmetic the package promises."""
     indices = [None if name is None else slot_of[name] for name in step.args]
-    out = slot_of[step.out]
-    call = {"linear": _linear, "conv2d": _conv2d}[step.call](step, manifest.precision, device)
+    results = [slot_of[name] for name in (step.out, *step.also)]
+    call = call_of(step.call, step.options, manifest.precision)
     kind = device.type
 
     def library(slots, addresses, number, stream):
         operands = [None if i is None else slots[i] for i in indices]
         if torch.is_autocast_enabled(kind):  # it would change the type of the result under the next kernel's feet
             with torch.autocast(kind, enabled=False):
-                made = call(*operands).contiguous()
+                made = call(*operands)
         else:
-            made = call(*operands).contiguous()
-        slots[out], addresses[out] = made, made.data_ptr()
+            made = call(*operands)
+        for place, tensor in zip(results, made if isinstance(made, tuple) else (made,)):
+            slots[place] = tensor = tensor.contiguous()
+            addresses[place] = tensor.data_ptr()
 
     return library
-
-
-def _linear(step: LibraryStep, precision: str, device: torch.device):
-    if device.type == "cpu" or precision not in ("fp32", "tf32"):
-        return functional.linear
-    wanted = precision == "tf32"
-
-    def linear(x, weight, bias):
-        if torch.backends.cuda.matmul.allow_tf32 != wanted:
-            raise CallError(
-                f"this model promises {precision} and multiplies with torch's own GEMM on CUDA, while "
-                f"torch.backends.cuda.matmul.allow_tf32 is {not wanted}; set it to {wanted}."
-            )
-        return functional.linear(x, weight, bias)
-
-    return linear
-
-
-def _conv2d(step: LibraryStep, precision: str, device: torch.device):
-    stride, padding = step.options["stride"], step.options["padding"]
-    dilation, groups = step.options["dilation"], step.options["groups"]
-    if device.type == "cpu":
-        return lambda x, weight, bias: functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
-    allow_tf32 = bool(step.options.get("allow_tf32", precision == "tf32"))
-    convolution = torch.ops.aten.cudnn_convolution.default  # takes the flag as an argument; no global one is touched
-
-    def conv2d(x, weight, bias):
-        cudnn = torch.backends.cudnn
-        benchmark, deterministic = cudnn.benchmark, cudnn.deterministic
-        y = convolution(x, weight, padding, stride, dilation, groups, benchmark, deterministic, allow_tf32)
-        return y if bias is None else y.add_(bias.view(1, -1, 1, 1))
-
-    return conv2d
 
 
 def describe_status(status: int) -> str:

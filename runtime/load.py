@@ -13,7 +13,7 @@ import torch
 
 from .devices import Capability, check_driver, visible_capabilities
 from .errors import UnsupportedDeviceError
-from .launch import Preparation, Program, make_backward, make_preparation, make_program
+from .launch import Preparation, Program, make_backward, make_preparation, make_program, make_training_program
 from .manifest import TARGETS, Backward, Manifest, TargetManifest
 from .package import Package
 
@@ -25,7 +25,7 @@ _locks_lock = threading.Lock()
 
 
 class Loaded:
-    """The programs of one package, by batch and device, and in two parts where weights can be prepared.
+    """The programs of one package, by batch and device, those of training beside them, and in two parts where weights can be prepared.
 
     ``built`` names the targets that were built for this machine, ``targets`` the one that each program runs. A copy of a module
     shares it. It cannot leave the process: a pickled one comes back empty, and the module that holds it loads again.
@@ -33,6 +33,7 @@ class Loaded:
 
     def __init__(self, built: tuple[str, ...] = ()):
         self.programs: dict[Place, Program] = {}
+        self.training: dict[Place, Program] = {}
         self.built = built
         self.targets: dict[Place, str] = {}
         self.preparations: dict[Place, Preparation] = {}
@@ -74,6 +75,8 @@ def _add_program(loaded: Loaded, place: Place, manifest: Manifest, target: Targe
     backward = backward_for(manifest, device)
     saved = None if backward is None or backward.recomputes else backward.saved.name
     loaded.programs[place] = make_program(manifest, target, functions, device, saved)
+    if target.training:
+        loaded.training[place] = make_training_program(manifest, target, functions, device)
     loaded.targets[place] = target.name
     preparation = make_preparation(manifest, target, functions, device)
     if preparation is not None:
@@ -172,6 +175,8 @@ def _at(package: Package) -> str:
 
 def load_functions(package: Package, target: TargetManifest, capability: Capability | None) -> dict[str, Callable]:
     """The launchers of a target by name, with their C signatures; built first where the cache has none."""
+    if not target.sources:  # library steps alone
+        return {}
     library = _library_of(package, package.built_as(target), capability)
     memo = (library.key, *target.functions.items())
     with _lock_of(library.key):

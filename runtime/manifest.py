@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .library import NAMES
+
 MANIFEST_FORMAT = 1
 RANGE_FORMAT = 2  # of a package for several batches, which holds for each what a package for one does
 TARGETS = ("cpu", "sm_80", "sm_90a")  # that the generator can emit for
-LIBRARY_CALLS = ("linear", "conv2d")
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(cu|cpp)")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -17,11 +18,12 @@ _ARCH = re.compile(r"native|sm_[0-9]+[a-z]?")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape (elements) and dtype (torch's name without ``torch.``) of one tensor."""
+    """Name, shape (elements) and dtype (torch's name without ``torch.``) of one tensor; ``batched``: an input that has a row a sample."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    batched: bool = True
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,13 @@ class LaunchStep:
 
 @dataclass(frozen=True)
 class LibraryStep:
-    """Call torch's own ``call`` (``linear`` or ``conv2d``) on ``args`` and keep the result as ``out``."""
+    """Call torch's own ``call`` (a row of ``library``) on ``args`` and keep the result as ``out``, further results as ``also``."""
 
     call: str
     args: tuple[str | None, ...]
     out: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
 
 
 Step = LaunchStep | LibraryStep
@@ -63,7 +66,7 @@ class TargetManifest:
     ``min_capability`` is the least compute capability for ``native``; a fixed architecture with a letter (``sm_90a``)
     runs on exactly that capability. ``prepare`` are steps that read parameters alone and fill the buffers ``prepared``:
     done once for given parameters where those are kept, else at the beginning of a call. Sizes of a package with the same
-    ``layout`` prepare the same.
+    ``layout`` prepare the same. ``training`` are the steps of training where they differ from ``steps``.
     """
 
     name: str
@@ -77,11 +80,12 @@ class TargetManifest:
     prepare: tuple[LaunchStep, ...] = ()
     prepared: tuple[str, ...] = ()
     layout: str = ""
+    training: tuple[Step, ...] = ()
 
     @property
     def functions(self) -> dict[str, int]:
         """The launchers by name, each with the number of pointers it takes."""
-        return {step.function: len(step.args) for step in (*self.prepare, *self.steps) if isinstance(step, LaunchStep)}
+        return {step.function: len(step.args) for step in (*self.prepare, *self.steps, *self.training) if isinstance(step, LaunchStep)}
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
         """Whether a device of this compute capability (None: the CPU) can run the target."""
@@ -119,6 +123,21 @@ class Backward:
     recomputes: bool
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The whole chain by torch's operators, in evaluation and in training: what gradients are taken of where none are generated.
+
+    ``results`` are the further results of training's forward: running statistics under the name ``state:<key>``, dropout's masks.
+    """
+
+    steps: tuple[LibraryStep, ...]
+    training: tuple[LibraryStep, ...] = ()
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return tuple(name for step in self.training for name in step.also)
+
+
 def gradient_of(name: str) -> str:
     """The name of a tensor's gradient in the steps of a backward."""
     return f"grad:{name}"
@@ -131,7 +150,9 @@ class Manifest:
     Of a package for several batches ``sizes`` are the manifests of the single ones, in ascending order, and this one is the
     largest's, with targets that hold the sources and launchers of all sizes. Of a package for one batch it is the only one.
     ``skipped`` gives the reason of each target that was left out as it cannot serve the layer, in a range any of its batches.
-    ``batches`` are all that the package was made for; ``pad_batch``: another one runs the next larger of them.
+    ``batches`` are all that the package was made for; ``pad_batch``: another one runs the next larger of them. ``others`` are the
+    inputs behind the first, ``arguments`` the names of all in ``forward``; ``state`` are buffers that steps read; ``reference``
+    stands where no backward is generated.
     """
 
     name: str
@@ -151,6 +172,15 @@ class Manifest:
     batches: tuple[int, ...] = ()
     pad_batch: bool = False
     skipped: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[TensorSpec, ...] = ()
+    arguments: tuple[str, ...] = ("x",)
+    state: tuple[TensorSpec, ...] = ()
+    reference: Reference | None = None
+
+    @property
+    def operands(self) -> tuple[TensorSpec, ...]:
+        """What operators take behind the first input: other inputs, parameters, state."""
+        return (*self.others, *self.parameters, *self.state)
 
 
 def read_manifest(data: dict) -> Manifest:
@@ -167,6 +197,8 @@ def _capability_of(arch: str) -> tuple[int, int]:
 
 
 def _manifest(data: dict) -> Manifest:
+    inputs = data.get("inputs") or [data["input"]]
+    reference = data.get("reference")
     manifest = Manifest(
         name=_match(_IDENTIFIER, data["name"], "name"),
         spec=str(data["spec"]),
@@ -174,13 +206,17 @@ def _manifest(data: dict) -> Manifest:
         batch=int(data["batch"]),
         precision=str(data["precision"]),
         init_args=tuple((str(key), _as_tuples(value)) for key, value in data["init_args"]),
-        input=_tensor(data["input"].get("name", "x"), data["input"]),
+        input=_tensor(inputs[0].get("name", "x"), inputs[0]),
         output=_tensor("y", data["output"]),
         parameters=tuple(_tensor(entry["key"], entry) for entry in data["parameters"]),
         targets={name: _target(name, entry) for name, entry in data["targets"].items()},
         plan=data.get("plan", {}),
         prepack=bool(data.get("prepack", False)),
         skipped={str(name): str(reason) for name, reason in data.get("skipped", {}).items()},
+        others=tuple(_tensor(entry["name"], entry) for entry in inputs[1:]),
+        arguments=tuple(_match(_IDENTIFIER, entry.get("argument", "x"), "argument") for entry in inputs),
+        state=tuple(_tensor(entry["key"], entry) for entry in data.get("state", ())),
+        reference=None if reference is None else Reference(_library_steps(reference["steps"]), _library_steps(reference.get("training", ()))),
     )
     for target in manifest.targets.values():
         _check_names(manifest, target)
@@ -283,20 +319,28 @@ def _target(name: str, data: dict) -> TargetManifest:
         min_capability=None if capability is None else (int(capability[0]), int(capability[1])),
         buffers=tuple(_buffer(key, entry) for key, entry in data.get("buffers", {}).items()),
         steps=tuple(_step(entry) for entry in data["steps"]),
+        training=tuple(_step(entry) for entry in data.get("training", ())),
         prepare=tuple(_step(entry) for entry in prepare["steps"]),
         prepared=tuple(prepare["buffers"]),
         layout=str(prepare.get("layout", "")),
     )
 
 
+def _library_steps(entries) -> tuple[LibraryStep, ...]:
+    steps = tuple(map(_step, entries))
+    if not all(isinstance(step, LibraryStep) for step in steps):
+        raise ValueError("a reference launches a kernel; it consists of library steps")
+    return steps
+
+
 def _step(data: dict) -> Step:
     args = tuple(data["args"])
     if "launch" in data:
         return LaunchStep(_match(_IDENTIFIER, data["launch"], "launch"), args)
-    if data["library"] not in LIBRARY_CALLS:
-        raise ValueError(f"library step {data['library']!r} is none of {', '.join(LIBRARY_CALLS)}")
-    options = {key: _as_tuples(value) for key, value in data.items() if key not in ("library", "args", "out")}
-    return LibraryStep(data["library"], args, data["out"], options)
+    if data["library"] not in NAMES:
+        raise ValueError(f"library step {data['library']!r} is none of {', '.join(sorted(NAMES))}")
+    options = {key: _as_tuples(value) for key, value in data.items() if key not in ("library", "args", "out", "also")}
+    return LibraryStep(data["library"], args, data["out"], options, tuple(data.get("also", ())))
 
 
 def _buffer(name: str, data: dict) -> Buffer:
@@ -306,12 +350,11 @@ def _buffer(name: str, data: dict) -> Buffer:
 
 
 def _tensor(name: str, data: dict) -> TensorSpec:
-    return TensorSpec(name, tuple(int(size) for size in data["shape"]), str(data["dtype"]))
+    return TensorSpec(name, tuple(int(size) for size in data["shape"]), str(data["dtype"]), bool(data.get("batched", True)))
 
 
 def _check_names(manifest: Manifest, target: TargetManifest) -> None:
     """Every name a step uses must exist, and be written before it is read."""
-    known = {manifest.input.name, "y", *(parameter.name for parameter in manifest.parameters)}
     buffers = {buffer.name for buffer in target.buffers}
     for name in target.prepared:
         if name not in buffers:
@@ -320,14 +363,16 @@ def _check_names(manifest: Manifest, target: TargetManifest) -> None:
         for name in step.args:
             if not isinstance(step, LaunchStep) or name not in (*target.prepared, *(entry.name for entry in manifest.parameters), None):
                 raise ValueError(f"a preparing step of target {target.name} is no launch, or uses {name!r}, which is neither a parameter nor prepared")
-    for step in target.steps:
-        for name in step.args:
-            if name is not None and name not in known and name not in buffers:
-                raise ValueError(f"a step of target {target.name} uses {name!r}, which nothing defines")
-        if isinstance(step, LibraryStep):
-            if step.out in target.prepared:
-                raise ValueError(f"a step of target {target.name} writes {step.out!r}, which is prepared")
-            known.add(step.out)
+    for steps in (target.steps, target.training):
+        known = {manifest.input.name, "y", *(entry.name for entry in manifest.operands)}
+        for step in steps:
+            for name in step.args:
+                if name is not None and name not in known and name not in buffers:
+                    raise ValueError(f"a step of target {target.name} uses {name!r}, which nothing defines")
+            if isinstance(step, LibraryStep):
+                if step.out in target.prepared:
+                    raise ValueError(f"a step of target {target.name} writes {step.out!r}, which is prepared")
+                known |= {step.out, *step.also}
 
 
 def _as_tuples(value):

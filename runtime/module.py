@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from . import whole
 from .checks import ALIGNMENT, expected, usable, wrong_input, wrong_tensor
 from .errors import ArgumentError, CallError, GradientError, PackageError, PreparationError, UnsupportedDeviceError
 from .gradients import ByReference, refuse_tangents
@@ -75,6 +76,7 @@ class GeneratedModule(nn.Module):
         groups = itertools.groupby(self._parameter_table, key=lambda entry: entry[0])
         self._owners = tuple((path, tuple(entry[1:] for entry in group)) for path, group in groups)  # the same, by the module that holds them
         self._names = tuple(entry.name for entry in manifest.parameters)
+        self._general = manifest.reference is not None
         if torch.get_default_device().type != "meta":
             self.build()
 
@@ -144,8 +146,8 @@ class GeneratedModule(nn.Module):
         """Bytes of prepared weights that the model holds now, on all devices."""
         return self._prepared.nbytes
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The chain of the spec applied to ``x``, on the device and the current stream of ``x``.
+    def forward(self, x: torch.Tensor, *others: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        """The chain of the spec applied to ``x`` and the layer's other inputs, on the device and the current stream of ``x``.
 
         Any strides are accepted (other than contiguous ones cost a copy). Raises CallError for a wrong shape, dtype or
         device of ``x`` or a parameter, UnsupportedDeviceError where nothing was built for the device.
@@ -153,6 +155,10 @@ class GeneratedModule(nn.Module):
         Of a package for several batches the kernels for that of ``x`` run. Where the package pads, another batch is copied into one of
         the next larger size with rows of zeros, and the result is a copy of the first rows.
         """
+        if self._general:
+            return whole.forward(self, x, others, named)
+        if others or named:
+            raise whole.too_many(self._package.manifest, others, named)
         if _is_compiling():
             return self._captured(x)
         plain = type(x) in _PLAIN
@@ -267,6 +273,10 @@ class GeneratedModule(nn.Module):
                     addresses.append(address)
                     together |= address
         return collected, addresses if direct and len(addresses) == len(collected) and not together % ALIGNMENT else None
+
+    def _gather_state(self) -> list[torch.Tensor]:
+        """The buffers of the manifest's state, in its order."""
+        return [self.get_buffer(entry.name) for entry in self._package.manifest.state]
 
     def _gather(self) -> list[torch.Tensor]:
         """The parameters in the manifest's order, by statements that a compiler can follow; the operator checks them."""

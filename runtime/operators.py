@@ -7,7 +7,10 @@ For a package imported as ``generated.layer`` the namespace is ``generated__laye
     backward         (grad_y, saved, parameters behind the producer...) -> their gradients, where it was emitted
     produce          (x, weight, bias) -> saved, where a backward computes it again
     derive           (grad_saved, x, weight, wanted) -> (grad_x, grad_weight, grad_bias), there too; empty if not wanted
+    forward_training (x, operands...) -> (y, further results...), where training computes something else than evaluation
+    vector_jacobian  (grad_y, x, operands..., masks..., training, wanted) -> gradients, where torch's autograd gives them; empty if not wanted
 
+Operands are the inputs behind x, the parameters and the state, in this order.
 Each has an overload named by the spec, so that a package which is generated again with other numbers and imported again
 does not change what programs captured before mean. Definitions last as long as the process.
 """
@@ -19,13 +22,14 @@ import threading
 
 import torch
 
-from . import gradients, products
+from . import gradients, reference
 from .checks import check_tensor, usable
 from .errors import PackageError, UnsupportedDeviceError
 from .launch import Program, dtype_named
 from .load import Loaded, backward_for, describe_targets, load, load_backward
 from .manifest import TensorSpec, gradient_of
 from .package import Package
+from .products import Producer
 
 TAGS = (torch.Tag.pt2_compliant_tag,)
 DEVICE_KEYS = ("CPU", "CUDA")
@@ -47,13 +51,14 @@ class Operators:
         self.namespace = _namespace(path)
         self.overload = overload
         self.programs: dict[torch.device, Program] = {}
+        self.training: dict[torch.device, Program] = {}
         self._backwards: dict[torch.device, object] = {}
         self._library = torch.library.Library(self.namespace, "FRAGMENT")
         manifest = package.manifest
         backward = next(iter(manifest.backward.values()), None)  # all have the same arguments
         self.chain_parameters = () if backward is None else backward.gradients[1:]
         self._saved = None if backward is None else backward.saved
-        schema = _schema([manifest.input, *manifest.parameters])
+        schema = _schema([manifest.input, *manifest.operands])
         self.forward = self._define("forward", f"{schema} -> Tensor", self._run, self._fake)
         self.forward_saving = self._define(
             "forward_saving", f"{schema} -> (Tensor, Tensor)", self._run_saving, self._fake_saving
@@ -72,7 +77,24 @@ class Operators:
             self.produce = self._define("produce", schema, self._run_produce, self._fake_produce)
             schema = "(Tensor grad_saved, Tensor x, Tensor weight, bool[] wanted) -> (Tensor, Tensor, Tensor)"
             self.derive = self._define("derive", schema, self._run_derive, self._fake_derive)
+        if manifest.reference is not None:
+            self._define_reference(schema)
         gradients.register(self, self._library)
+
+    def _define_reference(self, schema: str) -> None:
+        """The operators of a package whose gradients torch's autograd gives."""
+        manifest = self.package.manifest
+        results = manifest.reference.results
+        if manifest.reference.training:
+            made = ", ".join("Tensor" for _ in ("y", *results))
+            given = f"{schema} -> ({made})" if results else f"{schema} -> Tensor"
+            self.forward_training = self._define("forward_training", given, self._run_training, self._fake_training)
+        given = _schema([TensorSpec(gradient_of("y"), (), ""), manifest.input, *manifest.operands]).removesuffix(")")
+        made = ", ".join("Tensor" for _ in (manifest.input, *manifest.operands))
+        self.vector_jacobian = self._define(
+            "vector_jacobian", f"{given}, Tensor[] masks, bool training, bool[] wanted) -> ({made})", self._run_vector_jacobian, self._fake_vector_jacobian
+        )
+        self.parts_of_backward.append("vector_jacobian")
 
     @property
     def whole(self) -> Package:
@@ -82,6 +104,7 @@ class Operators:
         """Run these programs from now on."""
         batch = self.package.manifest.batch
         self.programs.update((device, program) for (of, device), program in loaded.programs.items() if of == batch)
+        self.training.update((device, program) for (of, device), program in loaded.training.items() if of == batch)
 
     def build_backward(self) -> None:
         """Have what gradients need on the devices of the programs, instead of at the first forward that asks for them."""
@@ -111,7 +134,37 @@ class Operators:
     def _launch(self, x, parameters, saving: bool):
         self._check(x, parameters)
         program = self._program_on(x.device)
-        return program(usable(x), [usable(parameter) for parameter in parameters], saving=saving)
+        made = program(usable(x), [usable(parameter) for parameter in parameters], saving=saving)
+        return made if saving or self.package.manifest.reference is None else self._apart((made,), (x, *parameters))[0]
+
+    def _run_training(self, x, *operands):
+        self._check(x, operands)
+        self._program_on(x.device)
+        return _one_or_all(self._apart(self.training[x.device](usable(x), [usable(tensor) for tensor in operands]), (x, *operands)))
+
+    @staticmethod
+    def _apart(made: tuple, given: tuple) -> tuple:
+        """The results, none of them in the memory of an argument, as an operator's have to be."""
+        held = {tensor.untyped_storage().data_ptr() for tensor in given}
+        return tuple(tensor.clone() if tensor.untyped_storage().data_ptr() in held else tensor for tensor in made)
+
+    def _run_vector_jacobian(self, grad_y, *tensors_and_more):
+        *tensors, masks, training, wanted = tensors_and_more
+        grads = reference.vector_jacobian(self.package.manifest, grad_y, tensors, masks, training, wanted)
+        return _one_or_all(tuple(grad_y.new_empty(0) if grad is None else grad.contiguous() for grad in grads))
+
+    def _fake_training(self, x, *operands):
+        y = self._fake(x, *operands)
+        shapes = {f"state:{entry.name}": entry for entry in self.package.manifest.state}
+        made = [y]
+        for name, step in ((name, step) for step in self.package.manifest.reference.training for name in step.also):
+            entry = shapes.get(name)
+            made.append(x.new_empty(entry.shape) if entry else x.new_empty(step.options["sizes"], dtype=torch.bool))
+        return _one_or_all(tuple(made))
+
+    def _fake_vector_jacobian(self, grad_y, *tensors_and_more):
+        *tensors, _, _, wanted = tensors_and_more
+        return _one_or_all(tuple(tensor.new_empty(tensor.shape if asked else 0) for tensor, asked in zip(tensors, wanted)))
 
     def _run_backward(self, grad_y, saved, *parameters):
         self._check_backward(grad_y, saved, parameters)
@@ -120,16 +173,17 @@ class Operators:
 
     def _run_produce(self, x, weight, bias):
         operands = [tensor if tensor is None else usable(tensor) for tensor in (x, weight, bias)]
-        return products.produce(self._recomputing.producer, self._exact, *operands)
+        return self._producer.produce(*operands, deterministic=True)
 
     def _run_derive(self, grad_saved, x, weight, wanted):
         operands = [usable(tensor) for tensor in (grad_saved, x, weight)]
-        made = products.derive(self._recomputing.producer, self._exact, *operands, wanted)
+        made = self._producer.derive(*operands, wanted)
         return tuple(grad_saved.new_empty(0) if tensor is None else tensor for tensor in made)
 
     @property
-    def _exact(self) -> bool:
-        return self.package.manifest.precision == "fp32"
+    def _producer(self) -> Producer:
+        step = self._recomputing.producer
+        return Producer(step.call, step.options, self.package.manifest.precision)
 
     def _fake(self, x, *parameters):
         self._check(x, parameters)
@@ -154,7 +208,7 @@ class Operators:
 
     def _check(self, x, parameters) -> None:
         manifest = self.package.manifest
-        for spec, tensor in zip((manifest.input, *manifest.parameters), (x, *parameters)):
+        for spec, tensor in zip((manifest.input, *manifest.operands), (x, *parameters)):
             check_tensor(manifest, spec, tensor, x.device)
 
     def _check_backward(self, grad_y, saved, parameters) -> None:
@@ -194,7 +248,7 @@ def operators_for(package: Package, path: str) -> Operators:
 
     Raises PackageError where another package was imported under the same path in this process with other parameters.
     """
-    schema = _schema([package.manifest.input, *package.manifest.parameters])
+    schema = _schema([package.manifest.input, *package.manifest.operands])
     overload = _digest(package)
     with _lock:
         namespace = _namespace(path)
@@ -234,7 +288,7 @@ def _namespace(path: str) -> str:
 def _digest(package: Package) -> str:
     """What tells the meaning of two packages apart: the resolved spec, or the manifest's part of it where there is no spec."""
     manifest = package.manifest
-    parts = (manifest.precision, manifest.init_args, manifest.input, manifest.output, manifest.parameters, sorted(manifest.backward))
+    parts = (manifest.precision, manifest.init_args, manifest.input, manifest.output, manifest.operands, sorted(manifest.backward))
     try:
         text = (package.path / "spec.yaml").read_bytes()
     except OSError:

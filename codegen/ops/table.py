@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from codegen.ops import rules
+from codegen.ops import axes, rules, windows
 from codegen.ops.rules import Parameter, Shape, ShapeError, Values, broadcast
 
 
 class Kind(Enum):
-    """Where an operator may stand in a chain, and what the planner does with it."""
+    """The kinds of operators: which core a segment of the chain has, if any. All of them may stand anywhere."""
 
-    PRODUCER = "producer"  # first: linear, conv2d
-    ELEMENTWISE = "element-wise"  # anywhere after the producer
-    NORM = "norm"  # exactly one
-    POOL = "pooling"  # after the norm
-    REDUCTION = "reduction"  # after the norm, at most one; element-wise operators alone follow it
+    PRODUCER = "producer"
+    ELEMENTWISE = "element-wise"
+    NORM = "norm"
+    SOFTMAX = "softmax"
+    POOL = "pooling"
+    REDUCTION = "reduction"
+    SHAPE = "shape"  # renames axes, moves nothing
+    DROPOUT = "dropout"
 
 
 REQUIRED = object()
@@ -33,8 +36,10 @@ REQUIRED = object()
 class Argument:
     """One argument of an operator.
 
-    `type` is one of: "size" (integer >= 1), "count" (integer >= 0), "pair" (a size or two of them), "count_pair", "number" (finite float),
-    "bound" (finite float or null), "flag" (boolean), "shape" (list of sizes), "extents" (a size or a list of them), "tap" (the name of an earlier operator), or a tuple of allowed words.
+    `type` is one of: "size" (integer >= 1), "count" (integer >= 0), "single", "pair" and "triple" (a size, or one for each of so many axes),
+    "count_single", "count_pair" and "count_triple" (the same for counts), "number" (finite float), "bound" (finite float or null), "flag"
+    (boolean), "shape" (list of sizes), "extents" (a size or a list of them), "axis" (an integer, negative from the end), "axes" (one or a list
+    of them), "view" (list of sizes, 0 or -1), "tap" (the name of an earlier operator or of an input), or a tuple of allowed words.
     """
 
     name: str
@@ -64,6 +69,9 @@ class Operator:
     affine: bool = False
     bounds: bool = False  # its constants are bounds, which PyTorch rounds to the storage type
     groups: Callable[[Values, Shape], int] | None = None  # of a sample, for a norm
+    buffers: Callable[[Values, Shape], tuple[Parameter, ...]] = lambda values, shape: ()  # state that is not learned
+    rank: int = 0  # spatial axes of a convolution or pooling
+    modes: bool = False  # does training compute something else than evaluation?
 
 
 def _norm(name: str, summary: str, arguments: tuple[Argument, ...], **row: Any) -> Operator:
@@ -73,16 +81,68 @@ def _norm(name: str, summary: str, arguments: tuple[Argument, ...], **row: Any) 
     )  # fmt: skip
 
 
-def _reduction(name: str, summary: str, values_of: str = "") -> Operator:
-    """A reduction over channels; `values_of` takes the values out of what PyTorch's function gives."""
+def _fold(name: str, summary: str, values_of: str = "", one_axis: bool = False) -> Operator:
+    """A fold over axes; `values_of` takes the values out of what PyTorch's function gives, which with `one_axis` takes one or all of them."""
 
-    def shape(values: Values, shape: Shape) -> Shape:
-        return (shape[0], 1, *shape[2:]) if values["keepdim"] else (shape[0], *shape[2:])
+    def check(values: Values) -> str | None:
+        if one_axis and isinstance(values["dim"], tuple):
+            return f"dim: {list(values['dim'])}; torch.{name} takes one axis or all; a{name} takes any"
+        return None
 
     return Operator(
-        name, Kind.REDUCTION, summary, (Argument("dim", "size", 1), Argument("keepdim", "flag", False)), takes_name=True, shape=shape,
-        check=lambda values: None if values["dim"] == 1 else f"dim: {values['dim']}; channels, dim: 1, are all that it reduces",
-        call=lambda values: f"torch.{name}({{v}}, dim=1" + (", keepdim=True" if values["keepdim"] else "") + f"){values_of}",
+        name, Kind.REDUCTION, summary, (Argument("dim", "axes", 1), Argument("keepdim", "flag", False)), takes_name=True, check=check,
+        shape=axes.fold_shape(name), call=axes.fold_call(name, values_of),
+    )  # fmt: skip
+
+
+def _softmax(name: str, summary: str) -> Operator:
+    return Operator(
+        name, Kind.SOFTMAX, summary, (Argument("dim", "axis"),), takes_name=True, shape=axes.single_axis(name), call=axes.softmax_call(name),
+    )  # fmt: skip
+
+
+def _sizes(rank: int, counts: bool = False) -> str:
+    """The type of an argument with a size, or a count, for each of `rank` axes."""
+    return ("count_" if counts else "") + {1: "single", 2: "pair", 3: "triple"}[rank]
+
+
+def _convolution(rank: int, transposed: bool = False) -> Operator:
+    ones, zeros = (1,) * rank, (0,) * rank
+    name = f"conv{'_transpose' if transposed else ''}{rank}d"
+    layout = "NC" + "DHW"[3 - rank :].replace("W", "L" if rank == 1 else "W")
+    extra = (Argument("output_padding", _sizes(rank, True), zeros),) if transposed else ()
+    return Operator(
+        name, Kind.PRODUCER, f"{rank}-d {'transposed ' if transposed else ''}convolution ({layout})",
+        (
+            Argument("in_channels", "size"), Argument("out_channels", "size"), Argument("kernel_size", _sizes(rank)), Argument("stride", _sizes(rank), ones),
+            Argument("padding", _sizes(rank, True), zeros), *extra, Argument("dilation", _sizes(rank), ones), Argument("groups", "size", 1),
+            Argument("bias", "flag", True),
+        ),
+        takes_name=True, requires_name=True, check=windows.conv_check, rank=rank,
+        shape=(windows.conv_transpose_shape if transposed else windows.conv_shape)(name, rank), parameters=windows.conv_parameters(name, transposed),
+        module=windows.conv_module(f"Conv{'Transpose' if transposed else ''}{rank}d", rank),
+    )  # fmt: skip
+
+
+def _pool(rank: int, average: bool) -> Operator:
+    name = f"{'avg' if average else 'max'}_pool{rank}d"
+    first = (Argument("kernel_size", _sizes(rank)), Argument("stride", _sizes(rank), None), Argument("padding", _sizes(rank, True), (0,) * rank))
+    if average:
+        divisor = (Argument("divisor_override", "size", None),) if rank > 1 else ()
+        own = (Argument("ceil_mode", "flag", False), Argument("count_include_pad", "flag", True), *divisor)
+    else:
+        own = (Argument("dilation", _sizes(rank), (1,) * rank), Argument("ceil_mode", "flag", False))
+    return Operator(
+        name, Kind.POOL, f"{'mean' if average else 'maximum'} over windows", first + own, takes_name=True, rank=rank,
+        shape=windows.pool_shape(name, rank), check=windows.pool_check, call=windows.pool_call(name, rank),
+    )  # fmt: skip
+
+
+def _adaptive_pool(rank: int) -> Operator:
+    name = f"adaptive_avg_pool{rank}d"
+    return Operator(
+        name, Kind.POOL, "mean over as many windows as the result has values", (Argument("output_size", _sizes(rank)),), takes_name=True, rank=rank,
+        shape=windows.adaptive_shape(name, rank), call=windows.adaptive_call(name),
     )  # fmt: skip
 
 
@@ -107,16 +167,16 @@ def _elementwise(
     )  # fmt: skip
 
 
-def _operand(name: str, symbol: str, summary: str, monotone: Callable[[Values], bool], taps: bool = False) -> Operator:
-    """Arithmetic with a learnable per-channel vector (name, shape, init), with a number (value), or, where it `taps`, with an earlier operator's
-    result (from)."""
+def _operand(name: str, symbol: str, summary: str, monotone: Callable[[Values], bool], affine: bool = False) -> Operator:
+    """Arithmetic with a learnable tensor that broadcasts (name, shape, init), with a number (value), or with an earlier operator's result or
+    another input (from)."""
     return Operator(
         name, Kind.ELEMENTWISE, summary,
         (
             Argument("shape", "shape", None),
             Argument("init", ("randn", "rand", "ones", "zeros"), "randn"),
             Argument("value", "bound", None),
-            *((Argument("from", "tap", None),) if taps else ()),
+            Argument("from", "tap", None),
         ),
         takes_name=True,
         parameters=lambda values, shape: () if values["shape"] is None else (Parameter("", values["shape"], values["init"]),),
@@ -124,14 +184,13 @@ def _operand(name: str, symbol: str, summary: str, monotone: Callable[[Values], 
         constants=lambda values: () if values["value"] is None else ("value",),
         expression=f"{{v}} {symbol} {{p}}",
         call=lambda values: f"{{v}} {symbol} " + ("{p}" if values["value"] is None else rules.number(values["value"])),
-        monotone=monotone, affine=taps,
+        monotone=monotone, affine=affine,
     )  # fmt: skip
 
 
 def _operand_check(name: str, values: Values) -> str | None:
-    if sum(values.get(key) is not None for key in ("shape", "value", "from")) != 1:
-        listed = "shape (a learnable tensor, with a name), value (a number) or from (an earlier operator's name)"
-        return "give either " + (listed if "from" in values else "shape (a learnable tensor, with a name) or value (a number)")
+    if sum(values[key] is not None for key in ("shape", "value", "from")) != 1:
+        return "give either shape (a learnable tensor, with a name), value (a number) or from (the name of an earlier operator or of an input)"
     if name == "div" and values["value"] == 0:
         return "value: 0 divides nothing"
     return None
@@ -145,57 +204,80 @@ OPERATORS: dict[str, Operator] = {
             takes_name=True, requires_name=True, shape=rules.linear_shape, parameters=rules.linear_parameters,
             module=lambda v, shape: f"nn.Linear({v['in_features']}, {v['out_features']}" + ("" if v["bias"] else ", bias=False") + ")",
         ),
-        Operator(
-            "conv2d", Kind.PRODUCER, "2-d convolution (NCHW)",
-            (
-                Argument("in_channels", "size"), Argument("out_channels", "size"), Argument("kernel_size", "pair"), Argument("stride", "pair", (1, 1)),
-                Argument("padding", "count_pair", (0, 0)), Argument("dilation", "pair", (1, 1)), Argument("groups", "size", 1), Argument("bias", "flag", True),
-            ),
-            takes_name=True, requires_name=True, shape=rules.conv2d_shape, parameters=rules.conv2d_parameters, check=rules.conv2d_check, module=rules.conv2d_module,
-        ),
+        _convolution(1),
+        _convolution(2),
+        _convolution(3),
+        _convolution(1, transposed=True),
+        _convolution(2, transposed=True),
+        _convolution(3, transposed=True),
         _norm(
             "group_norm", "(v - mean) / sqrt(var + eps) * gamma + beta over channel groups",
             (Argument("num_groups", "size"), Argument("eps", "number", 1e-5), Argument("affine", "flag", True)),
             shape=rules.group_norm_shape, parameters=rules.group_norm_parameters, module=rules.group_norm_module, groups=lambda v, shape: v["num_groups"],
         ),
         _norm(
-            "layer_norm", "the same over all that follows the batch; behind conv2d with elementwise_affine: false",
+            "layer_norm", "the same over trailing axes: all that follow the batch, unless normalized_shape names fewer",
             (Argument("normalized_shape", "extents", None), Argument("eps", "number", 1e-5), Argument("elementwise_affine", "flag", True)),
-            shape=rules.layer_norm_shape, parameters=rules.layer_norm_parameters, module=rules.layer_norm_module, groups=lambda v, shape: 1,
+            shape=lambda v, shape: axes.trailing(v, shape, "layer_norm") and shape, parameters=lambda v, shape: axes.trailing_parameters(v, shape, "layer_norm"),
+            module=axes.trailing_module("LayerNorm", "layer_norm"), groups=lambda v, shape: 1,
         ),
         _norm(
-            "instance_norm", "the same over each channel's positions, behind conv2d",
+            "instance_norm", "the same over each channel's positions",
             (Argument("num_features", "size", None), Argument("eps", "number", 1e-5), Argument("affine", "flag", False)),
             shape=rules.instance_norm_shape, parameters=rules.group_norm_parameters, groups=lambda v, shape: shape[1],
-            module=lambda v, shape: f"nn.InstanceNorm2d({shape[1]}{rules.eps(v)}" + (", affine=True" if v["affine"] else "") + ")",
+            module=lambda v, shape: f"nn.InstanceNorm{len(shape) - 2}d({shape[1]}{rules.eps(v)}" + (", affine=True" if v["affine"] else "") + ")",
+        ),
+        _norm(
+            "batch_norm", "the same over each channel's values of all samples in training, by running statistics in evaluation",
+            (
+                Argument("num_features", "size", None), Argument("eps", "number", 1e-5), Argument("momentum", "bound", 0.1), Argument("affine", "flag", True),
+                Argument("track_running_stats", "flag", True),
+            ),
+            shape=axes.batch_norm_shape, parameters=rules.group_norm_parameters, buffers=axes.batch_norm_buffers, module=axes.batch_norm_module, modes=True,
         ),
         Operator(
-            "max_pool2d", Kind.POOL, "maximum over windows",
-            (
-                Argument("kernel_size", "pair"), Argument("stride", "pair", None), Argument("padding", "count_pair", (0, 0)),
-                Argument("dilation", "pair", (1, 1)), Argument("ceil_mode", "flag", False),
-            ),
-            takes_name=True, shape=rules.max_pool2d_shape, check=rules.max_pool2d_check, call=rules.max_pool2d_call,
+            "rms_norm", Kind.NORM, "v / sqrt(mean of v^2 + eps) * gamma over trailing axes; eps left out is the storage type's epsilon",
+            (Argument("normalized_shape", "extents", None), Argument("eps", "bound", None), Argument("elementwise_affine", "flag", True)),
+            takes_name=True, requires_name=True, check=lambda v: None if v["eps"] is None or v["eps"] > 0 else f"eps: {v['eps']} must be positive",
+            shape=lambda v, shape: axes.trailing(v, shape, "rms_norm") and shape, parameters=lambda v, shape: axes.trailing_parameters(v, shape, "rms_norm"),
+            module=axes.trailing_module("RMSNorm", "rms_norm"),
+        ),
+        _softmax("softmax", "e^v over the sum of e^v along an axis"),
+        _softmax("log_softmax", "the logarithm of softmax"),
+        *(_pool(rank, average) for average in (False, True) for rank in (1, 2, 3)),
+        *(_adaptive_pool(rank) for rank in (1, 2, 3)),
+        _fold("min", "minimum over an axis, or all; at ties the gradient goes to one value", "[0]", one_axis=True),
+        _fold("max", "maximum over an axis, or all; at ties the gradient goes to one value", "[0]", one_axis=True),
+        _fold("amin", "minimum over axes; at ties the gradient is shared"),
+        _fold("amax", "maximum over axes; at ties the gradient is shared"),
+        _fold("sum", "sum over axes"),
+        _fold("mean", "mean over axes"),
+        _fold("logsumexp", "log(sum(e^v)) over axes"),
+        Operator(
+            "flatten", Kind.SHAPE, "the axes from start_dim to end_dim as one", (Argument("start_dim", "axis", 1), Argument("end_dim", "axis", -1)),
+            takes_name=True, shape=axes.flatten_shape, call=lambda v: f"torch.flatten({{v}}, {v['start_dim']}, {v['end_dim']})",
         ),
         Operator(
-            "avg_pool2d", Kind.POOL, "mean over windows",
-            (
-                Argument("kernel_size", "pair"), Argument("stride", "pair", None), Argument("padding", "count_pair", (0, 0)),
-                Argument("ceil_mode", "flag", False), Argument("count_include_pad", "flag", True), Argument("divisor_override", "size", None),
-            ),
-            takes_name=True, shape=rules.avg_pool2d_shape, check=rules.max_pool2d_check, call=rules.avg_pool2d_call,
+            "squeeze", Kind.SHAPE, "without axes of one value: those of dim, or all", (Argument("dim", "axes", None),), takes_name=True,
+            shape=axes.squeeze_shape, call=axes.squeeze_call,
         ),
-        _reduction("min", "minimum over channels", "[0]"),
-        _reduction("max", "maximum over channels", "[0]"),
-        _reduction("sum", "sum over channels"),
-        _reduction("mean", "mean over channels"),
-        _reduction("logsumexp", "log(sum(e^v)) over channels"),
-        _operand("add", "+", "v + p: a vector per channel, a number, or an earlier operator's result", lambda v: v["from"] is None, taps=True),
-        _operand("sub", "-", "v - p: a vector per channel, or a number", lambda v: True),
-        _operand(
-            "mul", "*", "v * p: a vector per channel, a number, or an earlier operator's result", lambda v: v["value"] is not None and v["value"] >= 0, taps=True,
+        Operator(
+            "unsqueeze", Kind.SHAPE, "with an axis of one value in place dim", (Argument("dim", "axis"),), takes_name=True,
+            shape=axes.unsqueeze_shape, call=lambda v: f"torch.unsqueeze({{v}}, {v['dim']})",
         ),
-        _operand("div", "/", "v / p: a vector per channel, or a number", lambda v: v["value"] is not None and v["value"] > 0),
+        Operator(
+            "view", Kind.SHAPE, "the same values under other sizes: 0 keeps the size in its place, -1 is whatever is left", (Argument("sizes", "view"),),
+            takes_name=True, shape=axes.view_shape, call=lambda v: axes.view_text(v["sizes"]),
+        ),
+        Operator(
+            "dropout", Kind.DROPOUT, "in training, values set to 0 with probability p and the others divided by 1 - p", (Argument("p", "number", 0.5),),
+            takes_name=True, check=lambda v: None if 0 <= v["p"] <= 1 else f"p: {v['p']} is no probability, 0 to 1", modes=True,
+            call=lambda v: f"F.dropout({{v}}, {rules.number(v['p'])}, self.training)",
+        ),
+        _operand("add", "+", "v + p: p a tensor that broadcasts, a number, an earlier result or an input", lambda v: v["from"] is None, affine=True),
+        _operand("sub", "-", "v - p", lambda v: v["from"] is None),
+        _operand("mul", "*", "v * p", lambda v: v["value"] is not None and v["value"] >= 0, affine=True),
+        _operand("div", "/", "v / p", lambda v: v["value"] is not None and v["value"] > 0),
         _elementwise(
             "hardtanh", "min(max(v, min_val), max_val)", "F.hardtanh({v}, {min_val}, {max_val})",
             (Argument("min_val", "number", -1.0), Argument("max_val", "number", 1.0)), monotone=True, check=rules.bounds_check("min_val", "max_val"), bounds=True,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from codegen.ops import Kind
 from codegen.plan.model import Floor
-from codegen.spec import Spec
+from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass
 
 
@@ -14,15 +15,18 @@ def floor(spec: Spec, device: DeviceClass, products: int = 1, rate: float | None
 
     Without a rate it is the device's best at the spec's precision: three fp16 products for fp32, one for the others.
     """
-    producer = spec.producer
-    weight = producer.parameters[0].shape
-    outputs = math.prod(producer.output_shape)
-    flop = 2.0 * outputs * math.prod(weight[1:])
+    flop = sum(producer_flop(step) for step in spec.chain if step.operator.kind is Kind.PRODUCER)
     itemsize = spec.precision.itemsize
-    tensors = math.prod(spec.input_shape) + math.prod(spec.output_shape) + sum(math.prod(shape) for _, shape in spec.parameters)
+    tensors = sum(math.prod(given.shape) for given in spec.inputs) + math.prod(spec.output_shape) + sum(math.prod(shape) for _, shape in spec.parameters)
     moved = float(tensors * itemsize)
     if rate is None:
         products, rate = (3, device.fp16) if spec.precision.name == "fp32" else (1, device.fp16)
     compute = flop * products / (rate * 1e9) if rate else 0.0
     memory = moved / (device.hbm * 1e6) if device.hbm else 0.0
     return Floor(flop, moved, compute, memory)
+
+
+def producer_flop(step: Step) -> float:
+    """Multiply-adds of a producer times two: each result's products, or of a transposed convolution each input value's."""
+    weight = math.prod(step.parameters[0].shape[1:])
+    return 2.0 * weight * math.prod(step.input_shape if "transpose" in step.operator.name else step.output_shape)

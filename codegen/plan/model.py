@@ -35,7 +35,9 @@ class Kernel:
     notes: tuple[str, ...] = ()
 
     def file(self, target: Target) -> str:
-        return f"{self.name}_{target.suffix}.cu" if target.language == "cuda" else f"{target.suffix}.cpp"
+        if target.language == "cuda":
+            return f"{self.name}_{target.suffix}.cu"
+        return f"{target.suffix}.cpp" if self.name == "chain" else f"{self.name}_{target.suffix}.cpp"
 
     def namespace(self, target: Target) -> str:
         return f"{self.name}_{target.suffix}"
@@ -64,12 +66,14 @@ class Launch:
     """A step that launches one of our kernels.
 
     One that reads parameters alone may be done ahead of calls: `prepares` names the buffers that it fills, which are then kept. `result`
-    is where the kernel's y goes: a buffer, where other steps follow that the kernel knows nothing of.
+    is where the kernel's y goes: a buffer, where other steps follow that the kernel knows nothing of. `part` is the chain that the kernel
+    knows, where that is a part of the whole.
     """
 
     kernel: Kernel
     prepares: tuple[str, ...] = ()
     result: str = "y"
+    part: Spec | None = None
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -79,12 +83,17 @@ class Launch:
 
 @dataclass(frozen=True)
 class Library:
-    """A step that runs torch's own GEMM or convolution: operation "linear" or "conv2d", arguments (x, weight, bias or None)."""
+    """A step that runs torch's own operator, `operation` as the operator table calls it.
+
+    The arguments are the value, parameters (None where one is left out), then a second value; `also` names further results: new running
+    statistics, a dropout's mask.
+    """
 
     operation: str
     arguments: tuple[str | None, ...]
     out: str
     options: dict[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,10 @@ class Floor:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that rendering needs for one target. `why` holds the planner's reasons, one sentence each."""
+    """Everything that rendering needs for one target. `why` holds the planner's reasons, one sentence each.
+
+    `training` are the steps of training where they differ from those of evaluation, `steps`.
+    """
 
     spec: Spec
     target: Target
@@ -112,10 +124,21 @@ class Plan:
     buffers: tuple[Buffer, ...]
     floor: Floor
     why: tuple[str, ...]
+    training: tuple[Launch | Library, ...] = ()
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Each kernel's launch, once, whether evaluation or training launches it."""
+        return tuple({step.kernel.name: step for step in (*self.steps, *self.training) if isinstance(step, Launch)}.values())
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(step.kernel for step in self.steps if isinstance(step, Launch))
+        return tuple(step.kernel for step in self.launches)
+
+    @property
+    def library(self) -> tuple[str, ...]:
+        """The operators that torch's library computes, in order."""
+        return tuple(step.operation for step in self.steps if isinstance(step, Library))
 
     @property
     def preparing(self) -> tuple[Launch, ...]:

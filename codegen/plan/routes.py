@@ -11,9 +11,11 @@ What no fused kernel takes (a reduction, average pooling, a second pooling) foll
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
+from codegen.ir.fused_form import departure
 from codegen.numerics import ARITHMETICS
 from codegen.plan import tuned
 from codegen.plan.candidates import CONVOLUTIONS, Candidate
@@ -28,6 +30,7 @@ from codegen.plan.gemm.route import choose_arithmetic, gemm_ms, plan_gemm
 from codegen.plan.gemm_sm90a.route import hopper_linear_ms, plan_sm_90a
 from codegen.plan.model import Buffer, Library, Plan, PlanError
 from codegen.plan.norm.route import plan_norm, plan_norm_of_product
+from codegen.plan.parts import plan_parts
 from codegen.plan.stages.route import first_stage, head_of, plan_stages
 from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS, DeviceClass, Target
@@ -74,6 +77,13 @@ def plan_for_class(spec: Spec, target: str, device: DeviceClass) -> Plan:
 
 
 def _planned(spec: Spec, target: Target, device: DeviceClass, debug: bool, candidate: Candidate | None) -> Plan:
+    if departure(spec.chain) is not None:
+        made = plan_parts(
+            spec, lambda part: _planned(part, target, device, debug, candidate), functools.partial(Plan, spec, target, device, floor=floor(spec, device))
+        )
+        if target.name == "sm_90a" and not made.kernels:
+            raise PlanError("none of this target's kernels serves a part of the chain; sm_80 has the same library steps")
+        return made
     first = first_stage(spec, target)
     if first is not None:
         return plan_stages(spec, _planned(head_of(spec, first), target, device, debug, candidate), first)

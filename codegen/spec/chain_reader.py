@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from codegen import numerics, ops
 from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator
-from codegen.spec.types import MAX_ELEMENTS, Step, result_shape
+from codegen.ops.windows import AXES
 from codegen.spec.scalars import INVALID, Scalars, nearest
+from codegen.spec.types import MAX_ELEMENTS, Step, result_shape
 from codegen.spec.yaml_reader import Node
+
+MAX_RANK = 8  # axes of a value
+WINDOW_TYPES = {
+    prefix + name: (rank, least)
+    for prefix, least in (("", 1), ("count_", 0))
+    for rank, name in enumerate(("single", "pair", "triple"), 1)
+}  # (axes, least size) by an argument's type
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs as a spec gives them: shapes by name, batch included, and the spatial sizes of the first where its shape is left to the chain."""
+
+    first: str = "x"
+    shapes: dict[str, ops.Shape] = field(default_factory=dict)
+    spatial: dict[str, int] = field(default_factory=dict)
+    node: Node | None = None
+    unsound: bool = False  # a fault in them was told
+
+
+@dataclass(frozen=True)
+class Other:
+    """The second value of an operator: its shape, and the step that gives it or the input that it is."""
+
+    shape: ops.Shape
+    tap: int | None = None
+    reads: str | None = None
 
 
 class ChainReader(Scalars):
@@ -21,93 +49,75 @@ class ChainReader(Scalars):
         self.args: dict[str, Any] = {}
         self.used_args: set[str] = set()
 
-    def chain(self, node: Node, batch: Any, spatial: dict[str, Any], input_node: Node | None) -> tuple[Step, ...]:
+    def chain(self, node: Node, batch: Any, given: Inputs) -> tuple[Step, ...]:
+        """The steps, at `batch`. The first reads the first of the inputs, whose shape it may give where the spec does not."""
         if not node.is_list or not node.value:
-            self.fault(node, "chain: expected a list of operators, linear or conv2d first")
+            self.fault(node, "chain: expected a list of operators, such as `- linear: {name: fc, in_features: 64, out_features: 64}`")
             return ()
         steps: list[Step] = []
         names: dict[str, int] = {}
         shape: ops.Shape | None = None
-        words = [_word(item) for item in node.value]
-        without_norm = all(word in OPERATORS and OPERATORS[word].kind is not Kind.NORM for word in words)
-        norm_at: Node | None = None
-        reduced: Node | None = None
         for index, item in enumerate(node.value):
             parsed = self.operator(item)
             if parsed is None:
                 shape = None if index == 0 else shape
                 continue
             operator, name, values, sources, place = parsed
-            if (operator.kind is Kind.PRODUCER) != (index == 0):
-                self.fault(place, f"{operator.name}: a chain has exactly one linear or conv2d, and it comes first")
-                continue
-            if operator.kind is Kind.NORM:
-                if norm_at is not None:
-                    self.fault(place, f"{operator.name}: the chain has a norm already, on line {norm_at.line}")
-                    continue
-                norm_at = place
-            if operator.kind in (Kind.POOL, Kind.REDUCTION) and norm_at is None:
-                if without_norm:  # which is told below, once
-                    shape = None
-                    continue
-                self.fault(place, f"{operator.name}: a {operator.kind.value} comes after the norm")
-                continue
-            if reduced is not None and operator.kind is not Kind.ELEMENTWISE:
-                self.fault(place, f"{operator.name}: behind the reduction on line {reduced.line} come element-wise operators only")
-                continue
-            if operator.kind is Kind.REDUCTION:
-                reduced = place
             if name is not None and name in names:
                 self.fault(place, f"name: {name} is taken by the operator on line {names[name]}")
+            elif name is not None and name in given.shapes:
+                self.fault(place, f"name: {name} is the name of an input")
             elif name is not None:
                 names[name] = place.line
             if values is None or (index and shape is None) or batch is INVALID:
                 shape = None
                 continue
             if index == 0:
-                shape = self.input_shape(operator, values, batch, spatial, input_node, place)
+                shape = self.input_shape(operator, values, batch, given, place)
                 if shape is None:
                     continue
-            tap = self.tap(values["from"], steps, shape, place) if values.get("from") is not None else None
-            step = self.step(operator, name, values, sources, shape, place, steps, tap) if tap is not INVALID else None
+                given = replace(given, shapes=given.shapes | {given.first: shape})
+            other = self.other(values["from"], steps, given, place) if values.get("from") is not None else None
+            step = self.step(operator, name, values, sources, shape, place, len(steps), other) if other is not INVALID else None
             shape = step.output_shape if step else None
             if step:
                 steps.append(step)
-        if without_norm:
-            self.fault(node, "chain: has no group_norm, layer_norm or instance_norm; a chain is linear or conv2d, element-wise operators, a norm, then anything after it")
         return tuple(steps)
 
-    def input_shape(
-        self, operator: Operator, values: dict[str, Any], batch: int, spatial: dict[str, Any], input_node: Node | None, place: Node
-    ) -> ops.Shape | None:
+    def input_shape(self, operator: Operator, values: dict[str, Any], batch: int, given: Inputs, place: Node) -> ops.Shape | None:
+        """The shape of the first input: the spec's, else what the first operator takes with the spatial sizes of the spec."""
+        shape = given.shapes.get(given.first)
+        if shape is not None or given.unsound:
+            return shape
         if operator.name == "linear":
-            if spatial and input_node:
-                self.fault(input_node, "input: height and width belong to conv2d, not to linear")
+            if given.spatial:
+                self.fault(given.node, f"input: {' and '.join(given.spatial)} belong to a convolution, not to linear")
             return (batch, values["in_features"])
-        missing = [key for key in ("height", "width") if key not in spatial]
+        if operator.kind is not Kind.PRODUCER:
+            self.fault(place, f"{operator.name} comes first, so the input's shape is needed: add input: {{shape: [64, 32, 32]}}, that of a sample")
+            return None
+        axes = AXES[operator.rank]
+        missing = [key for key in axes if key not in given.spatial]
         if missing:
-            self.fault(place, f"conv2d needs the input's {' and '.join(missing)}: add input: {{height: 128, width: 128}}")
+            example = ", ".join(f"{key}: 128" for key in axes)
+            self.fault(place, f"{operator.name} needs the input's {' and '.join(missing)}: add input: {{{example}}}")
             return None
-        if INVALID in spatial.values():
-            return None
-        return (batch, values["in_channels"], spatial["height"], spatial["width"])
+        beyond = [key for key in given.spatial if key not in axes]
+        if beyond:
+            self.fault(given.node, f"input: {' and '.join(beyond)}: {operator.name} has no such axis")
+        return (batch, values["in_channels"], *(given.spatial[key] for key in axes))
 
     def step(
-        self, operator: Operator, name: str | None, values: dict[str, Any], sources: dict[str, Any], shape: ops.Shape, place: Node, earlier: list[Step],
-        tap: int | None,
+        self, operator: Operator, name: str | None, values: dict[str, Any], sources: dict[str, Any], shape: ops.Shape, place: Node, index: int,
+        other: Other | None,
     ) -> Step | None:  # fmt: skip
-        reduced = any(step.operator.kind is Kind.REDUCTION for step in earlier)
         try:
-            output = result_shape(operator, values, shape, earlier)
+            output = result_shape(operator, values, shape, other.shape if other else None)
         except ops.ShapeError as error:
             self.fault(place, str(error))
             return None
-        step = Step(operator, name, values, shape, output, sources, len(earlier), tap)
+        step = Step(operator, name, values, shape, output, sources, index, other.tap if other else None, other.reads if other else None)
         for parameter in step.parameters:
-            if operator.kind is Kind.ELEMENTWISE and not reduced and not _per_channel(parameter.shape, shape):
-                channel = "(C,)" if len(shape) == 2 else "(C, 1, 1)"
-                self.fault(place, f"{operator.name}'s shape {parameter.shape} must be {channel.replace('C', str(shape[1]))} or (1,): one value per channel or one")
-                return None
             if math.prod(parameter.shape) > MAX_ELEMENTS:
                 self.fault(place, f"{step.key(parameter)} would have more than {MAX_ELEMENTS} elements, which the kernels do not index")
                 return None
@@ -116,19 +126,20 @@ class ChainReader(Scalars):
             return None
         return step
 
-    def tap(self, name: str, steps: list[Step], shape: ops.Shape, place: Node) -> Any:
-        """The place of the operator `name`, whose result an operator behind `steps` takes once more."""
+    def other(self, name: str, steps: list[Step], given: Inputs, place: Node) -> Any:
+        """The value that `from: name` stands for: the result of an operator in front, or an input."""
+        if name in given.shapes:
+            return Other(given.shapes[name], reads=name)
         found = next((step for step in steps if step.name == name), None)
-        if found is None:
-            able = [step for step in steps if _out_of_reach(step, steps, shape) is None]
-            if any(step.name is None and step.operator.name == ops.ALIASES.get(name, name) for step in able):
-                return self.fault(place, f"from: {name} stands in front of this one and has no name; give {name} a name to use it")
-            hint = nearest(name, [step.name for step in able if step.name]) if any(step.name for step in able) else ""
-            if able and not hint:
-                hint = f"; give {able[-1].operator.name} a name to use its result"
-            return self.fault(place, f"from: {name} is no operator in front of this one{hint}")
-        reason = _out_of_reach(found, steps, shape)
-        return found.index if reason is None else self.fault(place, f"from: {name} {reason}")
+        if found is not None:
+            return Other(found.output_shape, tap=found.index)
+        if any(step.name is None and step.operator.name == ops.ALIASES.get(name, name) for step in steps):
+            return self.fault(place, f"from: {name} stands in front of this one and has no name; give {name} a name to use it")
+        named = [step.name for step in steps if step.name]
+        hint = nearest(name, [*named, *given.shapes]) if named or given.shapes else ""
+        if steps and not named:
+            hint += f"; give {steps[-1].operator.name} a name to use its result"
+        return self.fault(place, f"from: {name} is no operator in front of this one and no input{hint}")
 
     def operator(self, item: Node) -> tuple[Operator, str | None, dict[str, Any] | None, dict[str, Any], Node] | None:
         """(operator, name, checked values or None, sources of the values, place) of one chain entry, or None when it is not recognisable."""
@@ -204,8 +215,14 @@ class ChainReader(Scalars):
             return None
         if kind == "shape" or (kind == "extents" and node.is_list):
             return self.sizes(node, argument.name)
-        if kind in ("pair", "count_pair"):
-            return self.pair(node, argument.name, 1 if kind == "pair" else 0)
+        if kind in WINDOW_TYPES:
+            return self.per_axis(node, argument.name, *WINDOW_TYPES[kind])
+        if kind == "axis" or (kind == "axes" and not node.is_list):
+            return self.integer(node, argument.name, -MAX_RANK, MAX_RANK - 1)
+        if kind == "axes":
+            return self.integers(node, argument.name, -MAX_RANK, MAX_RANK - 1)
+        if kind == "view":
+            return self.integers(node, argument.name, -1, MAX_ELEMENTS)
         if kind == "extents":
             size = self.size(node, argument.name)
             return size if size is INVALID else (size,)
@@ -251,35 +268,6 @@ class ChainReader(Scalars):
                     self.fault(item, f"{argument}: {step.values[argument]} is beyond the range of {precision.dtype}")
 
 
-def _word(item: Node) -> str | None:
-    """The operator that an entry of the chain names, None where it names nothing."""
-    word = next(iter(item.value)) if item.is_mapping and len(item.value) == 1 else item.value
-    return ops.ALIASES.get(word, word) if isinstance(word, str) else None
-
-
 def _words_of(node: Node) -> list[Node]:
     """The words that may stand for entries of args: the node, or those in its list."""
     return [item for item in (node.value if node.is_list else [node]) if isinstance(item.value, str)]
-
-
-def _out_of_reach(step: Step, steps: list[Step], shape: ops.Shape) -> str | None:
-    """Why an operator behind `steps`, on a value of `shape`, cannot take the result of `step`; None where it can."""
-    pool = next((later for later in steps[step.index + 1 :] if later.operator.kind in (Kind.POOL, Kind.REDUCTION)), None)
-    if pool is not None:
-        return f"lies in front of {pool.operator.name}, whose result has a shape of its own"
-    if step.output_shape != shape:
-        return f"gives {step.output_shape}, and the value here is {shape}"
-    norm = next((other for other in steps if other.operator.kind is Kind.NORM), None)
-    if norm is None or step.index >= norm.index - 1:
-        return None
-    last = steps[norm.index - 1]
-    use = f"from: {last.name} takes it" if last.name else f"give {last.operator.name} a name to use it"
-    return f"lies too far back: an operator behind the norm can take the norm's input or what follows, and its input is {last.operator.name}'s result; {use}"
-
-
-def _per_channel(parameter: ops.Shape, shape: ops.Shape) -> bool:
-    """Does a parameter of this shape broadcast over (batch, channels, ...) as one value per channel, or one for all?"""
-    if math.prod(parameter) == 1:
-        return len(parameter) <= len(shape)
-    trailing = (1,) * (len(shape) - 2)
-    return parameter in ((shape[1], *trailing), (1, shape[1], *trailing))

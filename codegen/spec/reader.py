@@ -8,14 +8,15 @@ from typing import Any
 
 from codegen import numerics
 from codegen.ops import ShapeError
-from codegen.spec.types import ELSEWHERE, MAX_ELEMENTS, MAX_SIZES, PREPACKED, Spec, SpecError
-from codegen.spec.chain_reader import ChainReader
+from codegen.spec.chain_reader import ChainReader, Inputs
 from codegen.spec.scalars import INVALID, nearest
+from codegen.spec.types import ELSEWHERE, MAX_ELEMENTS, MAX_SIZES, PREPACKED, Input, Spec, SpecError, Step
 from codegen.spec.yaml_reader import Node, Problem, YamlError, read
 from codegen.targets import TARGETS
 
-_TOP = ("name", "batch", "precision", "input", "args", "defaults", "chain", "targets", "math", "gemm", "prepack", "pad_batch")
+_TOP = ("name", "batch", "precision", "input", "inputs", "args", "defaults", "chain", "targets", "math", "gemm", "prepack", "pad_batch")
 _INPUT_VALUES = ("rand", "randn")
+SPATIAL = ("length", "depth", "height", "width")
 
 
 def load_spec(path: str | Path, precision: str | None = None, prepack: bool = False) -> Spec:
@@ -108,7 +109,7 @@ class _Reader(ChainReader):
             chosen = precision
         else:
             overridden = False
-        values, spatial = self.input(nodes.get("input"))
+        given = self.inputs(nodes, batch)
         for key in ("args", "defaults"):
             if key in nodes:
                 self.read_args(nodes[key], key)
@@ -119,17 +120,18 @@ class _Reader(ChainReader):
             math_choice = self.word(math_node, f"math at {chosen}", numerics.MATH_CHOICES[chosen])
         gemm = self.word(nodes["gemm"], "gemm", ("library", "generated")) if "gemm" in nodes else None
         prepack = self.flag(nodes["prepack"], "prepack") if "prepack" in nodes else False
-        chain = self.chain(nodes["chain"], batch, spatial, nodes.get("input")) if "chain" in nodes else ()
+        chain = self.chain(nodes["chain"], batch, given) if "chain" in nodes else ()
         for unused in [a for a in self.args if a not in self.used_args]:
             self.fault(self.arg_nodes[unused], f"{unused}: is never used in the chain")
         if not self.problems and "chain" in nodes:
             self.check_names(chain, nodes["chain"])
             self.check_bounds(chain, nodes["chain"], numerics.PRECISIONS[chosen])
+            self.check_inputs(chain, given)
         if self.problems:
             raise SpecError(self.shown, self.problems)
         ranged = len(batches) > 1 or pad_batch
         spec = Spec(
-            name=name, path=self.shown, named=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], values=values, args=tuple(self.args.items()), chain=chain,
+            name=name, path=self.shown, named=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], inputs=self.listed(given, chain), args=tuple(self.args.items()), chain=chain,
             targets=targets, math=math_choice, gemm=gemm, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
             batches=batches if ranged else (), pad_batch=pad_batch, targets_at=self.targets_at,
         )  # fmt: skip
@@ -167,27 +169,80 @@ class _Reader(ChainReader):
             except ShapeError as error:
                 self.fault(item, f"batch: {item.value} does not go with the chain: {error}")
         if spec.pad_batch and not spec.rows_are_samples:
-            reason = "a parameter behind the reduction changes the result's shape, so that its first rows are not the first samples"
+            reason = "an operator joins samples or moves them from the first axis, so that more rows would change the result's others"
             self.fault(nodes["pad_batch"], f"pad_batch: {reason}")
         if self.problems:
             raise SpecError(self.shown, self.problems)
 
-    def input(self, node: Node | None) -> tuple[Any, dict[str, Any]]:
-        """(how x is filled, spatial sizes by name) from the optional `input:` mapping."""
+    def inputs(self, nodes: dict[str, Node], batch: Any) -> Inputs:
+        """The inputs from `input:` (of the one that the chain starts with) or `inputs:` (several, by name)."""
+        self.filled: dict[str, str] = {}
+        self.unbatched: set[str] = set()
+        self.input_nodes: dict[str, Node] = {}
+        if "input" in nodes and "inputs" in nodes:
+            self.fault(nodes["inputs"], "inputs: give either input, of one, or inputs, of several by name")
+        if "inputs" in nodes:
+            return self.several(nodes["inputs"], batch)
+        node = nodes.get("input")
         if node is None:
-            return "rand", {}
+            return Inputs()
+        shape, spatial, sound = self.input(node, "x", batch, SPATIAL)
+        return Inputs("x", {} if shape is None else {"x": shape}, spatial, node, not sound)
+
+    def several(self, node: Node, batch: Any) -> Inputs:
+        if not node.is_mapping or not node.value:
+            self.fault(node, f"inputs: {node.describe()}; expected a mapping such as {{x: {{shape: [320, 64, 64]}}, residual: {{shape: [320, 64, 64]}}}}")
+            return Inputs(node=node, unsound=True)
+        shapes, spatial, sound = {}, {}, True
+        for number, (name, (name_node, value)) in enumerate(node.value.items()):
+            sound &= name == "x" or self.identifier(name_node, "inputs") is not INVALID
+            self.input_nodes[name] = name_node
+            shape, sizes, fine = self.input(value, name, batch, () if number else SPATIAL)
+            sound &= fine
+            if shape is not None:
+                shapes[name] = shape
+            elif number and fine:
+                sound = False
+                self.fault(value, f"{name}: needs its shape, that of a sample: {name}: {{shape: [320, 64, 64]}}")
+            spatial |= sizes
+        return Inputs(next(iter(node.value)), shapes, spatial, node, not sound)
+
+    def input(self, node: Node, name: str, batch: Any, axes: tuple[str, ...]) -> tuple[Any, dict[str, int], bool]:
+        """(shape with the batch or None, spatial sizes, soundness) of one input's mapping, in which `axes` may stand."""
         if not node.is_mapping:
             self.fault(node, f"input: {node.describe()}; expected a mapping such as {{height: 128, width: 128, values: rand}}")
-            return "rand", {}
-        values, spatial = "rand", {}
+            return None, {}, False
+        spatial: dict[str, Any] = {}
+        shape, batched, before = None, True, len(self.problems)
         for key, (key_node, value) in node.value.items():
             if key == "values":
-                values = self.word(value, "input values", _INPUT_VALUES)
-            elif key in ("height", "width"):
+                self.filled[name] = self.word(value, "input values", _INPUT_VALUES)
+            elif key == "shape":
+                shape = self.sizes(value, "shape")
+            elif key == "batched":
+                batched = self.flag(value, "batched")
+            elif key in axes:
                 spatial[key] = self.size(value, key)
             else:
-                self.fault(key_node, f"{key}: unknown key of input{nearest(key, ('height', 'width', 'values'))}")
-        return values, spatial
+                self.fault(key_node, f"{key}: unknown key of input{nearest(key, (*axes, 'shape', 'values', 'batched'))}")
+        if shape is not None and spatial:
+            self.fault(node, f"input: shape gives {' and '.join(spatial)} already")
+        if not batched:
+            self.unbatched.add(name)
+        if len(self.problems) > before or batch is INVALID:
+            return None, {}, False
+        return shape if shape is None or not batched else (batch, *shape), spatial, True
+
+    def check_inputs(self, chain: tuple[Step, ...], given: Inputs) -> None:
+        """Refuse inputs that nothing reads."""
+        read = {step.reads for step in chain} | {given.first}
+        for name, node in self.input_nodes.items():
+            if name not in read:
+                self.fault(node, f"{name}: no operator reads this input; name it in a `from:`")
+
+    def listed(self, given: Inputs, chain: tuple[Step, ...]) -> tuple[Input, ...]:
+        shapes = {given.first: chain[0].input_shape} | given.shapes if chain else given.shapes
+        return tuple(Input(name, shape, self.filled.get(name, "rand"), name not in self.unbatched) for name, shape in shapes.items())
 
     def read_args(self, node: Node, what: str) -> None:
         if not node.is_mapping:

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from codegen import numerics
-from codegen.spec.types import MAX_ELEMENTS
 from codegen.spec.reserved import RESERVED
+from codegen.spec.types import MAX_ELEMENTS
 from codegen.spec.yaml_reader import Node, Problem
 
 _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -74,10 +74,24 @@ class Scalars:
         items = [self.size(item, what, least) for item in node.value]
         return INVALID if INVALID in items else tuple(items)
 
-    def pair(self, node: Node, what: str, least: int) -> Any:
+    def integer(self, node: Node, what: str, least: int, most: int) -> Any:
+        value = node.value
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            return self.fault(node, f"{what}: {node.describe()}; expected an integer from {least} to {most}")
+        return value
+
+    def integers(self, node: Node, what: str, least: int, most: int) -> Any:
+        if not node.is_list or not node.value:
+            return self.fault(node, f"{what}: {node.describe()}; expected a list of integers such as [2, 3]")
+        items = [self.integer(item, what, least, most) for item in node.value]
+        return INVALID if INVALID in items else tuple(items)
+
+    def per_axis(self, node: Node, what: str, rank: int, least: int) -> Any:
+        """A size for each of `rank` axes: one for all, or a list."""
         if not node.is_list:
             value = self.size(node, what, least)
-            return value if value is INVALID else (value, value)
-        if len(node.value) != 2:
-            return self.fault(node, f"{what}: {len(node.value)} values; expected one or two")
+            return value if value is INVALID else (value,) * rank
+        if len(node.value) != rank:
+            wanted = "one" if rank == 1 else f"one or {rank}"
+            return self.fault(node, f"{what}: {len(node.value)} values; expected {wanted}")
         return self.sizes(node, what, least)

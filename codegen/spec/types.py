@@ -12,6 +12,7 @@ from typing import Any
 
 from codegen.numerics import PRECISIONS, Precision
 from codegen.ops import Kind, Operator, Parameter, Shape, broadcast
+from codegen.ops.axes import axes_of
 from codegen.spec.yaml_reader import Problem
 
 MAX_ELEMENTS = 2**31 - 1
@@ -32,8 +33,8 @@ class SpecError(Exception):
 class Step:
     """One operator of the chain with its checked argument values and the shapes around it (batch first).
 
-    `sources` maps an argument to the entry of the spec's args that gave its value, or to a list with such entries in it; `index` is its place in the chain, `tap` that of the step
-    whose result it takes once more.
+    `sources` maps an argument to the entry of the spec's args that gave its value, or to a list with such entries in it; `index` is its place in
+    the chain, `tap` that of the step whose result it reuses, `reads` the name of the input that it takes beside the value in front.
     """
 
     operator: Operator
@@ -44,6 +45,7 @@ class Step:
     sources: dict[str, Any] = field(default_factory=dict)
     index: int = 0
     tap: int | None = None
+    reads: str | None = None
 
     @property
     def taps_itself(self) -> bool:
@@ -54,9 +56,28 @@ class Step:
     def parameters(self) -> tuple[Parameter, ...]:
         return self.operator.parameters(self.values, self.input_shape)
 
+    @property
+    def buffers(self) -> tuple[Parameter, ...]:
+        """State that is not learned: running statistics."""
+        return self.operator.buffers(self.values, self.input_shape)
+
     def key(self, parameter: Parameter) -> str:
         """The parameter's key in state_dict: `gemm.weight`, or the bare name of an nn.Parameter."""
         return f"{self.name}.{parameter.suffix}" if parameter.suffix else str(self.name)
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of the layer: its shape, the batch first where it is `batched`, and how get_inputs fills it ("rand" or "randn")."""
+
+    name: str
+    shape: Shape
+    values: str = "rand"
+    batched: bool = True
+
+    def at(self, batch: int) -> Input:
+        """The same input for another batch."""
+        return replace(self, shape=(batch, *self.shape[1:])) if self.batched else self
 
 
 @dataclass(frozen=True)
@@ -64,7 +85,7 @@ class Spec:
     """A validated spec.
 
     `args` are the constructor's arguments in order, the last of which may have their values as defaults: `defaults` names those. `chain`
-    starts with the producer, at `batch`; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as emitted sources name it. `gives` is the type
+    starts with the first of `inputs`, at `batch`; operators may read the others. `path` is the file as emitted sources name it. `gives` is the type
     of the result of a part of a chain where it is another than the precision's.
 
     A range of batches has them in `batches`, in ascending order, and the largest as `batch`; `at` is the spec of one of them. It is empty where there is
@@ -75,7 +96,7 @@ class Spec:
     path: str
     batch: int
     precision: Precision
-    values: str
+    inputs: tuple[Input, ...]
     args: tuple[tuple[str, Any], ...]
     chain: tuple[Step, ...]
     targets: tuple[str, ...] | None = None
@@ -100,23 +121,33 @@ class Spec:
         """The specs of the single batches: of every one of a range, else this one."""
         return tuple(self.at(batch) for batch in self.batches) or (self,)
 
+    @property
+    def values(self) -> str:
+        """How get_inputs fills x."""
+        return self.inputs[0].values
+
     def at(self, batch: int) -> Spec:
-        """The same layer for one batch. Raises ShapeError where a parameter does not broadcast with that many samples."""
+        """The same layer for one batch. Raises ShapeError where the chain does not go with that many samples."""
         steps: list[Step] = []
-        shape = (batch, *self.input_shape[1:])
+        inputs = tuple(given.at(batch) for given in self.inputs)
+        shapes = {given.name: given.shape for given in inputs}
+        shape = inputs[0].shape
         for step in self.chain:
-            output = result_shape(step.operator, step.values, shape, steps)
+            other = shapes[step.reads] if step.reads else steps[step.tap].output_shape if step.tap is not None else None
+            output = result_shape(step.operator, step.values, shape, other)
             steps.append(replace(step, input_shape=shape, output_shape=output))
             shape = output
-        return replace(self, batch=batch, chain=tuple(steps), batches=(), pad_batch=False)
+        return replace(self, batch=batch, inputs=inputs, chain=tuple(steps), batches=(), pad_batch=False)
 
     @property
     def rows_are_samples(self) -> bool:
-        """Is row i of the result that of sample i, and of no other? Not where a parameter behind a reduction changes the shape in front."""
-        broadcasting = [(p.shape, step) for step in self.chain if step.operator.kind is Kind.ELEMENTWISE for p in step.parameters]
-        return all(
-            len(shape) < len(step.input_shape) or (len(shape) == len(step.input_shape) and shape[0] == 1) for shape, step in broadcasting
-        )
+        """Is row i of the result that of sample i, and of no other? Then rows may be added without changing the others."""
+        return self.output_shape[:1] == (self.batch,) and all(samples_apart(step, self.batch) for step in self.chain)
+
+    @property
+    def has_modes(self) -> bool:
+        """Does training compute something else than evaluation?"""
+        return any(step.operator.modes for step in self.chain)
 
     @property
     def package(self) -> str:
@@ -130,7 +161,7 @@ class Spec:
 
     @property
     def input_shape(self) -> Shape:
-        return self.chain[0].input_shape
+        return self.inputs[0].shape
 
     @property
     def output_shape(self) -> Shape:
@@ -187,6 +218,11 @@ class Spec:
         listed = [(step.key(p), p.shape) for step in self.chain for p in step.parameters]
         return tuple(sorted(listed, key=lambda item: "." in item[0]))
 
+    @property
+    def buffers(self) -> tuple[tuple[str, Shape, str], ...]:
+        """(key, shape, how it is filled) of every tensor of state that is not learned, in the chain's order."""
+        return tuple((step.key(b), b.shape, b.initialiser) for step in self.chain for b in step.buffers)
+
     def kept(self, steps: Iterable[Step]) -> set[int]:
         """The places of results that some of `steps` take once more while another operator stands between."""
         return {step.tap for step in steps if step.tap is not None and not step.taps_itself}
@@ -201,9 +237,24 @@ class Spec:
         return self if name == self.precision.name else replace(self, precision=PRECISIONS[name], math=None)
 
 
-def result_shape(operator: Operator, values: dict[str, Any], shape: Shape, earlier: Iterable[Step]) -> Shape:
-    """The shape that an operator gives behind the steps `earlier`. Raises ShapeError."""
+def result_shape(operator: Operator, values: dict[str, Any], shape: Shape, other: Shape | None = None) -> Shape:
+    """The shape that an operator gives for a value of `shape` and, where it takes one, another of shape `other`. Raises ShapeError."""
     output = operator.shape(values, shape)
-    if values.get("shape") is not None and any(step.operator.kind is Kind.REDUCTION for step in earlier):
-        return broadcast(values["shape"], shape)
-    return output
+    if values.get("shape") is not None:
+        return broadcast(values["shape"], output)
+    return output if other is None else broadcast(other, output)
+
+
+def samples_apart(step: Step, batch: int) -> bool:
+    """Does a step leave axis 0 to the samples and join none of them? `batch` samples come in along that axis."""
+    kind, values, shape = step.operator.kind, step.values, step.input_shape
+    if step.operator.name == "batch_norm" or shape[:1] != (batch,):
+        return False
+    if kind in (Kind.REDUCTION, Kind.SOFTMAX) or step.operator.name == "squeeze":
+        return 0 not in axes_of(values["dim"], shape, step.operator.name)
+    if kind is Kind.SHAPE:
+        return step.output_shape[:1] == (batch,) and values.get("start_dim", 1) % len(shape) != 0 and values.get("dim", 1) != 0
+    if kind is Kind.ELEMENTWISE and values.get("shape") is not None:
+        own = values["shape"]
+        return len(own) < len(shape) or (len(own) == len(shape) and own[0] == 1)
+    return True

@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from codegen.ops import Kind
+from codegen.ops.windows import AXES
 from codegen.spec.types import Spec
 
 
@@ -13,12 +15,22 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _inputs(spec: Spec) -> dict[str, Any]:
+    """`input:` where there is one, by the spatial sizes where the first operator gives the rest; else `inputs:`."""
+    first, operator = spec.inputs[0], spec.chain[0].operator
+    if len(spec.inputs) == 1 and first.name == "x" and first.batched and operator.kind is Kind.PRODUCER and len(first.shape) == operator.rank + 2:
+        return {"input": {"values": first.values, **dict(zip(AXES.get(operator.rank, ()), first.shape[2:], strict=True))}}
+    given = {
+        entry.name: {"shape": list(entry.shape[1:] if entry.batched else entry.shape), "values": entry.values, **({} if entry.batched else {"batched": False})}
+        for entry in spec.inputs
+    }
+    return {"input": given["x"]} if len(given) == 1 and "x" in given else {"inputs": given}
+
+
 def resolved(spec: Spec) -> dict[str, Any]:
     """The spec as plain data that load_spec reads back to an equal Spec (but for its path)."""
     data: dict[str, Any] = {"name": spec.name, "batch": list(spec.batches) if len(spec.batches) > 1 else spec.batch, "precision": spec.precision.name}
-    data["input"] = {"values": spec.values}
-    if len(spec.input_shape) == 4:
-        data["input"] |= {"height": spec.input_shape[2], "width": spec.input_shape[3]}
+    data |= _inputs(spec)
     for key in ("targets", "math", "gemm"):
         if getattr(spec, key) is not None:
             data[key] = _plain(getattr(spec, key))

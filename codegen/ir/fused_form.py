@@ -1,0 +1,95 @@
+"""The form of chains that one fused plan computes: a producer, element-wise operators, a norm, then poolings and a reduction over channels.
+
+A chain of another form is cut into parts (codegen/plan/parts.py), of which some may have this form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from codegen.ops.axes import axes_of
+from codegen.ops import Kind, Shape
+from codegen.spec import Step
+
+PRODUCERS = {"linear": 2, "conv2d": 4}  # axes of what they take
+POOLS = ("max_pool2d", "avg_pool2d")
+FOLDS = ("min", "max", "sum", "mean", "logsumexp")
+
+
+def departure(chain: Sequence[Step]) -> str | None:
+    """Why `chain`, whose taps lie within it, does not have the form, in a sentence; None where it has."""
+    if not chain or PRODUCERS.get(chain[0].operator.name) != len(chain[0].input_shape):
+        return f"it starts with {chain[0].operator.name if chain else 'nothing'}, not with a linear of a matrix or a conv2d"
+    norm: Step | None = None
+    fold: Step | None = None
+    for place, step in enumerate(chain[1:], 1):
+        name, kind = step.operator.name, step.operator.kind
+        if step.reads is not None:
+            return f"{name} reads another input"
+        if kind is Kind.NORM and norm is None and (reason := _other_norm(step)) is None:
+            norm = step
+            continue
+        if kind is Kind.ELEMENTWISE:
+            reason = _other_elementwise(chain, place, norm, fold)
+        elif norm is None:
+            reason = f"{name} comes before a norm"
+        elif fold is not None:
+            reason = f"{name} follows a reduction"
+        elif kind is Kind.POOL:
+            reason = None if name in POOLS else f"{name} is no pooling of fused kernels"
+        elif kind is Kind.REDUCTION:
+            channels = axes_of(step.values["dim"], step.input_shape, name) == (1,)
+            reason, fold = None if name in FOLDS and channels else f"{name} is no reduction over channels alone", step
+        elif kind is Kind.NORM:
+            reason = f"{name} is a second norm" if norm is not None else _other_norm(step)
+        else:
+            reason = f"{name} follows"
+        if reason is not None:
+            return reason
+    return None if norm is not None else "it has no norm"
+
+
+def _other_norm(step: Step) -> str | None:
+    name, shape, values = step.operator.name, step.input_shape, step.values
+    if name == "layer_norm":
+        if values["normalized_shape"] not in (None, shape[1:]):
+            return "layer_norm joins a part of what follows the batch"
+        return "layer_norm has a scale for each element of a plane" if len(shape) > 2 and values["elementwise_affine"] else None
+    if name == "instance_norm":
+        return None if len(shape) == 4 else "instance_norm is not over planes"
+    return None if name == "group_norm" else f"{name} joins other values than groups of a sample's channels"
+
+
+def _other_elementwise(chain: Sequence[Step], place: int, norm: Step | None, fold: Step | None) -> str | None:
+    step = chain[place]
+    name, shape = step.operator.name, step.input_shape
+    if step.tap is not None:
+        return _out_of_reach(chain, place, norm)
+    for parameter in step.parameters:
+        if fold is None and not per_channel(parameter.shape, shape):
+            return f"{name} has a parameter of shape {parameter.shape}, which is not one value a channel"
+    return None
+
+
+def _out_of_reach(chain: Sequence[Step], place: int, norm: Step | None) -> str | None:
+    """Why the step in `place` cannot reuse the result that it names."""
+    step = chain[place]
+    if step.operator.name not in ("add", "mul"):
+        return f"{step.operator.name} takes an earlier result"
+    tapped = next(at for at, other in enumerate(chain) if other.index == step.tap)
+    if any(other.operator.kind in (Kind.POOL, Kind.REDUCTION) for other in chain[tapped + 1 : place]):
+        return f"{step.operator.name} takes a result from in front of a pooling or reduction"
+    if chain[tapped].output_shape != step.input_shape:
+        return f"{step.operator.name} takes a result of another shape"
+    if norm is not None and chain[tapped].index < norm.index - 1:
+        return f"{step.operator.name} takes a result from before the norm's input"
+    return None
+
+
+def per_channel(parameter: Shape, shape: Shape) -> bool:
+    """Does a parameter of this shape broadcast over (batch, channels, ...) as one value per channel, or one for all?"""
+    if math.prod(parameter) == 1:
+        return len(parameter) <= len(shape)
+    trailing = (1,) * (len(shape) - 2)
+    return parameter in ((shape[1], *trailing), (1, shape[1], *trailing))

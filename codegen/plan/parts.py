@@ -1,0 +1,154 @@
+"""Parts of a chain: runs of steps that a fused plan computes, and single steps by torch's library.
+
+A chain that departs from the fused form is cut in front of every step that no fused plan takes. Each fused part is planned as a chain of its
+own, whose input and result are named values of the whole. A part ends early where a later step reuses a value inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from codegen.ir.fused_form import departure
+from codegen.ops import Kind
+from codegen.plan.model import Buffer, Launch, Library, Plan
+from codegen.spec import Input, Spec, Step
+
+
+@dataclass(frozen=True)
+class Part:
+    """The steps from place `first` to place `last`, not included; `fused`: one plan computes them."""
+
+    first: int
+    last: int
+    fused: bool
+
+
+def value_name(spec: Spec, index: int) -> str:
+    """The name of the result of step `index`; that of what comes in for -1."""
+    return "x" if index < 0 else "y" if index == len(spec.chain) - 1 else f"value:{index}"
+
+
+def input_name(spec: Spec, name: str) -> str:
+    """The name of an input in a plan: x for the first."""
+    return "x" if name == spec.inputs[0].name else f"input:{name}"
+
+
+def parts_of(spec: Spec) -> tuple[Part, ...]:
+    """The longest fused parts, from the front, and between them single steps."""
+    found, at = [], 0
+    while at < len(spec.chain):
+        end = max((end for end in range(at + 2, len(spec.chain) + 1) if _fuses(spec, at, end)), default=None)
+        found.append(Part(at, at + 1, False) if end is None else Part(at, end, True))
+        at = found[-1].last
+    return tuple(found)
+
+
+def _fuses(spec: Spec, first: int, last: int) -> bool:
+    steps = spec.chain[first:last]
+    inside = all(step.tap is None or step.tap >= first for step in steps)
+    reused = any(step.tap is not None and first <= step.tap < last - 1 for step in spec.chain[last:])
+    return inside and not reused and departure(steps) is None
+
+
+def part_spec(spec: Spec, part: Part) -> Spec:
+    """The part as a spec of its own."""
+    steps = tuple(
+        replace(step, index=step.index - part.first, tap=None if step.tap is None else step.tap - part.first)
+        for step in spec.chain[part.first : part.last]
+    )
+    shape = steps[0].input_shape
+    return replace(spec, inputs=(Input("x", shape, spec.values),), chain=steps, batch=shape[0])
+
+
+def library_step(spec: Spec, step: Step, training: bool) -> Library:
+    """One step by torch's own operator. In training, what the mode changes is asked for, and state comes back as further results."""
+    operator, values = step.operator, step.values
+    arguments: list[str | None] = [value_name(spec, step.index - 1)]
+    keys = {parameter.suffix: step.key(parameter) for parameter in step.parameters}
+    if operator.kind in (Kind.PRODUCER, Kind.NORM):
+        arguments += [keys.get("weight"), keys.get("bias")]
+    elif keys:
+        arguments.append(keys[""])
+    if step.tap is not None:
+        arguments.append(value_name(spec, step.tap))
+    elif step.reads is not None:
+        arguments.append(input_name(spec, step.reads))
+    arguments += [step.key(buffer) for buffer in step.buffers]
+    options = {key: value for key, value in values.items() if key not in ("from", "shape", "init", "bias", "affine", "elementwise_affine") and value is not None}
+    also: tuple[str, ...] = ()
+    if operator.name == "batch_norm":
+        options |= {"training": training or not step.buffers, "momentum": values["momentum"]}
+        also = tuple(f"state:{step.key(buffer)}" for buffer in step.buffers[:2]) if training else ()
+    elif operator.kind is Kind.DROPOUT:
+        options |= {"training": training, "sizes": step.input_shape}
+        also = (f"mask:{step.index}",) if training else ()
+    elif operator.kind is Kind.SHAPE:
+        options = {"sizes": step.output_shape}
+    elif operator.name in ("layer_norm", "rms_norm"):
+        options["normalized_shape"] = step.parameters[0].shape if step.parameters else values["normalized_shape"] or step.input_shape[1:]
+    for hidden in ("in_features", "out_features", "in_channels", "out_channels", "num_features", "track_running_stats"):
+        options.pop(hidden, None)
+    name = "view" if operator.kind is Kind.SHAPE else operator.name
+    return Library(name, tuple(arguments), value_name(spec, step.index), options, also)
+
+
+def plan_parts(spec: Spec, planned: Callable[[Spec], Plan], whole: Callable[..., Plan]) -> Plan:
+    """The plan of a chain in parts: `planned` plans a fused one, `whole` makes the Plan from steps and buffers."""
+    parts = parts_of(spec)
+    plans = {part: planned(part_spec(spec, part)) for part in parts if part.fused}
+    buffers = [buffer for number, part in enumerate(parts) if part.fused for buffer in _buffers(spec, plans[part], number, part)]
+    steps = {training: tuple(_steps(spec, parts, plans, training)) for training in (False, True)}
+    return whole(steps=steps[False], training=steps[True] if spec.has_modes else (), buffers=tuple(buffers), why=tuple(_why(spec, parts, plans)))
+
+
+def _steps(spec: Spec, parts: tuple[Part, ...], plans: dict[Part, Plan], training: bool) -> Iterator[Launch | Library]:
+    for number, part in enumerate(parts):
+        if not part.fused:
+            yield library_step(spec, spec.chain[part.first], training)
+            continue
+        for step in plans[part].steps:
+            yield _renamed(spec, step, plans[part], number, part)
+
+
+def _names(spec: Spec, number: int, part: Part, plan: Plan) -> Callable[[str | None], str | None]:
+    own = {key for key, _ in plan.spec.parameters}
+
+    def name(inner: str | None) -> str | None:
+        if inner is None or inner in own:
+            return inner
+        if inner == "x":
+            return value_name(spec, part.first - 1)
+        return value_name(spec, part.last - 1) if inner == "y" else f"part{number}:{inner}"
+
+    return name
+
+
+def _renamed(spec: Spec, step: Launch | Library, plan: Plan, number: int, part: Part) -> Launch | Library:
+    name = _names(spec, number, part, plan)
+    if isinstance(step, Library):
+        return replace(step, arguments=tuple(map(name, step.arguments)), out=name(step.out))
+    arguments = tuple(map(name, step.arguments))
+    kernel = replace(step.kernel, name=f"part{number}_{step.kernel.name}", arguments=arguments)
+    return replace(step, kernel=kernel, prepares=tuple(map(name, step.prepares)), result="y", part=plan.spec)
+
+
+def _buffers(spec: Spec, plan: Plan, number: int, part: Part) -> Iterator[Buffer]:
+    name = _names(spec, number, part, plan)
+    for buffer in plan.buffers:
+        yield replace(buffer, name=name(buffer.name))
+    if part.last < len(spec.chain):  # the result goes on to the next part
+        yield Buffer(value_name(spec, part.last - 1), plan.spec.output_shape, plan.spec.result.dtype)
+
+
+def _why(spec: Spec, parts: tuple[Part, ...], plans: dict[Part, Plan]) -> Iterator[str]:
+    yield f"parts, for the chain as a whole has not the form of one fused plan: {departure(spec.chain)}"
+    for part in parts:
+        if part.fused:
+            yield from plans[part].why
+    library = [spec.chain[part.first].operator.name for part in parts if not part.fused]
+    if library:
+        yield f"library steps: {', '.join(library)}"
+
+
+__all__ = ["Part", "input_name", "library_step", "part_spec", "parts_of", "plan_parts", "value_name"]
