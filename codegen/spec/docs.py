@@ -9,9 +9,12 @@ from codegen.spec.types import MAX_SIZES
 from codegen.targets import DEFAULT_TARGETS, DEVICES, TARGETS
 
 _TYPES = {
-    "size": "integer >= 1", "count": "integer >= 0", "pair": "integer >= 1, or two of them", "count_pair": "integer >= 0, or two of them",
-    "number": "finite number", "bound": "finite number, or left out", "flag": "true or false", "axis": "the axis of channels, 1, or from the end", "shape": "list of integers >= 1", "extents": "integer >= 1, or a list of them",
-    "tap": "the `name` of an operator in front of this one",
+    "size": "integer >= 1", "count": "integer >= 0", "single": "integer >= 1", "count_single": "integer >= 0",
+    "pair": "integer >= 1, or two of them", "count_pair": "integer >= 0, or two of them",
+    "triple": "integer >= 1, or three of them", "count_triple": "integer >= 0, or three of them",
+    "axis": "an axis, negative from the end", "axes": "an axis, or a list of them", "view": "list of sizes, 0 or -1",
+    "number": "finite number", "bound": "finite number, or left out", "flag": "true or false", "shape": "list of integers >= 1", "extents": "integer >= 1, or a list of them",
+    "tap": "the `name` of an operator in front of this one, or of an input",
 }  # fmt: skip
 
 _HEAD = """\
@@ -30,10 +33,11 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `batch` | samples in x; or a list of up to {sizes} batches, each with kernels of its own ("Several batches", below) |
 | `pad_batch` | `true`: a batch that is not listed runs the next larger one; default `false`: it is refused |
 | `precision` | {precisions} (default fp32); `PRECISION=` on the command line overrides it |
-| `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; for conv2d also `height` and `width` |
+| `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; `shape`, or behind a convolution's channels its `height`, `width`, `depth`, `length`: the sizes that follow the batch |
+| `inputs` | instead of `input`, where the layer takes several: a mapping of names, in `forward`'s order, to the same; the chain starts with the first, and operators take others by `from`. `batched: false` says that a shape is whole and has no batch in front |
 | `args` | the constructor's arguments of `ModelNew`, in order; every one is folded into the kernels, and `ModelNew` refuses other values |
 | `defaults` | further arguments behind those, each with its value as its default: `get_init_inputs` leaves them out |
-| `chain` | the operators, in order: `linear` or `conv2d`, element-wise operators, a norm, then element-wise operators and poolings, and at most one reduction with element-wise operators behind it |
+| `chain` | the operators, in order: any of those below, each of which takes the result of the one in front of it. What has the form producer, element-wise operators, norm, then poolings and a reduction over channels runs in fused kernels; of other chains the parts that have it do, and torch's library computes what is left |
 | `targets` | a list out of {targets}, of which each has to serve the spec; default: those of {defaults} that do, and what one of them cannot serve is left out |
 | `math` | forces an arithmetic: {maths} |
 | `gemm` | `library` (torch's GEMM in front of our norm kernel) or `generated`, which also keeps every target from being left to a faster one; default: the planner's choice |
@@ -42,9 +46,9 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 A value in the chain, by itself or in a list, is a literal or the name of an entry in `args`. `name` is the attribute that holds an operator's parameters: `state_dict` has
 the keys of the PyTorch module, in the same order.
 
-`from` gives `add` and `mul` the result of an operator in front of them once more: `- add: {{from: conv}}` adds the convolution's result, and where `from` names the
-operator right before, v meets itself (`x + x`). It reaches no further back than the last pooling and, behind the norm, than the norm's input. Behind a reduction a parameter may have any shape
-that broadcasts with the value, whose shape it may change. Anchors, aliases and tags are refused, and so are numbers that the versions of YAML read differently
+`from` gives `add`, `sub`, `mul` and `div` the result of an operator in front of them once more, or another input: `- add: {{from: conv}}` adds the convolution's result, and where `from` names the
+operator right before, v meets itself (`x + x`). A second value, like a parameter, may have any shape that broadcasts with the value, whose shape it may change.
+Anchors, aliases and tags are refused, and so are numbers that the versions of YAML read differently
 (`010`, `0x1F`, `1_000`, `1:30`); all faults of a file are reported at once, each as `file:line:column: what is wrong`.
 
 A number is checked as the kernels hold it: a bound (`hardtanh`, `clamp`, `softshrink`) in the type of y, any other in float32. One that would become infinite or 0 there, or lose
