@@ -14,6 +14,8 @@ _TYPES = {
     "triple": "integer >= 1, or three of them", "count_triple": "integer >= 0, or three of them",
     "axis": "an axis, negative from the end", "axes": "an axis, or a list of them", "view": "list of sizes, 0 or -1",
     "number": "finite number", "bound": "finite number, or left out", "flag": "true or false", "shape": "list of integers >= 1", "extents": "integer >= 1, or a list of them",
+    "owner": "the `name` of an operator in front of this one that has parameters",
+    "fill": "`randn`, `rand`, `ones`, `zeros` or a finite number",
     "tap": "the `name` of an operator in front of this one, or of an input",
 }  # fmt: skip
 

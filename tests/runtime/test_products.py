@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as functional
 
 from runtime import GradientError, products
-from runtime.manifest import LibraryStep
 
 from .generated_packages import CHAINS, generate, import_from
 from .test_gradients import assert_same_gradients, gradients, pair, saved_shapes
@@ -23,15 +22,17 @@ def calls(monkeypatch):
     def convolution(x, weight, padding, stride, dilation, groups, benchmark, deterministic, allow_tf32):
         assert (benchmark, deterministic) == (False, True)
         seen.append((tuple(x.shape), tuple(weight.shape), allow_tf32))
-        return functional.conv2d(x, weight, None, stride, padding, dilation, groups)
+        return getattr(functional, f"conv{x.dim() - 2}d")(x, weight, None, stride, padding, dilation, groups)
 
     def transposed(x, weight, padding, output_padding, stride, dilation, groups, benchmark, deterministic, allow_tf32):
         assert (benchmark, deterministic) == (False, True)
         seen.append((tuple(x.shape), tuple(weight.shape), allow_tf32))
-        return functional.conv_transpose2d(x, weight, None, stride, padding, output_padding, groups, dilation)
+        return getattr(functional, f"conv_transpose{x.dim() - 2}d")(x, weight, None, stride, padding, output_padding, groups, dilation)
 
     monkeypatch.setattr(products, "_convolution", convolution)
     monkeypatch.setattr(products, "_transposed_convolution", transposed)
+    monkeypatch.setattr(products, "_on_cuda", lambda tensor: True)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # what a forward asks for
     return seen
 
 
@@ -43,65 +44,102 @@ def switch():
     torch.backends.cuda.matmul.fp32_precision = before
 
 
+# (input channels, output channels, kernel, what departs from torch's defaults); the kernel's length is the rank.
 CONVOLUTIONS = {
     "plain": (3, 8, (3, 3), {}), "1x1": (4, 6, (1, 1), {}), "strided": (4, 6, (3, 2), {"stride": (2, 3), "padding": (1, 1)}),
     "dilated": (2, 4, (3, 3), {"dilation": (2, 3), "padding": (2, 0)}), "grouped": (6, 9, (3, 3), {"groups": 3, "stride": (2, 2)}),
-    "depthwise": (5, 10, (2, 3), {"groups": 5, "padding": (0, 2)}),
+    "depthwise": (5, 10, (2, 3), {"groups": 5, "padding": (0, 2)}), "line": (3, 4, (4,), {"stride": (3,), "padding": (2,)}),
+    "volume": (2, 4, (3, 2, 3), {"stride": (2, 1, 3), "padding": (1, 0, 2), "groups": 2}), "volume dilated": (2, 3, (2, 2, 2), {"dilation": (3, 2, 1)}),
 }  # fmt: skip
+TRANSPOSED = {
+    "plain": (3, 8, (3, 3), {}), "strided": (4, 6, (3, 2), {"stride": (2, 3), "padding": (1, 0), "output_padding": (1, 2)}),
+    "kernel is stride": (4, 6, (2, 2), {"stride": (2, 2)}), "grouped": (6, 9, (3, 3), {"groups": 3, "stride": (2, 2), "dilation": (2, 1)}),
+    "line": (3, 4, (5,), {"stride": (2,), "padding": (2,), "output_padding": (1,)}),
+    "volume": (4, 2, (3, 3, 3), {"stride": (2, 2, 2), "padding": (1, 1, 1), "output_padding": (1, 1, 1), "groups": 2}),
+}  # fmt: skip
+SIZES = (7, 8, 5)
+CASES = [(transposed, name) for transposed, table in ((False, CONVOLUTIONS), (True, TRANSPOSED)) for name in table]
 
 
-def convolution_step(options) -> LibraryStep:
-    given = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, **options}
-    return LibraryStep("conv2d", ("x", "w", "b"), "t0", given)
+def convolution(transposed: bool, name: str, precision: str):
+    """(the producer, torch's own call, input and weight shapes) of a case."""
+    channels, filters, kernel, own = (TRANSPOSED if transposed else CONVOLUTIONS)[name]
+    rank = len(kernel)
+    options = {"stride": (1,) * rank, "padding": (0,) * rank, "dilation": (1,) * rank, "groups": 1, **({"output_padding": (0,) * rank} if transposed else {}), **own}
+    word = f"conv{'_transpose' if transposed else ''}{rank}d"
+    groups = options["groups"]
+    weight = (channels, filters // groups, *kernel) if transposed else (filters, channels // groups, *kernel)
+    return products.Producer(word, options, precision), lambda *leaves: getattr(functional, word)(*leaves, **options), (5, channels, *SIZES[:rank]), weight, filters
 
 
-def wanted_gradients(step, x, weight, bias, grad):
-    leaves = [tensor.detach().requires_grad_() for tensor in (x, weight, bias)]
-    y = functional.linear(*leaves) if step.call == "linear" else functional.conv2d(*leaves, **step.options)
-    return y.detach(), torch.autograd.grad(y, leaves, grad(y))
-
-
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions(name, exact, calls, monkeypatch):
-    channels, filters, kernel, options = CONVOLUTIONS[name]
-    monkeypatch.setattr(products, "COLUMNS", 4000)  # several samples at a time, and a rest
-    step = convolution_step(options)
+def drawn(*shapes):
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-    x, weight, bias = draw(5, channels, 11, 10), draw(filters, channels // step.options["groups"], *kernel), draw(filters)
-    y, wanted = wanted_gradients(step, x, weight, bias, lambda y: draw(*y.shape))
-    generator.manual_seed(0)
-    [draw(*tensor.shape) for tensor in (x, weight, bias)]
-    grad = draw(*y.shape)
-    torch.testing.assert_close(products.produce(step, exact, x, weight, bias), y)
-    for got, want in zip(products.derive(step, exact, grad, x, weight, [True] * 3), wanted):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    assert products.derive(step, exact, grad, x, weight, [False, False, True])[:2] == (None, None)
-    assert {allow_tf32 for _, _, allow_tf32 in calls} == {not exact}
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+def wanted_gradients(call, operands, grad_of):
+    """(y, gradients) by torch's autograd."""
+    leaves = [tensor.detach().requires_grad_() for tensor in operands]
+    y = call(*leaves)
+    return y.detach(), torch.autograd.grad(y, leaves, grad_of(y))
+
+
+@pytest.mark.parametrize("columns", [40, 4000])
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+@pytest.mark.parametrize(("transposed", "name"), CASES)
+def test_convolutions(transposed, name, precision, columns, calls, monkeypatch):
+    """Product and derivatives of every rank, with pieces of rows and of several samples, under the TF32 of the precision."""
+    monkeypatch.setattr(products, "COLUMNS", columns)
+    producer, call, x_shape, weight_shape, filters = convolution(transposed, name, precision)
+    x, weight, bias = (tensor.float() for tensor in drawn(x_shape, weight_shape, (filters,)))
+    grad = torch.randn(call(x, weight, bias).shape, generator=torch.Generator().manual_seed(1))
+    y, wanted = wanted_gradients(call, [tensor.double() for tensor in (x, weight, bias)], lambda y: grad.double())
+    torch.testing.assert_close(producer.produce(x, weight, bias, deterministic=True).double(), y, rtol=1e-5, atol=1e-5)
+    for got, want in zip(producer.derive(grad, x, weight, [True] * 3), wanted):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
+    assert producer.derive(grad, x, weight, [False, False, True])[:2] == (None, None)
+    assert {allow_tf32 for _, _, allow_tf32 in calls} == {precision == "tf32"}
+
+
+@pytest.mark.parametrize(("transposed", "name"), CASES)
+def test_on_a_cpu_torch_itself_convolves(transposed, name, calls, monkeypatch):
+    monkeypatch.setattr(products, "_on_cuda", lambda tensor: False)
+    producer, call, x_shape, weight_shape, filters = convolution(transposed, name, "fp32")
+    x, weight, bias = drawn(x_shape, weight_shape, (filters,))
+    leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    y = producer(*leaves)
+    grad = torch.randn_like(y)
+    want, wanted = wanted_gradients(call, (x, weight, bias), lambda _: grad)
+    torch.testing.assert_close(y.detach(), want)
+    for got, exact in zip(torch.autograd.grad(y, leaves, grad), wanted):
+        torch.testing.assert_close(got, exact)
+    assert calls == []
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_no_tf32_in_fp32(calls, switch, allowed):
-    """Where the process allows TF32 in products of matrices, those of fp32 become convolutions, which are told not to use it."""
+def test_a_linear_keeps_its_precision_under_any_switch(calls, switch, allowed):
+    """Where the process's TF32 for products of matrices is not that of the precision, they become convolutions, which are told."""
     switch("tf32" if allowed else "ieee")
-    step = LibraryStep("linear", ("x", "w", "b"), "t0")
-    x, weight, bias = torch.randn(7, 12), torch.randn(9, 12), torch.randn(9)
-    grad = torch.randn(7, 9)
-    y, wanted = wanted_gradients(step, x, weight, bias, lambda y: grad)
-    for exact in (False, True):
+    x, weight, bias, grad = (tensor.float() for tensor in drawn((7, 12), (9, 12), (9,), (7, 9)))
+    y, wanted = wanted_gradients(functional.linear, (x, weight, bias), lambda y: grad)
+    for precision in ("fp32", "tf32", "fp16"):
         calls.clear()
-        torch.testing.assert_close(products.produce(step, exact, x, weight, bias), y)
-        for got, want in zip(products.derive(step, exact, grad, x, weight, [True] * 3), wanted):
+        producer = products.Producer("linear", {}, precision)
+        torch.testing.assert_close(producer.produce(x, weight, bias), y)
+        for got, want in zip(producer.derive(grad, x, weight, [True] * 3), wanted):
             torch.testing.assert_close(got, want)
-        shapes = [((7, 12, 1, 1), (9, 12, 1, 1), False), ((7, 9, 1, 1), (12, 9, 1, 1), False), ((9, 7, 1, 1), (12, 7, 1, 1), False)]
-        assert calls == (shapes if exact and allowed else [])
-    conv = convolution_step({"groups": 2})
-    x, weight, bias = torch.randn(3, 4, 5, 5), torch.randn(6, 2, 3, 3), torch.randn(6)
-    grad = torch.randn(3, 6, 3, 3)
-    y, wanted = wanted_gradients(conv, x, weight, bias, lambda y: grad)
-    for got, want in zip(products.derive(conv, True, grad, x, weight, [True] * 3), wanted):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        tf32 = precision == "tf32"
+        shapes = [((7, 12, 1, 1), (9, 12, 1, 1), tf32), ((7, 9, 1, 1), (12, 9, 1, 1), tf32), ((9, 7, 1, 1), (12, 7, 1, 1), tf32)]
+        assert calls == (shapes if precision != "fp16" and allowed != tf32 else [])
+
+
+def test_a_linear_of_several_axes(calls):
+    x, weight, bias, grad = drawn((2, 3, 4), (5, 4), (5,), (2, 3, 5))
+    producer = products.Producer("linear", {}, "bf16")
+    y, wanted = wanted_gradients(functional.linear, (x, weight, bias), lambda y: grad)
+    torch.testing.assert_close(producer.produce(x, weight, bias), y)
+    for got, want in zip(producer.derive(grad, x, weight, [True] * 3), wanted):
+        torch.testing.assert_close(got, want)
 
 
 # ---- a whole model whose backward computes the producer again -------------------------------------------------------
