@@ -13,37 +13,35 @@ from codegen.ops import OPERATORS
 
 Values = dict[str, Any]
 
-# Modules whose attributes have the names of the operator's arguments; those of other names are in _ADJUST.
+RANKS = (1, 2, 3)
+# Modules whose attributes have the names of the operator's arguments.
 MODULES: dict[type, str] = {
-    nn.Linear: "linear", nn.Conv2d: "conv2d", nn.GroupNorm: "group_norm", nn.LayerNorm: "layer_norm", nn.InstanceNorm2d: "instance_norm",
-    nn.MaxPool2d: "max_pool2d", nn.AvgPool2d: "avg_pool2d", nn.ReLU: "relu", nn.ReLU6: "relu6",
+    nn.Linear: "linear", nn.GroupNorm: "group_norm", nn.LayerNorm: "layer_norm", nn.RMSNorm: "rms_norm", nn.Softmax: "softmax", nn.LogSoftmax: "log_softmax",
+    nn.Flatten: "flatten", nn.Dropout: "dropout", nn.ReLU: "relu", nn.ReLU6: "relu6",
     nn.LeakyReLU: "leaky_relu", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh", nn.SiLU: "silu", nn.Mish: "mish", nn.GELU: "gelu", nn.Hardswish: "hardswish",
     nn.Hardsigmoid: "hardsigmoid", nn.Softplus: "softplus", nn.ELU: "elu", nn.Hardtanh: "hardtanh",
     nn.SELU: "selu", nn.CELU: "celu", nn.Softsign: "softsign", nn.LogSigmoid: "logsigmoid", nn.Softshrink: "softshrink",
+    **{getattr(nn, f"{word}{rank}d"): f"{name}{rank}d" for rank in RANKS for word, name in (
+        ("Conv", "conv"), ("ConvTranspose", "conv_transpose"), ("MaxPool", "max_pool"), ("AvgPool", "avg_pool"), ("AdaptiveAvgPool", "adaptive_avg_pool"))},
+    **{getattr(nn, f"{word}{rank}d"): name for rank in RANKS for word, name in (("InstanceNorm", "instance_norm"), ("BatchNorm", "batch_norm"))},
 }  # fmt: skip
-RANDOM_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+RANDOM_MODULES = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
+_MAX_POOL = ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
+_AVG_POOL = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+_FOLD = ("dim", "keepdim")
 # Functions and methods by name: the operator and the arguments behind the input, in PyTorch's order. A trailing _ (in place) makes no difference
 # to a chain, where nobody else reads the old value.
 FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "relu": ("relu", ("inplace",)),
-    "relu6": ("relu6", ("inplace",)),
+    **{name: (name, ("inplace",)) for name in ("relu", "relu6", "silu", "mish", "hardswish", "hardsigmoid", "selu")},
+    **{name: (name, ()) for name in ("sigmoid", "tanh", "softsign", "logsigmoid")},
     "leaky_relu": ("leaky_relu", ("negative_slope", "inplace")),
-    "sigmoid": ("sigmoid", ()),
     "expit": ("sigmoid", ()),
     "special_expit": ("sigmoid", ()),
-    "tanh": ("tanh", ()),
-    "silu": ("silu", ("inplace",)),
-    "mish": ("mish", ("inplace",)),
     "gelu": ("gelu", ("approximate",)),
-    "hardswish": ("hardswish", ("inplace",)),
-    "hardsigmoid": ("hardsigmoid", ("inplace",)),
     "softplus": ("softplus", ("beta", "threshold")),
     "elu": ("elu", ("alpha", "inplace")),
-    "selu": ("selu", ("inplace",)),
     "celu": ("celu", ("alpha", "inplace")),
-    "softsign": ("softsign", ()),
-    "logsigmoid": ("logsigmoid", ()),
     "log_sigmoid": ("logsigmoid", ()),
     "softshrink": ("softshrink", ("lambd",)),
     "hardtanh": ("hardtanh", ("min_val", "max_val", "inplace")),
@@ -51,39 +49,50 @@ FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "clip": ("clamp", ("min", "max")),
     "clamp_min": ("clamp", ("min",)),
     "clamp_max": ("clamp", ("max",)),
-    "max_pool2d": ("max_pool2d", ("kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")),
-    "avg_pool2d": ("avg_pool2d", ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")),
+    **{f"max_pool{rank}d": (f"max_pool{rank}d", _MAX_POOL) for rank in RANKS},
+    **{f"avg_pool{rank}d": (f"avg_pool{rank}d", _AVG_POOL if rank > 1 else _AVG_POOL[:-1]) for rank in RANKS},
+    **{f"adaptive_avg_pool{rank}d": (f"adaptive_avg_pool{rank}d", ("output_size",)) for rank in RANKS},
     "group_norm": ("group_norm", ("num_groups", "weight", "bias", "eps")),
     "layer_norm": ("layer_norm", ("normalized_shape", "weight", "bias", "eps")),
+    "rms_norm": ("rms_norm", ("normalized_shape", "weight", "eps")),
     "instance_norm": ("instance_norm", ("running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")),
-    "min": ("min", ("dim", "keepdim")),
-    "max": ("max", ("dim", "keepdim")),
-    "sum": ("sum", ("dim", "keepdim")),
-    "mean": ("mean", ("dim", "keepdim")),
-    "logsumexp": ("logsumexp", ("dim", "keepdim")),
+    **{name: (name, _FOLD) for name in ("min", "max", "amin", "amax", "sum", "mean", "logsumexp")},
+    "softmax": ("softmax", ("dim", "_stacklevel", "dtype")),
+    "log_softmax": ("log_softmax", ("dim", "_stacklevel", "dtype")),
+    "flatten": ("flatten", ("start_dim", "end_dim")),
+    "squeeze": ("squeeze", ("dim",)),
+    "unsqueeze": ("unsqueeze", ("dim",)),
+    "dropout": ("dropout", ("p", "training", "inplace")),
 }
-OTHER_GRADIENTS = {  # equal values, and another gradient than the grammar's operator
-    name: f"{name} shares its gradient among equal values, which the grammar has no word for; torch.{kind}(x, dim=1)[0] gives it to one of them"
-    for name, kind in (("amin", "min"), ("amax", "max"))
-}
-PAIRS = ("min", "max")  # give values and indices
+PAIRS = ("min", "max")  # give values and indices, over an axis
+VIEWS = ("view", "reshape", "view_as", "reshape_as", "unflatten")  # of which the result's shape says all
+SAME = ("clone", "contiguous", "detach", "alias")  # give the same values
 ARITHMETIC = {"add": "add", "iadd": "add", "mul": "mul", "imul": "mul", "multiply": "mul", "sub": "sub", "isub": "sub", "subtract": "sub",
-              "div": "div", "divide": "div", "truediv": "div", "true_divide": "div", "itruediv": "div", "neg": "neg", "negative": "neg"}  # fmt: skip
-RANDOM_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
+              "div": "div", "divide": "div", "truediv": "div", "true_divide": "div", "itruediv": "div", "rsub": "rsub", "minimum": "minimum", "maximum": "maximum",
+              "neg": "neg", "negative": "neg"}  # fmt: skip
+REVERSED = {"sub": "rsub", "div": "rdiv", "rsub": "sub"}  # the rest gives the same with its operands exchanged
+PRODUCTS = {"linear": "linear", "matmul": "linear", "mm": "linear",
+            **{f"conv{kind}{rank}d": f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in RANKS}}  # fmt: skip
+CONVOLUTION = ("weight", "bias", "stride", "padding", "dilation", "groups")
+TRANSPOSED = ("weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+RANDOM_FUNCTIONS = ("dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
 NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch takes NumPy's words, too
-NORMS = {"group_norm": "nn.GroupNorm", "layer_norm": "nn.LayerNorm", "instance_norm": "nn.InstanceNorm2d"}
-NEEDS_MODULE = {"linear": "nn.Linear", "conv2d": "nn.Conv2d"}
+NORMS = {"group_norm": "nn.GroupNorm", "layer_norm": "nn.LayerNorm", "rms_norm": "nn.RMSNorm", "instance_norm": "nn.InstanceNorm2d"}
 
 
 def function_name(node: fx.Node) -> str:
     """The name under which FUNCTIONS and ARITHMETIC know what a call_function or call_method node calls."""
     if node.op == "call_method":
         name = node.target
-    elif node.target in (F.max_pool2d, getattr(F, "_max_pool2d", None)):
-        name = "max_pool2d"  # a dispatcher without a name of its own
     else:
-        name = getattr(node.target, "__name__", str(node.target))
+        name = _DISPATCHERS.get(node.target) or getattr(node.target, "__name__", str(node.target))
     return name if name.startswith("__") else name.rstrip("_")
+
+
+# Functions that choose between two by `return_indices` have no name of their own.
+_DISPATCHERS = {
+    function: f"max_pool{rank}d" for rank in RANKS for function in (getattr(F, f"max_pool{rank}d"), getattr(F, f"_max_pool{rank}d", None)) if function is not None
+}
 
 
 def module_values(module: nn.Module) -> tuple[str, Values] | None:
@@ -95,31 +104,46 @@ def module_values(module: nn.Module) -> tuple[str, Values] | None:
         raise Unfit("the module has a forward of its own, which the kernels do not run")
     values: Values = {}
     for argument in OPERATORS[operator].arguments:
+        if argument.name == "init":
+            continue
         value = getattr(module, argument.name)
         if argument.type == "flag" and not isinstance(value, bool):
             value = value is not None  # bias: the parameter itself, or None
         values[argument.name] = value
-    if isinstance(module, nn.Conv2d):
-        _conv2d(module, values)
+    if isinstance(module, nn.modules.conv._ConvNd):
+        _convolution(operator, module, values)
     if isinstance(module, nn.LayerNorm) and module.elementwise_affine and module.bias is None:
         raise Unfit("layer_norm with a scale and no shift, which the grammar has no word for")
-    if isinstance(module, nn.InstanceNorm2d) and module.track_running_stats:
-        raise Unfit("instance_norm with running statistics, which it would use and change; the grammar has the input's own")
-    if isinstance(module, nn.MaxPool2d) and module.return_indices:
-        raise Unfit("max_pool2d with return_indices has two results; a chain has one")
+    if operator == "instance_norm":
+        if module.track_running_stats:
+            raise Unfit("instance_norm with running statistics, which it would use and change; the grammar has the input's own")
+        if not module.affine:
+            del values["num_features"]  # torch takes any number of channels then
+    if operator.startswith("max_pool") and module.return_indices:
+        raise Unfit(f"{operator} with return_indices has two results; a chain has one")
+    if operator.startswith("adaptive") and None in (values["output_size"] if isinstance(values["output_size"], tuple) else (values["output_size"],)):
+        raise Unfit(f"{operator} that keeps the size of an axis, which the grammar has no word for; give the number")
+    if operator in ("softmax", "log_softmax") and module.dim is None:
+        raise Unfit(f"{operator} without dim, which PyTorch chooses by the number of axes; say which")
     return operator, values
 
 
-def _conv2d(module: nn.Conv2d, values: Values) -> None:
+def _convolution(operator: str, module: nn.Module, values: Values) -> None:
     if module.padding_mode != "zeros":
-        raise Unfit(f"conv2d with padding_mode {module.padding_mode!r}; the grammar pads with zeros only")
-    if module.padding == "valid":
-        values["padding"] = (0, 0)
-    elif module.padding == "same":
-        spans = [dilation * (kernel - 1) for dilation, kernel in zip(module.dilation, module.kernel_size, strict=True)]
-        if any(span % 2 for span in spans):
-            raise Unfit("conv2d with padding 'same' and an even kernel pads one side more than the other, which the grammar has no word for")
-        values["padding"] = tuple(span // 2 for span in spans)
+        raise Unfit(f"{operator} with padding_mode {module.padding_mode!r}; the grammar pads with zeros only")
+    values["padding"] = padding(operator, module.padding, module.kernel_size, module.dilation)
+
+
+def padding(operator: str, given: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> Any:
+    """A convolution's padding in numbers. Raises Unfit."""
+    if given == "valid":
+        return (0,) * len(kernel)
+    if given != "same":
+        return given
+    spans = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
+    if any(span % 2 for span in spans):
+        raise Unfit(f"{operator} with padding 'same' and an even kernel pads one side more than the other, which the grammar has no word for")
+    return tuple(span // 2 for span in spans)
 
 
 def function_values(name: str, node: fx.Node, constant: Callable[[Any, str], Any]) -> tuple[str, Values] | None:
@@ -127,8 +151,6 @@ def function_values(name: str, node: fx.Node, constant: Callable[[Any, str], Any
 
     `constant(value, argument)` gives the Python value or raises Unfit for a traced one.
     """
-    if name in NEEDS_MODULE:
-        raise Unfit(f"{name} with tensors of its own: its parameters must be those of an {NEEDS_MODULE[name]}, which the spec's chain stands for")
     if name not in FUNCTIONS:
         return None
     operator, names = FUNCTIONS[name]
@@ -141,21 +163,22 @@ def function_values(name: str, node: fx.Node, constant: Callable[[Any, str], Any
         if not values.pop("use_input_stats", True):
             raise Unfit("instance_norm without the input's own statistics, which are all that the grammar has")
         values.pop("momentum", None)
-        values |= {"elementwise_affine" if operator == "layer_norm" else "affine": False}
+        values |= {"elementwise_affine" if operator in ("layer_norm", "rms_norm") else "affine": False}
     if values.pop("return_indices", False):
-        raise Unfit("max_pool2d with return_indices has two results; a chain has one")
-    if "dim" in names:
-        values |= {"dim": _one(name, values.get("dim"))}
+        raise Unfit(f"{operator} with return_indices has two results; a chain has one")
+    if values.pop("dtype", None) is not None:
+        raise Unfit(f"{name} with a type of its own; a chain has one type")
+    values.pop("_stacklevel", None)
+    if operator in ("softmax", "log_softmax") and values.get("dim") is None:
+        raise Unfit(f"{operator} without dim, which PyTorch chooses by the number of axes; say which")
+    if names == _FOLD:
+        dim = values.get("dim")
+        values["dim"] = (dim[0] if len(dim) == 1 else dim or None) if isinstance(dim, tuple) else dim
+    if operator == "flatten":
+        values = {"start_dim": 0, "end_dim": -1} | values
+    if operator == "dropout" and not values.pop("training", True):
+        values["p"] = 0.0
     return operator, values
-
-
-def _one(name: str, dim: Any) -> int:
-    """The one dimension of a reduction. Raises Unfit."""
-    if isinstance(dim, tuple) and len(dim) == 1:
-        dim = dim[0]
-    if not isinstance(dim, int) or isinstance(dim, bool):
-        raise Unfit(f"{name} over {'everything' if dim is None else f'dim {dim}'}; the grammar has reductions over channels, dim=1")
-    return dim
 
 
 def bind(name: str, node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
@@ -166,10 +189,3 @@ def bind(name: str, node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
     if unknown:
         raise Unfit(f"{name} with {', '.join(unknown)}, which the grammar has no word for")
     return given | extra
-
-
-def scalar(kind: str, value: int | float, reversed_: bool) -> tuple[str, float | int]:
-    """(operator, value) for arithmetic with a Python number. Raises Unfit."""
-    if reversed_ and kind in ("sub", "div"):
-        raise Unfit(f"a number {'minus' if kind == 'sub' else 'divided by'} the chain's value; the grammar has v {'-' if kind == 'sub' else '/'} c")
-    return kind, value

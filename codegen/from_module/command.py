@@ -114,6 +114,6 @@ def main(target, name, out, precision, generate, no_check, force) -> None:
         raise click.ClickException(f"{error.filename or destination}: {error.strerror or error}") from None
     chain = " -> ".join(step.operator.name for step in spec.chain)
     click.echo(f"{destination}: {chain}, x {spec.input_shape} -> y {spec.output_shape}" + ("" if changed else " (unchanged)"))
-    click.echo("not checked against the file's Model" if no_check else "initial weights bit for bit those of the file's Model; outputs and gradients equal in float64, with ties and on bounds")
+    click.echo(found["checked"] or "not checked against the file's Model")
     if generate:
         click.echo(str(emit.write_package(emit.make_package(spec), Path("generated"), force=force)))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from codegen.from_module.faults import Fault, Refused, first_line, line_here, line_of
+from codegen.from_module import calls
+from codegen.from_module.faults import Fault, Refused, Unfit, first_line, line_here, line_of
 from codegen.from_module.graph import Entry
+from codegen.ops import Kind
+from codegen.spec.reader import HOLDERS
 
 SEED = 42
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
@@ -140,50 +143,76 @@ def _recording(path: str) -> Iterator[list[Record]]:
             handle.remove()
 
 
-def initialiser(model: nn.Module, name: str, records: list[Record]) -> str:
-    """How the nn.Parameter `name` of Model is filled: "ones", "zeros", "randn" or "rand". Raises Refused for anything else.
+def initialiser(model: nn.Module, name: str, records: list[Record]) -> str | float:
+    """How the nn.Parameter `name` of Model is filled: "randn", "rand" or the number that all of it is. Raises Refused for anything else.
 
     A random one is drawn again, from the generator's state before the parameter was created or, for torch.nn.init, right after.
     """
     value = getattr(model, name).detach()
     index = max(i for i, record in enumerate(records) if record.owner == id(model) and record.name == name)
-    for word, constant in (("ones", 1.0), ("zeros", 0.0)):
-        if bool((value == constant).all()):
-            return word
+    first = float(value.flatten()[0])
+    if bool((value == first).all()):
+        return first
     before = records[index - 1].state if index else torch.Generator().manual_seed(SEED).get_state()
     for state in (before, records[index].state):
         for word, draw in (("randn", torch.randn), ("rand", torch.rand)):
             if torch.equal(value, draw(value.shape, generator=torch.Generator().set_state(state))):
                 return word
     span = f"values from {value.min():.4g} to {value.max():.4g}"
-    said = f"self.{name} is filled in a way the grammar has no word for ({span}); it has randn, rand, ones and zeros, unscaled"
+    said = f"self.{name} is filled in a way the grammar has no word for ({span}); it has randn, rand and one number, unscaled"
     raise Refused([Fault(records[index].line, said)])
 
 
-def order_faults(model: nn.Module, entries: list[Entry], records: list[Record]) -> list[Fault]:
-    """Parameters that are not created in the chain's order, told at the line that creates the later one too early."""
-    created = {r.name: (i, r.line) for i, r in enumerate(records) if r.owner == id(model)}
-    owners = [entry for entry in entries if entry.has_parameters and entry.name in created]
-    drawing = [e for e in owners if e.operator in ("linear", "conv2d") or e.values.get("init") in ("rand", "randn")]
-    bare = [e for e in owners if e.values.get("shape") is not None]
-    modules = [e for e in owners if e.values.get("shape") is None]
-    draws = "PyTorch draws random numbers in the order of creation, so the initial weights would differ"
-    listed = "state_dict and parameters() would have another order"
-    faults: dict[int, Fault] = {}
-    for group, why in ((drawing, draws), (bare, listed), (modules, listed)):
-        for earlier, later in zip(group, group[1:], strict=False):
-            (index, line), (later_index, later_line) = created[earlier.name], created[later.name]
-            if index > later_index:
-                said = f"self.{later.name} is created before self.{earlier.name} (line {line}), but used after it: {why}; create them in the order of use"
-                faults.setdefault(later_line, Fault(later_line, said))
-    return list(faults.values())
+def filled(model: nn.Module, entries: list[Entry], records: list[Record]) -> tuple[list[Entry], list[Fault]]:
+    """The entries with the way in which each bare parameter is filled, and what is wrong with that."""
+    done, faults = [], []
+    for entry in entries:
+        if entry.holds_parameter:
+            try:
+                entry = replace(entry, values=entry.values | {"init": initialiser(model, entry.name, records)})
+            except Refused as refused:
+                faults += refused.faults
+        done.append(entry)
+    return done, faults
 
 
-def unused_faults(model: nn.Module, used: set[str], records: list[Record]) -> list[Fault]:
-    """Parameters and buffers of Model that forward never uses: a spec has no place for them, and its state_dict would lack them."""
-    lines = lines_of(model, records)
+def unused(model: nn.Module, used: set[str], records: list[Record]) -> tuple[list[Entry], list[Fault]]:
+    """Entries for the parameters of Model that forward never uses, in the order of creation, and what the grammar has no word for."""
+    created = lines_of(model, records)
     holders = dict.fromkeys(key.split(".")[0] for key in model.state_dict())
-    return [Fault(lines.get(name, 0), f"self.{name} holds parameters or buffers that forward never uses; remove it") for name in holders if name not in used]
+    entries, faults = [], []
+    for name in sorted((name for name in holders if name not in used), key=list(created).index if created else None):
+        line, held = created.get(name, 0), getattr(model, name)
+        try:
+            entries.append(_dead(name, held, line))
+        except Unfit as unfit:
+            faults.append(Fault(line, f"self.{name} is never used by forward, and {unfit}; remove it"))
+    return entries, faults
+
+
+def _dead(name: str, held: Any, line: int) -> Entry:
+    if isinstance(held, nn.Parameter):
+        return Entry("parameter", line, name, {"shape": tuple(held.shape)})
+    operator, values = calls.module_values(held) if isinstance(held, nn.Module) and type(held) in calls.MODULES else ("", {})
+    row = HOLDERS.get(operator)
+    if row is None:
+        raise Unfit(f"the grammar has no word for what it holds ({type(held).__name__})")
+    takes: dict[str, Any] = {}
+    if row.kind is Kind.NORM:
+        rank = int(type(held).__name__[-2]) if type(held).__name__.endswith("d") else 0
+        channels = getattr(held, "num_channels", getattr(held, "num_features", None))
+        takes = {"takes": tuple(held.normalized_shape) if channels is None else (channels, *(2,) * rank)}
+    return Entry(operator, line, name, values | takes)
+
+
+def order_of(model: nn.Module, entries: list[Entry], records: list[Record]) -> list[str]:
+    """The names of what holds parameters in the order of creation, where that gives other random numbers or another state_dict than the order of `entries`."""
+    created = {r.name: i for i, r in enumerate(records) if r.owner == id(model)}
+    owners = [entry for entry in entries if entry.name in created and (entry.holds_parameter or entry.has_module)]
+    drawing = [e for e in owners if "conv" in e.operator or e.operator == "linear" or e.values.get("init") in ("rand", "randn")]
+    bare, modules = [e for e in owners if e.holds_parameter], [e for e in owners if not e.holds_parameter]
+    places = [[created[entry.name] for entry in group] for group in (drawing, bare, modules)]
+    return sorted((entry.name for entry in owners), key=created.get) if any(group != sorted(group) for group in places) else []
 
 
 def behaviour_faults(model: nn.Module, records: list[Record], init_line: int) -> list[Fault]:

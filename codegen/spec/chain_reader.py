@@ -263,6 +263,8 @@ class ChainReader(Scalars):
             return self.sizes(node, argument.name)
         if kind in WINDOW_TYPES:
             return self.per_axis(node, argument.name, *WINDOW_TYPES[kind])
+        if kind == "axes" and node.value is None:
+            return None
         if kind == "axis" or (kind == "axes" and not node.is_list):
             return self.integer(node, argument.name, -MAX_RANK, MAX_RANK - 1)
         if kind == "axes":

@@ -55,7 +55,7 @@ def _entry(step: Step, takes: bool = False) -> Any:
     arguments: dict[str, Any] = {"name": step.name} if step.name else {}
     for argument in step.operator.arguments:
         value = step.values[argument.name]
-        if value is not None and not (argument.name == "detach" and value is False):
+        if not (value is None and argument.default is None) and not (argument.name == "detach" and not value):
             arguments[argument.name] = step.sources.get(argument.name, _plain(value))
     if takes:
         arguments["takes"] = list(step.input_shape[1:])
