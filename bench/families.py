@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from codegen.ir.fused_form import departure
 from codegen.ops import Kind
 from codegen.spec import Spec
 
@@ -42,7 +43,7 @@ _ROWS = {"fp32": 8.0, "tf32": 8.0, "bf16": 8.0, "fp16": 2.0}  # decades on both 
 
 @dataclass(frozen=True)
 class Family:
-    """`make(draw)` returns x and the parameters; `initial` families keep the weights the constructor drew. `beyond`: squares exceed fp32's range, so that
+    """`make(draw)` returns x and the parameters, `Draw.finish` adds what else a chain takes; `initial` families keep the weights the constructor drew. `beyond`: squares exceed fp32's range, so that
     eager's norm is no yardstick, and its product with an exact norm is."""
 
     name: str
@@ -51,6 +52,11 @@ class Family:
     initial: bool = False
     beyond: bool = False
     applies: Callable[[Spec], bool] = lambda spec: True
+    any_chain: bool = False  # else only chains of a producer and a norm: the data aim at their places
+
+    def serves(self, spec: Spec) -> bool:
+        """Can the family be drawn for the spec?"""
+        return (self.any_chain or departure(spec.chain) is None) and self.applies(spec)
 
 
 class Draw:
@@ -84,9 +90,19 @@ class Draw:
                 elif step.operator.name == "mul" or (step.operator.kind is Kind.NORM and parameter.suffix == "weight"):
                     value = self.randn(*shape)
                     found[key] = value.masked_fill_(self.rand(*shape) < 0.03, 0.0)
+                elif step.operator.name == "div":
+                    found[key] = torch.where(self.rand(*shape) < 0.5, -1.0, 1.0) * (0.5 + self.rand(*shape))
                 else:
                     found[key] = self.randn(*shape)
         return found
+
+    def state(self) -> Parameters:
+        """Random running statistics, as some training would leave them."""
+        made = {
+            "zeros": lambda shape: self.randn(*shape).mul_(0.5), "ones": lambda shape: self.rand(*shape).add_(0.5),
+            "count": lambda shape: self.integers(1, 1000, *shape),
+        }  # fmt: skip
+        return {key: made[fill](shape) for key, shape, fill in self.spec.buffers}
 
     @property
     def weight(self) -> str:
@@ -103,10 +119,15 @@ class Draw:
         """Indices 0..channels-1, shaped to scale the producer's weight by output channel."""
         return torch.arange(self.spec.channels, device=self.device).view(-1, *[1] * (len(self.spec.producer.parameters[0].shape) - 1))
 
-    def finish(self, x: torch.Tensor, parameters: Parameters) -> tuple[torch.Tensor, Parameters]:
-        """Both in the spec's storage type."""
+    def finish(self, x: torch.Tensor, parameters: Parameters) -> tuple[tuple[torch.Tensor, ...], Parameters]:
+        """All inputs, x first, and the parameters with random running statistics (neither, for those the constructor drew), in the spec's storage type."""
         dtype = getattr(torch, self.spec.precision.dtype)
-        return x.to(dtype), {key: value.to(dtype) for key, value in parameters.items()}
+        others = [getattr(self, given.values)(*given.shape) for given in self.spec.inputs[1:]]
+        state = self.state() if parameters else {}
+        return (
+            (x.to(dtype), *(other.to(dtype) for other in others)),
+            {key: value.to(dtype) if value.is_floating_point() else value for key, value in (parameters | state).items()},
+        )  # fmt: skip
 
 
 def _uniform(d: Draw):
@@ -115,6 +136,13 @@ def _uniform(d: Draw):
 
 def _normal(d: Draw):
     return d.x(), d.parameters()
+
+
+def _shifted(d: Draw):
+    """Each channel of x (each feature, of a matrix) has a mean and a spread of its own."""
+    shape = d.spec.input_shape
+    own = (1, shape[1], *[1] * (len(shape) - 2)) if len(shape) > 1 else shape
+    return d.x().mul_(d.rand(*own).mul_(1.5).add_(0.5)).add_(d.rand(*own).mul_(4.0).sub_(2.0)), d.parameters()
 
 
 def _benchmark(d: Draw):
@@ -421,9 +449,10 @@ def _has_spare_input(spec: Spec) -> bool:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        Family("benchmark", "the spec's own inputs, initial weights", _benchmark, initial=True),
-        Family("uniform", "uniform in [0, 1)", _uniform),
-        Family("normal", "standard normal", _normal),
+        Family("benchmark", "the spec's own inputs, initial weights", _benchmark, initial=True, any_chain=True),
+        Family("uniform", "uniform in [0, 1)", _uniform, any_chain=True),
+        Family("normal", "standard normal", _normal, any_chain=True),
+        Family("shifted", "a mean and a spread for each channel of x", _shifted, applies=lambda spec: departure(spec.chain) is not None, any_chain=True),
         Family("offset", "large mean, small spread before the norm", _offset, applies=lambda spec: len(spec.producer.parameters) > 1),
         Family("input offset", "large mean, tiny spread in x", _input_offset),
         Family("constant rows", "each sample one value, the first zero", _constant_rows),

@@ -45,11 +45,11 @@ def compile_peers(subject: Subject, peers: Iterable[str]) -> None:
     """
     names = tuple(name for name in peers if name == "compile")
     if names:
-        subject.load({})
+        subject.load({}, training=False)
         torch.manual_seed(INPUT_SEED)
-        x = subject.emitted.module.get_inputs()[0].to(subject.device)
+        inputs = tuple(given.to(subject.device) for given in subject.emitted.module.get_inputs())
         with torch.no_grad(), precision_flags(subject.spec.precision.name), inductor.patch(autotune_local_cache=False):
-            build(names, subject.emitted, subject.eager, x)
+            build(names, subject.emitted, subject.eager, inputs)
 
 
 def build_all(packages: Iterable[tuple[Path, str]], capability: tuple[int, int] | None, workers: int | None = None) -> dict[Path, str]:

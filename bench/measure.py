@@ -33,22 +33,22 @@ def measure(
     emitted: Emitted, ours: nn.Module, device: torch.device, machine: Machine, ceilings: Ceilings, peer_names: tuple[str, ...],
     budget_s: float = 3.0, report=None, launches: bool = True,
 ) -> Record:  # fmt: skip
-    """Time `ours` and the peers, interleaved, on the spec's own inputs with its initial weights. Errors are against float64.
+    """Time `ours` and the peers, interleaved, on the spec's own inputs with its initial weights, in evaluation mode. Errors are against float64.
 
     `launches` says whether to time the cost of launching too, where the device is a GPU. Prepared weights are current before the timing begins, and reported apart.
     """
     spec, target = emitted.spec, built_target(ours, emitted.spec.batch)
     subject = Subject(emitted, ours, device)
-    subject.load({})
     torch.manual_seed(INPUT_SEED)
-    x = emitted.module.get_inputs()[0].to(device)
-    exact = subject.run_exact(x)
+    inputs = tuple(given.to(device) for given in emitted.module.get_inputs())
+    subject.load({}, training=False)
+    exact = subject.run_exact(inputs)
     errors = lambda y: compare(y, exact, spec.precision.tolerance, None)  # noqa: E731
     del subject._exact
     prepare = preparing(ours) if emitted.prepares(target) else None
     with torch.no_grad(), precision_flags(spec.precision.name) as flags:
-        built, failed = peers_module.build(peer_names, emitted, subject.eager, x, report)
-        us = Peer("ours", lambda: ours(x))
+        built, failed = peers_module.build(peer_names, emitted, subject.eager, inputs, report)
+        us = Peer("ours", lambda: ours(*inputs))
         measured = {peer.name: errors(peer.call()) if peer.chain else None for peer in [us, *built]}
         del exact
         if report:

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bench.subject import Emitted, construct, emit_variant
+from bench.subject import Emitted, Inputs, construct, emit_variant
 from bench.timing import capture
+from codegen.ir.fused_form import departure
 from codegen.ops import Kind
 from codegen.plan import PlanError
 from codegen.torch_text import reference_lines
@@ -32,18 +33,18 @@ class Peer:
     setup_s: float = 0.0
 
 
-Builder = Callable[[Emitted, nn.Module, torch.Tensor], list[Peer]]
+Builder = Callable[[Emitted, nn.Module, Inputs], list[Peer]]
 
 
-def _eager(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
-    return [Peer("eager", lambda: eager(x))]
+def _eager(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Peer]:
+    return [Peer("eager", lambda: eager(*inputs))]
 
 
-def _graph(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
-    if x.device.type != "cuda":
+def _graph(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Peer]:
+    if inputs[0].device.type != "cuda":
         return []
     held: dict[str, torch.Tensor] = {}
-    graph = capture(lambda: held.update(y=eager(x)), x.device)
+    graph = capture(lambda: held.update(y=eager(*inputs)), inputs[0].device)
 
     def call():
         graph.replay()
@@ -53,31 +54,35 @@ def _graph(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
 
 
 def _compiled(mode: str | None, name: str) -> Builder:
-    def build(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
+    def build(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Peer]:
         from torch._inductor import config
 
         if mode is not None:
             config.max_autotune_gemm_backends = config.max_autotune_conv_backends = "ATEN,TRITON"
         if mode == "max-autotune":
-            torch._dynamo.mark_static_address(x)  # else its CUDA graph copies x at each call
+            for given in inputs:
+                torch._dynamo.mark_static_address(given)  # else its CUDA graph copies it at each call
         compiled = torch.compile(eager, mode=mode, fullgraph=True, dynamic=False)
         for _ in range(3):  # CUDA graphs are recorded at the second call
-            compiled(x)
-        return [Peer(name, lambda: compiled(x), note=mode or "default")]
+            compiled(*inputs)
+        return [Peer(name, lambda: compiled(*inputs), note=mode or "default")]
 
     return build
 
 
-def _library(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
-    """The producer alone, by torch's library: what the rest of the chain costs nothing beside."""
-    module = producer_module(emitted, eager)
+def _library(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Peer]:
+    """The producer alone, by torch's library, of a chain that starts with one: what the rest of the chain costs nothing beside."""
+    if not starts_with_producer(emitted):
+        return []
+    module, (x, *_) = producer_module(emitted, eager), inputs
     kind = "GEMM" if isinstance(module, nn.Linear) else "convolution"
     return [Peer(f"library {kind} alone", lambda: module(x), chain=False)]
 
 
-def _library_tail(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
+def _library_tail(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Peer]:
     """Torch's GEMM or convolution behind which our norm kernel runs; fp32 and tf32 GEMMs get the compiled tail instead."""
-    if x.device.type != "cuda":
+    x = inputs[0]
+    if x.device.type != "cuda" or departure(emitted.spec.chain) is not None:
         return []
     try:
         variant = emit_variant(emitted.spec, "sm_80", "library", gemm="library")
@@ -86,16 +91,19 @@ def _library_tail(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[P
         module = producer_module(emitted, eager)
         tail(module(x))
         return [Peer("library GEMM + compiled tail", lambda: tail(module(x)))]
-    model = construct(variant, x.device, "sm_80")
+    model = construct(variant, inputs[0].device, "sm_80")
     model.load_state_dict(eager.state_dict())
     kind = "GEMM" if emitted.spec.producer.operator.name == "linear" else "convolution"
-    return [Peer(f"library {kind} + our tail", lambda: model(x))]
+    return [Peer(f"library {kind} + our tail", lambda: model(*inputs))]
 
 
-def _triton(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
+def _triton(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Peer]:
     """The autotuned Triton GEMM in three products, behind which the compiled tail runs. fp32 after a linear only."""
+    x = inputs[0]
+    if x.device.type != "cuda" or emitted.spec.precision.name != "fp32" or departure(emitted.spec.chain) is not None:
+        return []
     module = producer_module(emitted, eager)
-    if x.device.type != "cuda" or emitted.spec.precision.name != "fp32" or not isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Linear):
         return []
     from bench.triton_gemm import best_config, linear
 
@@ -106,6 +114,11 @@ def _triton(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[Peer]:
         run()
         peers.append(Peer(f"Triton GEMM {precision} + compiled tail", run, note=best_config(precision) or ""))
     return peers
+
+
+def starts_with_producer(emitted: Emitted) -> bool:
+    """Is the chain's first operator a linear or a convolution?"""
+    return emitted.spec.producer.operator.kind is Kind.PRODUCER
 
 
 def producer_module(emitted: Emitted, eager: nn.Module) -> nn.Module:
@@ -145,7 +158,7 @@ BUILDERS: dict[str, Builder] = {
 }
 
 
-def build(names: tuple[str, ...], emitted: Emitted, eager: nn.Module, x: torch.Tensor, report=None) -> tuple[list[Peer], dict[str, str]]:
+def build(names: tuple[str, ...], emitted: Emitted, eager: nn.Module, inputs: Inputs, report=None) -> tuple[list[Peer], dict[str, str]]:
     """The peers called `names`, ready to be timed, and why any could not be made. Call under no_grad with the precision's flags set."""
     peers, failed = [], {}
     torch._dynamo.reset()  # once: what is compiled below stays compiled while it is timed
@@ -154,7 +167,7 @@ def build(names: tuple[str, ...], emitted: Emitted, eager: nn.Module, x: torch.T
             report(name)
         start = time.perf_counter()
         try:
-            made = BUILDERS[name](emitted, eager, x)
+            made = BUILDERS[name](emitted, eager, inputs)
         except Exception as error:  # noqa: BLE001 - a peer that its own authors' code cannot run is a fact to report, not a failure of ours
             failed[name] = failure_text(error)
             continue

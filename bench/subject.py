@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from bench.machine import environment, precision_flags
 from bench.packages import generate, load_package
 from codegen.emit import make_package, write_if_different
+from codegen.ops import Kind
 from codegen.plan import PlanError
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 from runtime.launch import ALLOCATION
 
 SEED = 42
-CONV_CHUNK = 16  # samples whose float64 intermediates are held at once
+CONV_CHUNK = 16  # samples whose float64 gradients are computed at once
+EXACT_VALUES = 1 << 27  # of the largest float64 intermediate that is held at once: 1 GiB
+
+Inputs = tuple[torch.Tensor, ...]
+_dropout = functional.dropout
 
 
 @dataclass(frozen=True)
@@ -130,9 +140,9 @@ def built_target(model: nn.Module, batch: int) -> str:
 
 
 class Subject:
-    """`ours` beside eager PyTorch and the float64 reference, all with the same parameters at any time.
+    """`ours` beside eager PyTorch and the float64 reference, all with the same parameters, state and mode at any time.
 
-    `ours` may be any module with the reference's state_dict. `eager` is the package's `Model`.
+    `ours` may be any module with the reference's state_dict. `eager` is the package's `Model`. Inputs are a tuple of tensors, x first.
     """
 
     def __init__(self, emitted: Emitted, ours: nn.Module, device: torch.device):
@@ -141,56 +151,110 @@ class Subject:
         self.eager = emitted.module.Model(*emitted.module.get_init_inputs()).to(device)
         self.initial = {key: value.clone() for key, value in self.eager.state_dict().items()}
         self._exact = copy.deepcopy(self.eager).double()
-        step = self.spec.producer
-        self._weight = step.key(step.parameters[0])
+        self._loaded = self.initial
+        self._masks = Masks(device)
 
-    def load(self, parameters: dict[str, torch.Tensor]) -> None:
-        """Give all models these parameters; an empty dict means the initial ones."""
-        state = parameters or self.initial
+    def load(self, parameters: dict[str, torch.Tensor], training: bool = True) -> None:
+        """Give all models these parameters and running statistics, the initial ones where there are none, and a mode."""
+        self._loaded = self.initial | parameters
         for model in (self.ours, self.eager, self._exact):
-            model.load_state_dict(state)
+            model.load_state_dict(self._loaded)
+            model.train(training)
 
-    def run_ours(self, x: torch.Tensor) -> torch.Tensor:
+    def _begin(self, model: nn.Module) -> None:
+        """Every run starts from the running statistics that were loaded, and draws the same masks."""
+        for key, _, _ in self.spec.buffers:
+            model.get_buffer(key).copy_(self._loaded[key])
+        torch.manual_seed(SEED)
+
+    def state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The running statistics of a model after its latest run."""
+        return {key: model.get_buffer(key).clone() for key, _, _ in self.spec.buffers}
+
+    def run_ours(self, inputs: Inputs) -> torch.Tensor:
         """The generated model's result for the whole batch; memory it may be handed is filled with garbage first."""
         poison_allocator(self.emitted, built_target(self.ours, self.spec.batch) if hasattr(self.ours, "_loaded") else None, self.device)
         with torch.no_grad():
-            return self.ours(x)
+            self._begin(self.ours)
+            return self.ours(*inputs)
 
-    def run_eager(self, x: torch.Tensor, precision: str | None = None) -> torch.Tensor:
+    def run_eager(self, inputs: Inputs, precision: str | None = None) -> torch.Tensor:
         """PyTorch's result at the spec's precision (or with TF32 as `precision` has it), for any number of rows."""
-        with torch.no_grad(), precision_flags(precision or self.spec.precision.name):
-            return self.eager(x)
+        with torch.no_grad(), precision_flags(precision or self.spec.precision.name), self._masks.drawn():
+            self._begin(self.eager)
+            return self.eager(*inputs)
 
-    def run_eager_product(self, x: torch.Tensor, precision: str | None = None) -> torch.Tensor:
+    def run_eager_product(self, inputs: Inputs, precision: str | None = None) -> torch.Tensor:
         """PyTorch's product at that precision with the rest of the chain in float64, rounded to the storage type: what a norm whose squares cannot exceed their range makes of it."""
         producer = self.spec.producer.name
         product = self.eager.get_submodule(producer)
-        handle = self._exact.get_submodule(producer).register_forward_hook(lambda module, inputs, exact: product(inputs[0].to(x.dtype)).double())
+        handle = self._exact.get_submodule(producer).register_forward_hook(lambda module, given, exact: product(given[0].to(inputs[0].dtype)).double())
         try:
             with precision_flags(precision or self.spec.precision.name):
-                return self._chunked(x.double()).to(getattr(torch, self.spec.precision.dtype))
+                return self.run_exact(inputs).to(getattr(torch, self.spec.precision.dtype))
         finally:
             handle.remove()
 
-    def run_exact(self, x: torch.Tensor) -> torch.Tensor:
-        """The float64 result for any number of rows."""
-        return self._chunked(x.double())
-
-    def run_tf32_model(self, x: torch.Tensor) -> torch.Tensor:
-        """What TF32 means: the producer's operands rounded to nearest at 10 mantissa bits, everything else in float64."""
-        weight = self._exact.get_parameter(self._weight)
-        kept = weight.detach().clone()
+    def run_exact(self, inputs: Inputs) -> torch.Tensor:
+        """The float64 result for any number of rows, with the masks of the latest eager run."""
         with torch.no_grad():
-            weight.copy_(round_tf32(self.eager.get_parameter(self._weight)))
-            y = self._chunked(round_tf32(x).double())
-            weight.copy_(kept)
-        return y
+            self._begin(self._exact)
+            with self._masks.again():
+                return torch.cat([self._exact(*(given.double() for given in part)) for part in self._parts(inputs)])
 
-    def _chunked(self, x: torch.Tensor) -> torch.Tensor:
-        batch_first = self.spec.output_shape[0] == self.spec.batch
-        size = CONV_CHUNK if x.dim() > 2 and batch_first else x.shape[0]
-        with torch.no_grad():
-            return torch.cat([self._exact(part) for part in x.split(size)])
+    def run_tf32_model(self, inputs: Inputs) -> torch.Tensor:
+        """What TF32 means: the producers' operands rounded to nearest at 10 mantissa bits, everything else in float64."""
+        producers = [self._exact.get_submodule(step.name) for step in self.spec.chain if step.operator.kind is Kind.PRODUCER]
+        kept = [module.weight.detach().clone() for module in producers]
+        handles = [module.register_forward_pre_hook(lambda module, given: (round_tf32(given[0].float()).double(),)) for module in producers]
+        try:
+            for module in producers:
+                module.weight.data.copy_(round_tf32(module.weight.data.float()))
+            return self.run_exact(inputs)
+        finally:
+            for module, weight, handle in zip(producers, kept, handles, strict=True):
+                module.weight.data.copy_(weight)
+                handle.remove()
+
+    def _parts(self, inputs: Inputs) -> Iterator[Inputs]:
+        """The inputs a few samples at a time, as far as samples are independent, so that no float64 intermediate exceeds EXACT_VALUES."""
+        apart = self.spec.rows_are_samples and not (self.spec.has_modes and self._exact.training)
+        rows, largest = inputs[0].shape[0], max(math.prod(step.output_shape) for step in self.spec.chain)
+        size = max(1, EXACT_VALUES * self.spec.batch // largest) if apart else rows
+        for first in range(0, rows, size):
+            yield tuple(given[first : first + size] if of.batched else given for given, of in zip(inputs, self.spec.inputs, strict=True))
+
+
+class Masks:
+    """Dropout's masks of a run in one type, for a run in another, whose own draw would differ."""
+
+    def __init__(self, device: torch.device):
+        self._devices, self._masks = [device] if device.type == "cuda" else [], []
+
+    @contextmanager
+    def drawn(self):
+        """Keep the masks that the block draws."""
+        self._masks = []
+
+        def dropout(v, p=0.5, training=True, inplace=False):
+            if training:
+                with torch.random.fork_rng(self._devices):
+                    self._masks.append(_dropout(torch.ones_like(v), p, True) != 0)
+            return _dropout(v, p, training, inplace)
+
+        with mock.patch.object(functional, "dropout", dropout):
+            yield
+
+    @contextmanager
+    def again(self):
+        """Use the kept masks in their order; a block that is no training has none."""
+        masks = iter(self._masks)
+
+        def dropout(v, p=0.5, training=True, inplace=False):
+            return v * next(masks) / (1.0 - p) if training and p < 1 else v * 0.0 if training else v
+
+        with mock.patch.object(functional, "dropout", dropout):
+            yield
 
 
 def round_tf32(x: torch.Tensor) -> torch.Tensor:

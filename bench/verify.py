@@ -19,11 +19,19 @@ from bench.machine import choose_device, describe
 from bench.metrics import Errors, compare, same_bits
 from bench.promise import Yardsticks, allowed_error, allowed_outside, broken, by_chance, draws_for, independent, pooled, pooled_errors
 from bench.subject import Subject, built_target, construct, emit, target_to_emit
+from codegen.ir.fused_form import departure
 from codegen.numerics import PRECISIONS
+from codegen.ops import Kind
+from codegen.plan.floor import producer_flop
 from codegen.spec import Spec
 from codegen.targets import TARGETS
 
+TRAINING, EVALUATION = MODES = ("training", "evaluation")
+STATE_MARGIN = 4  # running statistics are means of many values, each rounded once: their errors scatter more than a result's
 CPU_FLOP = 2e9  # on a CPU, specs of more work than this compare some samples only (but for their own inputs) and repeat less
+
+
+State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,12 @@ class Finding:
     repeats: int
     problems: tuple[str, ...]
     draws: int = 1
+    mode: str = ""  # of a chain whose training computes something else: training or evaluation
+
+    @property
+    def name(self) -> str:
+        """The family and, where there are two, the mode."""
+        return self.family.name + (f", {self.mode}" if self.mode else "")
 
     @property
     def ok(self) -> bool:
@@ -46,7 +60,7 @@ class Finding:
     def record(self) -> dict:
         """As plain data for the ledger."""
         return {
-            "family": self.family.name, "ok": self.ok, "rel_error": rounded(self.ours.relative), "allowed": rounded(self.allowed),
+            "family": self.name, "ok": self.ok, "rel_error": rounded(self.ours.relative), "allowed": rounded(self.allowed),
             "eager_rel_error": rounded(self.by.eager.relative), "max_error": rounded(self.ours.largest), "outside": self.ours.outside,
             "eager_outside": self.by.eager.outside, "elements": self.ours.elements, "group_mean": rounded(self.ours.group_mean),
             "group_std": rounded(self.ours.group_std), "problems": list(self.problems), "draws": self.draws,
@@ -68,12 +82,14 @@ def verify(subject: Subject, families: tuple[str, ...] = (), repeats: int = 3, s
 
     Errors above the promise that may be luck are judged by more draws (bench.promise).
     """
-    chosen = [FAMILIES[name] for name in families or FAMILIES]
+    spec = subject.spec
+    chosen = [family for family in (FAMILIES[name] for name in families or FAMILIES) if family.serves(spec)]
+    cases = [(family, mode) for family in chosen for mode in (MODES if spec.has_modes else ("",))]
     findings = []
-    for number, family in enumerate(family for family in chosen if family.applies(subject.spec)):
-        again = repeats if family.initial else min(repeats, int(not _costly(subject.spec, subject.device)))
-        finding = _examine(subject, family, again, seed + number)
-        if not finding.ok and _lucky(subject.spec, finding):
+    for number, (family, mode) in enumerate(cases):
+        again = repeats if family.initial else min(repeats, int(not _costly(spec, subject.device)))
+        finding = _examine(subject, family, mode, again, seed + number)
+        if not finding.ok and _lucky(spec, finding):
             finding = _again(subject, finding)
         findings.append(finding)
         if on_finding:
@@ -91,34 +107,37 @@ def _again(subject: Subject, first: Finding) -> Finding:
     """The verdict of several draws together, not of the one that gave rise to them; of one alone where it is wrong for certain."""
     spec, family = subject.spec, first.family
     count = draws_for(independent(spec, first.ours.elements))
-    draws = [_examine(subject, family, 0, 1000 * seed) for seed in range(1, count + 1)]
+    draws = [_examine(subject, family, first.mode, 0, 1000 * seed) for seed in range(1, count + 1)]
     certain = next((found for found in draws if not found.ok and not _lucky(spec, found)), None)
     if certain:
         return certain
     ours, by = [found.ours for found in draws], [found.by for found in draws]
     allowed, outside, problems = pooled(spec, ours, by, family.initial)
     eager = pooled_errors([one.eager for one in by])
-    return Finding(family, pooled_errors(ours), replace(by[0], eager=eager), allowed, outside, first.repeats, tuple(problems), count)
+    return Finding(family, pooled_errors(ours), replace(by[0], eager=eager), allowed, outside, first.repeats, tuple(problems), count, first.mode)
 
 
-def _examine(subject: Subject, family: Family, repeats: int, seed: int) -> Finding:
+def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: int) -> Finding:
     spec = subject.spec
     draw = Draw(spec, subject.device, seed)
-    x, parameters = draw.finish(*family.make(draw))
-    subject.load(parameters)
-    y = subject.run_ours(x)
+    inputs, parameters = draw.finish(*family.make(draw))
+    subject.load(parameters, mode != EVALUATION)
+    y = subject.run_ours(inputs)
     problems = _shape_problems(spec, y)
     if problems:
         nothing = Errors(math.inf, math.inf, 0, 0, None, None, None)
-        return Finding(family, nothing, Yardsticks(nothing, nothing, None, 0.0, 0.0), 0.0, None, 0, tuple(problems))
-    changed = sum(not same_bits(y, subject.run_ours(x)) for _ in range(repeats))
+        return Finding(family, nothing, Yardsticks(nothing, nothing, None, 0.0, 0.0), 0.0, None, 0, tuple(problems), mode=mode)
+    state = subject.state(subject.ours)
+    changed = sum(not same_bits(y, subject.run_ours(inputs)) for _ in range(repeats))
     rows = _rows(spec, subject.device, family)
-    part = x if rows is None else x[rows]
+    part = inputs if rows is None else tuple(given[rows] if of.batched else given for given, of in zip(inputs, spec.inputs, strict=True))
     y = y if rows is None else y[rows]
-    exact = subject.run_exact(part)
     run_eager = subject.run_eager_product if family.beyond else subject.run_eager
     eager_y = run_eager(part)
-    groups = spec.num_groups if spec.output_shape[1:2] == (spec.channels,) else None
+    eager_state = subject.state(subject.eager)
+    exact = subject.run_exact(part)
+    problems += _state_problems(state, eager_state, subject.state(subject._exact))
+    groups = spec.num_groups if departure(spec.chain) is None and spec.output_shape[1:2] == (spec.channels,) else None
     measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, eager_y)  # noqa: E731
     ours, eager = measure(y), measure(eager_y)
     tf32 = spec.precision.name == "tf32"
@@ -133,7 +152,20 @@ def _examine(subject: Subject, family: Family, repeats: int, seed: int) -> Findi
     problems += broken(spec, ours, by, family.initial)
     if changed:
         problems.append(f"{changed} of {repeats} repeated runs gave other bits")
-    return Finding(family, ours, by, allowed_error(spec, by), allowed_outside(spec, by, family.initial), repeats, tuple(problems))
+    return Finding(family, ours, by, allowed_error(spec, by), allowed_outside(spec, by, family.initial), repeats, tuple(problems), mode=mode)
+
+
+def _state_problems(ours: State, eager: State, exact: State) -> list[str]:
+    """Every running statistic that is further from the exact one than STATE_MARGIN of PyTorch's own error, or of a rounding of its type."""
+    problems = []
+    for key, wanted in exact.items():
+        if not wanted.is_floating_point():
+            problems += [] if torch.equal(ours[key], eager[key]) else [f"{key} is {ours[key].tolist()}, expected {eager[key].tolist()}"]
+            continue
+        error, theirs = (compare(one[key], wanted, 0.0, None).relative for one in (ours, eager))
+        allowed = STATE_MARGIN * max(theirs, torch.finfo(ours[key].dtype).eps)
+        problems += [] if error <= allowed else [f"{key}: relative error {error:.2e} > {allowed:.2e}"]
+    return problems
 
 
 def _shape_problems(spec: Spec, y: torch.Tensor) -> list[str]:
@@ -145,7 +177,7 @@ def _shape_problems(spec: Spec, y: torch.Tensor) -> list[str]:
 
 def _rows(spec: Spec, device: torch.device, family: Family) -> torch.Tensor | None:
     """Which samples are compared: None for all; for costly specs on a CPU the first 8 and 16 spread over the batch."""
-    if family.initial or not _costly(spec, device) or spec.output_shape[0] != spec.batch:
+    if family.initial or not _costly(spec, device) or not spec.rows_are_samples or spec.has_modes:
         return None
     first = torch.arange(min(8, spec.batch))
     return torch.unique(torch.cat([first, torch.linspace(0, spec.batch - 1, min(16, spec.batch)).long()]))
@@ -153,8 +185,7 @@ def _rows(spec: Spec, device: torch.device, family: Family) -> torch.Tensor | No
 
 def _costly(spec: Spec, device: torch.device) -> bool:
     """Is this a CPU, and is the spec's arithmetic more than CPU_FLOP?"""
-    per_output = torch.Size(spec.producer.parameters[0].shape[1:]).numel()
-    return device.type == "cpu" and 2.0 * torch.Size(spec.producer.output_shape).numel() * per_output > CPU_FLOP
+    return device.type == "cpu" and sum(producer_flop(step) for step in spec.chain if step.operator.kind is Kind.PRODUCER) > CPU_FLOP
 
 
 def table_of(findings: list[Finding], title: str) -> Table:
@@ -167,7 +198,7 @@ def table_of(findings: list[Finding], title: str) -> Table:
     for f in findings:
         verdict = "[green]right[/]" if f.ok else "[bold red]WRONG[/] " + "; ".join(f.problems)
         table.add_row(
-            f.family.name, f"{f.ours.relative:.2e}", f"{f.allowed:.2e}", f"{f.by.eager.relative:.2e}", f"{f.ours.largest:.1e}",
+            f.name, f"{f.ours.relative:.2e}", f"{f.allowed:.2e}", f"{f.by.eager.relative:.2e}", f"{f.ours.largest:.1e}",
             _share(f.ours), _share(f.by.eager), _short(f.ours.group_mean), _short(f.ours.group_std), str(f.draws), str(f.repeats), verdict,
         )  # fmt: skip
     return table
@@ -203,7 +234,7 @@ def main(specs, precision, prepack, target, device, families, repeats, seed, out
         for size in emitted.sizes:
             subject = Subject(size, ours, where)
             with console.status(f"{size.label}: verifying") as status:
-                findings = verify(subject, families, repeats, seed, lambda f, name=size.label: status.update(f"{name}: {f.family.name} done"))
+                findings = verify(subject, families, repeats, seed, lambda f, name=size.label: status.update(f"{name}: {f.name} done"))
             console.print(table_of(findings, f"{size.label}, {size.spec.precision.name}, {built_target(ours, size.spec.batch)} on {describe(where).gpu}"))
             results[size.label] = findings
             del subject

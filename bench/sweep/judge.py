@@ -16,6 +16,6 @@ def judge(subject: Subject, families: tuple[str, ...] = ()) -> list[Result]:
 
 def _row(found: Finding) -> Result:
     return {
-        "family": found.family.name, "ok": found.ok, "rel_error": rounded(found.ours.relative), "allowed": rounded(found.allowed),
+        "family": found.name, "ok": found.ok, "rel_error": rounded(found.ours.relative), "allowed": rounded(found.allowed),
         "eager_rel_error": rounded(found.by.eager.relative), "problems": list(found.problems), "draws": found.draws,
     }  # fmt: skip

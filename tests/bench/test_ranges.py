@@ -42,7 +42,7 @@ def test_a_size_has_its_own_spec_inputs_and_manifest(spec):
         assert size.key("cpu") == present_keys(spec, "fp32", batch=size.batch)["cpu"]
         assert size.floor("cpu")["flop"] == 2 * size.batch * 16 * 32
         assert built_target(ours, size.batch) == "cpu"
-        assert Subject(size, ours, device).run_ours(x).shape == size.spec.output_shape
+        assert Subject(size, ours, device).run_ours((x,)).shape == size.spec.output_shape
     assert len({size.key("cpu") for size in emitted.sizes}) == 2
 
 

@@ -1,0 +1,126 @@
+"""verify of chains beyond a producer and a norm: several inputs, two modes, running statistics, masks; and models that are wrong in known ways."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench.families import FAMILIES, Draw
+from bench.machine import describe
+from bench.measure import measure
+from bench.subject import Subject, construct, emit
+from bench.timing import Ceilings
+from bench.verify import verify
+
+CPU = torch.device("cpu")
+MODES = """\
+name: any_chain
+batch: 6
+inputs: {x: {shape: [8, 6, 10, 10]}, residual: {shape: [16, 1, 1, 1], batched: false}}
+chain:
+  - avg_pool3d: {kernel_size: 2}
+  - conv_transpose3d: {name: conv, in_channels: 8, out_channels: 16, kernel_size: 3, stride: 2, padding: 1, output_padding: 1}
+  - batch_norm: {name: bn}
+  - add: {from: residual}
+  - dropout: {p: 0.3}
+  - mul: {name: scale, shape: [1]}
+  - div: {name: by, shape: [16, 1, 1, 1]}
+"""
+TWO = """\
+name: two_products
+batch: 32
+precision: tf32
+chain:
+  - linear: {name: a, in_features: 64, out_features: 48}
+  - sigmoid
+  - linear: {name: b, in_features: 48, out_features: 24}
+  - logsumexp: {dim: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def emitted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("any")
+    made = {}
+    for text in (MODES, TWO):
+        path = folder / f"{text.split()[1]}.yaml"
+        path.write_text(text)
+        made[path.stem] = emit(str(path), target="cpu")
+    return made
+
+
+def judged(emitted, change) -> dict[str, tuple[str, ...]]:
+    """Verify the reference with `change(model, reference's forward, inputs)` in the place of its forward; what is wrong, by family and mode."""
+    Model = emitted.module.Model
+
+    class Candidate(Model):
+        def forward(self, *inputs):
+            return change(self, lambda *given: Model.forward(self, *given), inputs)
+
+    ours = Candidate(*emitted.module.get_init_inputs())
+    return {found.name: found.problems for found in verify(Subject(emitted, ours, CPU), repeats=1) if not found.ok}
+
+
+def test_generated_models_are_right_in_both_modes(emitted):
+    for one in emitted.values():
+        found = verify(Subject(one, construct(one, CPU, "cpu"), CPU), repeats=1)
+        assert all(finding.ok for finding in found), [finding.problems for finding in found]
+        assert {finding.mode for finding in found} == ({"training", "evaluation"} if one.spec.has_modes else {""})
+        assert {"benchmark", "shifted"} <= {finding.family.name for finding in found}
+
+
+def test_running_statistics_that_stay_or_drift_are_caught(emitted):
+    def frozen(model, correct, inputs):
+        kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        y = correct(*inputs)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(kept[name])
+        return y
+
+    found = judged(emitted["any_chain"], frozen)
+    assert all(name.endswith("training") for name in found) and any("running_mean" in text for text in found["uniform, training"])
+    assert any("num_batches_tracked" in text for text in found["uniform, training"])
+
+
+def test_statistics_of_the_wrong_mode_are_caught(emitted):
+    def always_running(model, correct, inputs):
+        model.bn.eval()
+        return correct(*inputs)
+
+    assert "normal, training" in judged(emitted["any_chain"], always_running)
+
+
+def test_a_dropout_of_another_mask_is_caught(emitted):
+    def other(model, correct, inputs):
+        torch.rand(1)
+        return correct(*inputs)
+
+    found = judged(emitted["any_chain"], other)
+    assert found and all(name.endswith("training") for name in found)
+
+
+def test_a_dropped_second_input_is_caught(emitted):
+    found = judged(emitted["any_chain"], lambda model, correct, inputs: correct(inputs[0], torch.zeros_like(inputs[1])))
+    assert {"benchmark, training", "normal, evaluation"} <= set(found)
+
+
+def test_a_dropped_bias_of_a_second_product_is_caught(emitted):
+    def wrong(model, correct, inputs):
+        return torch.logsumexp(F.linear(torch.sigmoid(model.a(*inputs)), model.b.weight), 1)
+
+    assert {"benchmark", "uniform", "normal", "shifted"} <= set(judged(emitted["two_products"], wrong))
+
+
+def test_random_state_and_divisors_are_those_of_some_training(emitted):
+    spec = emitted["any_chain"].spec
+    draw = Draw(spec, CPU, 0)
+    inputs, parameters = draw.finish(*FAMILIES["shifted"].make(draw))
+    assert [tuple(given.shape) for given in inputs] == [given.shape for given in spec.inputs]
+    assert set(parameters) == {key for key, _ in spec.parameters} | {key for key, _, _ in spec.buffers}
+    assert float(parameters["bn.running_var"].min()) > 0 and float(parameters["bn.running_mean"].std()) > 0
+    assert parameters["bn.num_batches_tracked"].dtype is torch.int64 and float(parameters["by"].abs().min()) >= 0.5
+
+
+def test_any_chain_is_timed_beside_its_peers(emitted):
+    one = emitted["any_chain"]
+    record = measure(one, construct(one, CPU, "cpu"), CPU, describe(CPU), Ceilings(10.0, 0.1, 0.1, 0.1, 0.1), ("eager", "library"), 0.2)
+    assert record["ours"]["rel_error"] <= 3e-7 and record["speedup_torch"] > 0 and set(record["peers"]) == {"eager"}
