@@ -35,7 +35,8 @@ from codegen.emit import make_package, write_if_different
 from codegen.manifest import Package
 from codegen.numerics import PRECISIONS
 from codegen.plan import Library, Plan
-from codegen.plan.routes import plan_for_class
+from codegen.plan.planner import planned
+from codegen.plan.route import Request
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 from codegen.targets import DEFAULT_TARGETS, TARGETS
@@ -162,7 +163,7 @@ def small_package(spec: Spec, target: str) -> tuple[Path, tuple[str, ...]]:
     library = any(isinstance(step, Library) for step in full.steps)
     for batch, sms in product(BATCHES, FEW_SMS):
         small = shrink(spec, Path("build/sanitize/specs"), library, batch)
-        plan = plan_for_class(small, target, replace(full.device, sms=sms))
+        plan = planned(Request(small, TARGETS[target], replace(full.device, sms=sms)))
         if _shape(plan) == _shape(full):
             break
     package = Package(small, (plan,))

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codegen.plan import PlanError, plan
-from codegen.plan.conv_estimates import library_ms, one_pass_ms
-from codegen.plan.conv_sm80.kernel import plan_conv_sm_80
+from codegen.plan.conv_sm80.route import CONV_SM80
+from codegen.plan.library.cost import conv_ms
 from codegen.plan.model import Library
 from codegen.render import render_kernel
 from codegen.spec import load_spec
@@ -18,6 +18,7 @@ from codegen.targets import DEVICES, TARGETS
 from tests.codegen.conv_cases import FAMILY, STRIDED, chain
 from tests.codegen.conv_sm80_emulated import Emulated
 from tests.codegen.emulated import DTYPES
+from tests.codegen.forced import planned_by, request_for
 from tests.codegen.norm_harness import reference, relative_error
 from tests.compile_matrix import faults
 
@@ -45,8 +46,8 @@ def read(data, folder, precision="fp32"):
     return load_spec(path, precision)
 
 
-def planned(spec, device="a100", **options):
-    return plan_conv_sm_80(spec, TARGETS["sm_80"], DEVICES[device], **options)
+def planned(spec, device="a100"):
+    return planned_by(CONV_SM80, spec, DEVICES[device])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
@@ -116,8 +117,8 @@ def test_other_chains_are_left_to_other_ways_and_say_why(tmp_path, change, says)
 def test_the_cheaper_way_is_taken_and_either_can_be_asked_for(tmp_path):
     spec = read(chain(size=128, batch=128), tmp_path)
     for device in ("a100", "rtx3090", "h100"):
-        ours = planned(spec, device)
-        cheaper = one_pass_ms(spec, DEVICES[device], ours) < 0.95 * library_ms(spec, DEVICES[device])
+        ours = CONV_SM80.offers(request_for(CONV_SM80, spec, DEVICES[device]))[0]
+        cheaper = ours.ms < 0.95 * conv_ms(spec, DEVICES[device])
         chosen = plan(spec, "sm_80", device)
         assert isinstance(chosen.steps[0], Library) != cheaper and any("estimated" in reason for reason in chosen.why)
     assert isinstance(plan(read(chain() | {"gemm": "library"}, tmp_path), "sm_80").steps[0], Library)

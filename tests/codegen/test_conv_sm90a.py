@@ -1,18 +1,21 @@
 """The one-pass convolution for Hopper without a GPU: its K dimension, its cut, its refusals, and what is emitted compiles within its plan."""
 
+from dataclasses import asdict
+
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from codegen.plan.conv_sm90a.geometry import Layout, channel_tile
-from codegen.plan.conv_sm90a.kernel import plan_conv_sm_90a
+from codegen.plan.conv_sm90a.route import CONV_SM90A
 from codegen.plan.conv_sm90a.steps import CONSTANTS, steps, uses_none
 from codegen.plan.model import PlanError
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.conv_cases import FAMILY, chain
+from tests.codegen.forced import planned_by
 from tests.compile_matrix import faults
 
 MAIN = "specs/conv2d_groupnorm_scale_maxpool_clamp.yaml"
@@ -29,8 +32,8 @@ def read(tmp_path):
     return load
 
 
-def planned(spec, **options):
-    return plan_conv_sm_90a(spec, TARGETS["sm_90a"], DEVICES["h100"], **options)
+def planned(spec, layout=None, debug=False):
+    return planned_by(CONV_SM90A, spec, DEVICES["h100"], debug, **(asdict(layout) if layout else {}))
 
 
 @given(
@@ -132,7 +135,7 @@ def test_no_strip_is_reported_twice_before_the_converter_has_seen_it(tmp_path_fa
     for layout in layouts:
         try:
             g = planned(spec, layout=layout).kernels[0].geometry
-        except PlanError:
+        except (PlanError, StopIteration):
             continue
         for rank in range(g.layout.cluster):
             listed = strips_of(g, rank, spec.norm.input_shape[2], pool or 1, kernel - 1)

@@ -16,7 +16,7 @@ from codegen.plan.backward.stages import back_through_stages
 from codegen.plan.cpu.kernel import STACK_VALUES, CpuKernel, Scratch, _c_type, _segments, _suffix, _wrapped, cpu_kernel
 from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Launch, Plan
-from codegen.plan.routes import plan
+from codegen.plan.planner import plan
 from codegen.plan.stages.route import first_stage, head_of
 from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
