@@ -46,9 +46,9 @@ def planned(request: Request) -> Plan:
         return plan_stages(request.spec, planned(replace(request, spec=head_of(request.spec, first))), first)
     ways = ways_of(request)
     route, offer = ways.best
-    _refuse_slower(request, route, offer)
+    rival = _rival(request, route, offer)
     found = route.plan(request, offer)
-    return replace(found, why=_reasons(request, ways, found.why))
+    return replace(found, why=(*found.why, *_reasons(request, ways, rival)))
 
 
 @dataclass(frozen=True)
@@ -102,15 +102,19 @@ def _first(request: Request, route: Route) -> Offer:
     return found
 
 
-def _refuse_slower(request: Request, route: Route, offer: Offer) -> None:
-    """Raises PlanError where the offers of a target that runs on the same cards are estimated faster and nobody forced this one."""
+def _rival(request: Request, route: Route, offer: Offer) -> tuple[str, float] | None:
+    """What would serve the request by another target on the same cards, and its estimate; None where there is none or the route is asked for.
+
+    Raises PlanError where it is estimated faster than the offer.
+    """
     rival = RIVALS.get(request.target.name)
     if rival is None or request.forced is not None or request.spec.gemm == "generated":
-        return
-    other = min(way.ms * way.across for _, way in ways_of(replace(request, spec=replace(request.spec, gemm=None), target=TARGETS[rival])).leading)
+        return None
+    found = ways_of(replace(request, spec=replace(request.spec, gemm=None), target=TARGETS[rival]))
+    other, name = min(way.ms * way.across for _, way in found.leading), f"{rival}'s kernels or torch's {_product(request)}"
     if other < offer.ms * offer.across:
-        library = "convolution" if request.spec.producer.operator.name == "conv2d" else "GEMM"
-        raise PlanError(f"{route.title} would take {offer.ms:.3f} ms, estimated, against {other:.3f} ms with {rival}'s kernels or torch's {library}")
+        raise PlanError(f"{route.title} would take {offer.ms:.3f} ms, estimated, against {other:.3f} ms with {name}")
+    return name, other
 
 
 def choices(spec: Spec, device: DeviceClass) -> tuple[tuple[str, Choice], ...]:
@@ -137,34 +141,31 @@ def choices(spec: Spec, device: DeviceClass) -> tuple[tuple[str, Choice], ...]:
 
 def _nothing_left(request: Request, refusals: list[tuple[Route, str]]) -> str:
     """Why no route serves a request."""
-    reasons = "; ".join(reason for _, reason in refusals)
-    if request.spec.producer.operator.name == "conv2d" and request.target.name == "sm_80":
-        wanted = OLD_NAMES.get(request.forced.route) if request.forced else request.spec.gemm
-        return f"gemm: {wanted} asks for a convolution of our own, which cannot be: {reasons}; gemm: library can"
-    return reasons
+    reasons, gemm = "; ".join(reason for _, reason in refusals), request.spec.gemm
+    if request.forced is not None or gemm is None or len({route.own for route in ROUTES if route.serves(request)}) == 1:
+        return reasons
+    wanted, other = (f"torch's {_product(request)}", "generated") if gemm == "library" else (f"a {_product(request)} of our own", "library")
+    return f"gemm: {gemm} asks for {wanted}, which cannot be: {reasons}; gemm: {other} can"
 
 
-OLD_NAMES = {"gemm": "generated", "conv_sm80": "one_pass", "conv_gemm": "windows"}
+def _product(request: Request) -> str:
+    return "convolution" if request.spec.producer.operator.name == "conv2d" else "GEMM"
 
 
-def _reasons(request: Request, ways: Ways, own: tuple[str, ...]) -> tuple[str, ...]:
-    """A plan's own reasons with the comparison of routes."""
+def _title(request: Request, route: Route) -> str:
+    return route.title.format(_product(request))
+
+
+def _reasons(request: Request, ways: Ways, rival: tuple[str, float] | None) -> tuple[str, ...]:
+    """How the route compares with others, one sentence for the winner and one for each refusal."""
     route, offer = ways.best
-    if request.target.name != "sm_80":
-        return own
-    conv = request.spec.producer.operator.name == "conv2d"
-    title = {one.name: one.title.format("convolution" if conv else "GEMM") for one in ROUTES}
-    wanted = request.forced or request.spec.gemm
-    if conv:
-        others = ", ".join(f"{other.ms:.3f} ms with {title[one.name]}" for one, other in ways.leading if one is not route)
-        compared = f"{title[route.name]}: " + (f"{offer.ms:.3f} ms estimated, against {others}" if others else "asked for" if wanted else "the only way")
-        refused = tuple(f"not {title[one.name]}: {reason}" for one, reason in ways.refusals)
-        return (*own, compared, *refused) if route.own else (compared, *refused, *own)
-    if route.own:
-        return own
-    if request.forced:
-        return ("torch's GEMM, then the norm kernel", *own)
-    if request.spec.gemm:
-        return ("gemm: library asked for", *own)
-    ours = next(way.ms for one, way in ways.leading if one.own)
-    return (f"torch's GEMM, then the norm kernel: {offer.ms:.3f} ms estimated, against {ours:.3f} ms with mma.sync in our own", *own)
+    others = [(_title(request, one), way.ms) for one, way in ways.leading if one is not route] + ([rival] if rival else [])
+    if others:
+        reason = f"{offer.ms:.3f} ms estimated, against {', '.join(f'{ms:.3f} ms with {title}' for title, ms in others)}"
+    elif request.forced or request.spec.gemm:
+        reason = "asked for"
+    elif ways.refusals:
+        reason = "the only way"
+    else:
+        return ()
+    return (f"{_title(request, route)}: {reason}", *(f"not {_title(request, one)}: {refusal}" for one, refusal in ways.refusals))

@@ -79,17 +79,6 @@ def row_of(target: str, choice: Choice) -> dict[str, Any]:
     return {"target": target, "route": choice.route, **({"knobs": choice.settings} if choice.knobs else {})}
 
 
-OLD_NAMES = {"gemm": "generated", "conv_sm80": "one_pass", "conv_gemm": "windows"}
-
-
-def old_label(target, row):
-    choice = choice_of(row)
-    if target != "sm_80":
-        return target
-    label = Choice(OLD_NAMES.get(choice.route, choice.route), choice.knobs if choice.route == "gemm" else ()).label
-    return f"{target}_{label}"
-
-
 def decide(spec: Spec, target: str, device: str) -> Decision | None:
     """What the device class's record says of `target`; None where it says nothing."""
     record = records(device).get(signature(spec))
@@ -104,4 +93,4 @@ def decide(spec: Spec, target: str, device: str) -> Decision | None:
         return Decision(None, f"{best['target']} takes {best['ms']:.4f} ms and this target {here[0]['ms']:.4f} ms ({source})")
     others = f", the next best {here[1]['ms']:.4f} ms" if len(here) > 1 else ""
     chosen = choice_of(here[0])
-    return Decision(chosen, f"{source}: {old_label(target, here[0])} takes {here[0]['ms']:.4f} ms{others}")
+    return Decision(chosen, f"{source}: {target}_{chosen.label} takes {here[0]['ms']:.4f} ms{others}")

@@ -102,7 +102,7 @@ def _check(spec: Spec) -> None:
     if spec.producer.operator.name != "linear":
         raise PlanError("this target has no convolution kernel")
     if spec.gemm == "library":
-        raise PlanError("gemm: library asked for")
+        raise PlanError("gemm: library asked for, which this target does not call")
     wanted = {"fp32": "fp16x3", "tf32": "fp16"}.get(spec.precision.name)
     if spec.math is not None and spec.math not in (wanted, spec.precision.name):
         raise PlanError(f"math: {spec.math} asked for, which this target does not have")

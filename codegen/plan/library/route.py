@@ -17,9 +17,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
     if spec.producer.operator.name == "conv2d":
         return (Offer(Choice("library"), conv_ms(spec, device)),)
     if spec.precision.dtype == "float32":
-        raise PlanError(
-            f"gemm: library at {spec.precision.name} would depend on torch's global TF32 switch; use gemm: generated, or precision fp16 or bf16"
-        )
+        raise PlanError(f"at {spec.precision.name} its result would depend on torch's global TF32 switch; at fp16 and bf16 it would not")
     return (Offer(Choice("library"), linear_ms(spec, device), LINEAR_WEIGHT),)
 
 
