@@ -15,7 +15,7 @@ from rich.table import Table
 from bench.machine import precision_flags
 from bench.packages import generate, load_package
 from codegen.numerics import PRECISIONS
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.spec import Spec, SpecError, load_spec
 from codegen.targets import DEVICES, TARGETS
 from runtime import RuntimeFailure
@@ -56,7 +56,7 @@ def main(spec: str, precision: str | None, targets: tuple[str, ...], device_clas
     except SpecError as error:
         click.echo(str(error), err=True)
         sys.exit(2)
-    except PlanError as error:
+    except Refusal as error:
         raise click.ClickException(str(error)) from None
     click.echo(f"wrote {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".cu", ".cpp", ".py"))))
     try:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import click
 
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.spec import SpecError
 from runtime import RuntimeFailure
 
@@ -23,10 +23,10 @@ class SpecFault(click.ClickException):
 
 @contextmanager
 def sentences() -> Iterator[None]:
-    """For a command's work: SpecError ends it with code 2, PlanError, RuntimeFailure and RuntimeError with code 1."""
+    """For a command's work: SpecError ends it with code 2, Refusal, RuntimeFailure and RuntimeError with code 1."""
     try:
         yield
     except SpecError as error:
         raise SpecFault(str(error)) from None
-    except (PlanError, RuntimeFailure, RuntimeError) as error:
+    except (Refusal, RuntimeFailure, RuntimeError) as error:
         raise click.ClickException(str(error)) from None

@@ -14,7 +14,7 @@ from codegen.spec import load_spec
 
 
 def generate(spec: str, precision: str | None = None, targets: tuple[str, ...] = (), device: str | None = None, out: Path = Path("generated"), prepack: bool = False) -> Path:
-    """Emit one spec as `make generate` does; returns the package's folder. Raises SpecError or PlanError."""
+    """Emit one spec as `make generate` does; returns the package's folder. Raises SpecError or Refusal."""
     package: Package = make_package(load_spec(spec, precision, prepack), targets, device)
     folder = out / package.spec.package
     refuse_foreign(folder)

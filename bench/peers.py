@@ -13,7 +13,7 @@ from torch import nn
 from bench.subject import Emitted, construct, emit_variant
 from bench.timing import capture
 from codegen.ops import Kind
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.torch_text import reference_lines
 
 EVIDENCE = ("eager", "graph", "compile", "library")
@@ -81,7 +81,7 @@ def _library_tail(emitted: Emitted, eager: nn.Module, x: torch.Tensor) -> list[P
         return []
     try:
         variant = emit_variant(emitted.spec, "sm_80", "library", gemm="library")
-    except PlanError:
+    except Refusal:
         tail = compiled_tail(emitted, eager)
         module = producer_module(emitted, eager)
         tail(module(x))

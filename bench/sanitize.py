@@ -256,7 +256,7 @@ def _runs_on(target: str, capability: tuple[int, int]) -> bool:
 
 
 def _jobs(packages: list[tuple[str, str]], targets: list[str], tools: tuple[str, ...]) -> list[Job]:
-    """Every tool over every package and target that the package serves; emits the small packages. Raises SpecError or PlanError."""
+    """Every tool over every package and target that the package serves; emits the small packages. Raises SpecError or Refusal."""
     emitted = []
     for path, precision in packages:
         spec, keys = load_spec(path, precision), present_keys(path, precision)

@@ -19,7 +19,7 @@ import click
 from codegen import index
 from codegen.manifest import Package
 from codegen.numerics import PRECISIONS
-from codegen.plan import PlanError, plan
+from codegen.plan import Refusal, plan
 from codegen.render import render
 from codegen.report import explain
 from codegen.spec import Spec, SpecError, load_spec, shipped
@@ -32,19 +32,19 @@ MARK = "do not edit."  # in the header of everything that is emitted
 def make_package(spec: Spec, targets: tuple[str, ...] = (), device: str | None = None, debug: bool = False) -> Package:
     """Plan `spec` for the given targets (else the spec's own, else those of DEFAULT_TARGETS that can serve it).
 
-    Of a range of batches every size has plans of its own. Raises PlanError when a target that was asked for cannot serve the spec, or none can; a size
+    Of a range of batches every size has plans of its own. Raises Refusal when a target that was asked for cannot serve the spec, or none can; a size
     of a range may do without a target where another one for the same machines serves it.
     """
     asked = targets or spec.targets
     places = () if targets else spec.targets_at
     if device and not any(name in DEVICES[device].targets for name in asked or DEFAULT_TARGETS):
-        raise PlanError(f"device class {device} goes with {', '.join(DEVICES[device].targets)}, not with {', '.join(asked or DEFAULT_TARGETS)}")
+        raise Refusal(f"device class {device} goes with {', '.join(DEVICES[device].targets)}, not with {', '.join(asked or DEFAULT_TARGETS)}")
     if not spec.batches:
         return _one_size(spec, asked, device, debug, optional=not asked, places=places)
     made = [_of_range(size, asked, device, debug) for size in spec.sizes]
     for name in asked or ():
         if not any(one.plan_for(name) for one in made):
-            raise PlanError(_unserved(spec, asked.index(name), name, f"serves no batch of the range: {dict(made[-1].skipped)[name]}", places))
+            raise Refusal(_unserved(spec, asked.index(name), name, f"serves no batch of the range: {dict(made[-1].skipped)[name]}", places))
     skipped = tuple((f"{name} at batch {one.spec.batch}", reason) for one in made for name, reason in one.skipped)
     return Package(spec, tuple(plan for one in made for plan in one.plans), skipped, tuple(made))
 
@@ -61,12 +61,12 @@ def _one_size(spec: Spec, asked: tuple[str, ...] | None, device: str | None, deb
     for at, name in enumerate(asked or DEFAULT_TARGETS):
         try:
             plans.append(plan(spec, name, device if device and name in DEVICES[device].targets else None, debug))
-        except PlanError as error:
+        except Refusal as error:
             if not optional:
-                raise PlanError(_unserved(spec, at, name, f"cannot serve this spec: {error}", places)) from None
+                raise Refusal(_unserved(spec, at, name, f"cannot serve this spec: {error}", places)) from None
             skipped.append((name, str(error)))
     if not plans:
-        raise PlanError("no target can serve this spec: " + "; ".join(f"{name}: {reason}" for name, reason in skipped))
+        raise Refusal("no target can serve this spec: " + "; ".join(f"{name}: {reason}" for name, reason in skipped))
     return Package(spec, tuple(plans), tuple(skipped))
 
 
@@ -77,9 +77,9 @@ def _of_range(spec: Spec, asked: tuple[str, ...] | None, device: str | None, deb
         served = {plan.target.language for plan in made.plans}
         for name, reason in made.skipped if asked else ():
             if TARGETS[name].language not in served:
-                raise PlanError(reason)
-    except PlanError as error:
-        raise PlanError(f"batch {spec.batch}: {error}") from None
+                raise Refusal(reason)
+    except Refusal as error:
+        raise Refusal(f"batch {spec.batch}: {error}") from None
     plans = tuple(replace(plan, target=replace(plan.target, suffix=f"{plan.target.suffix}_b{spec.batch}")) for plan in made.plans)
     return replace(made, plans=plans)
 
@@ -144,9 +144,9 @@ def is_foreign(folder: Path) -> bool:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises PlanError where what is in `folder` is not ours to replace."""
+    """Raises Refusal where what is in `folder` is not ours to replace."""
     if is_foreign(folder):
-        raise PlanError(f"{folder} is not empty and holds no generated package; move what is in it, choose another OUT, or pass --force (make: FORCE=1)")
+        raise Refusal(f"{folder} is not empty and holds no generated package; move what is in it, choose another OUT, or pass --force (make: FORCE=1)")
 
 
 def _read(path: str, precision: str | None, prepack: bool) -> Spec:
@@ -162,7 +162,7 @@ def _read(path: str, precision: str | None, prepack: bool) -> Spec:
     try:
         plain = load_spec(path)
         files = render(make_package(replace(plain, path=spec_of_package, prepack_asked=asked and plain.prepack), (), device and device[1]))
-    except (SpecError, PlanError):
+    except (SpecError, Refusal):
         return spec
     present = [name for name in files if name != "manifest.json" and (folder / name).is_file()]  # the manifest has the targets of a command line, too
     if any((folder / name).read_text(encoding="utf-8") != files[name] for name in present):
@@ -171,11 +171,11 @@ def _read(path: str, precision: str | None, prepack: bool) -> Spec:
 
 
 def _claim(folder: Path, spec: Spec) -> None:
-    """Raises PlanError where `folder` holds anything but the package of this spec, one spec.yaml of its own included."""
+    """Raises Refusal where `folder` holds anything but the package of this spec, one spec.yaml of its own included."""
     refuse_foreign(folder)
     held = owner(folder)
     if held not in (None, spec.path) and Path(spec.named).resolve() != (folder / "spec.yaml").resolve():
-        raise PlanError(
+        raise Refusal(
             f"{folder} holds the package of {held}, and {spec.named} has the same name; change its name, choose another OUT, or pass --force (make: FORCE=1)"
         )
 
@@ -249,7 +249,7 @@ def main(specs, precision, prepack, targets, device, out, explaining, standalone
     except SpecError as error:
         click.echo(str(error), err=True)
         sys.exit(2)
-    except PlanError as error:
+    except Refusal as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"{error.filename or out}: {error.strerror or error}; nothing half-written was left") from None

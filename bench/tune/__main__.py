@@ -29,7 +29,7 @@ from bench.sweep.summary import complaints
 from codegen.emit import write_if_different
 from codegen.manifest import Package as Emission
 from codegen.numerics import PRECISIONS
-from codegen.plan import PlanError, plan, tuned
+from codegen.plan import Refusal, plan, tuned
 from codegen.plan.planner import choices
 from codegen.plan.route import Choice
 from codegen.render import render
@@ -62,7 +62,7 @@ def generate(spec: Spec, device: str, work: Path) -> list[Try]:
     for target, choice in choices(spec, DEVICES[device]):
         try:
             package = Emission(spec, (plan(spec, target, device, forced=choice),))
-        except PlanError:
+        except Refusal:
             continue
         folder = work / f"{spec.package}_b{spec.batch}__{target}_{choice.label}"
         write_if_different(folder, render(package))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from codegen.plan import tuned
-from codegen.plan.model import Plan, PlanError
+from codegen.plan.model import Plan, Refusal
 from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.stages.route import first_stage, head_of, plan_stages
 from codegen.plan.table import ROUTES
@@ -21,26 +21,26 @@ RIVALS = {"sm_90a": "sm_80"}  # a target and the one that runs on the same cards
 
 
 def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False, forced: Choice | None = None) -> Plan:
-    """The plan of `spec` for a target and a device class (None: the target's default). Raises PlanError.
+    """The plan of `spec` for a target and a device class (None: the target's default). Raises Refusal.
 
     Where a class is named, what codegen/tuned/ holds of it decides between the offers; `forced` (of `choices`) takes one whatever the estimates say.
     `debug` bounds every wait of the kernels that wait for others; it changes nothing elsewhere.
     """
     if target not in TARGETS:
-        raise PlanError(f"target {target!r} is unknown; there are {', '.join(TARGETS)}")
+        raise Refusal(f"target {target!r} is unknown; there are {', '.join(TARGETS)}")
     name = device or TARGETS[target].default_device
     if name not in DEVICES or target not in DEVICES[name].targets:
         able = [d.name for d in DEVICES.values() if target in d.targets]
-        raise PlanError(f"device class {name!r} does not go with target {target}; for it there are {', '.join(able)}")
+        raise Refusal(f"device class {name!r} does not go with target {target}; for it there are {', '.join(able)}")
     decision = tuned.decide(spec, target, name) if device and forced is None else None
     if decision and decision.choice is None:
-        raise PlanError(decision.why)
+        raise Refusal(decision.why)
     found = planned(Request(spec, TARGETS[target], DEVICES[name], debug, decision.choice if decision else forced))
     return replace(found, why=(decision.why, *found.why)) if decision else found
 
 
 def planned(request: Request) -> Plan:
-    """The plan of a request. Raises PlanError."""
+    """The plan of a request. Raises Refusal."""
     first = first_stage(request.spec, request.target)
     if first is not None:
         return plan_stages(request.spec, planned(replace(request, spec=head_of(request.spec, first))), first)
@@ -65,15 +65,15 @@ class Ways:
 
 
 def ways_of(request: Request) -> Ways:
-    """What the table offers for a request. Raises PlanError where nothing is left."""
+    """What the table offers for a request. Raises Refusal where nothing is left."""
     leading, refusals = [], []
     for route in _allowed(request):
         try:
             leading.append((route, _first(request, route)))
-        except PlanError as reason:
+        except Refusal as reason:
             refusals.append((route, str(reason)))
     if not leading:
-        raise PlanError(_nothing_left(request, refusals))
+        raise Refusal(_nothing_left(request, refusals))
     return Ways(tuple(leading), tuple(refusals))
 
 
@@ -95,7 +95,7 @@ def _first(request: Request, route: Route) -> Offer:
     found = next((offer for offer in offers if request.forced.covers(offer.choice)), None)
     if found is None:
         spec = request.spec
-        raise PlanError(
+        raise Refusal(
             f"the planner has no {request.target.name}_{request.forced.label} any more; measure again (make tune SPEC={spec.named or spec.path}) "
             f"or take the record out of tuned/{request.device.name}.yaml"
         )
@@ -105,7 +105,7 @@ def _first(request: Request, route: Route) -> Offer:
 def _rival(request: Request, route: Route, offer: Offer) -> tuple[str, float] | None:
     """What would serve the request by another target on the same cards, and its estimate; None where there is none or the route is asked for.
 
-    Raises PlanError where it is estimated faster than the offer.
+    Raises Refusal where it is estimated faster than the offer.
     """
     rival = RIVALS.get(request.target.name)
     if rival is None or request.forced is not None or request.spec.gemm == "generated":
@@ -113,7 +113,7 @@ def _rival(request: Request, route: Route, offer: Offer) -> tuple[str, float] | 
     found = ways_of(replace(request, spec=replace(request.spec, gemm=None), target=TARGETS[rival]))
     other, name = min(way.ms * way.across for _, way in found.leading), f"{rival}'s kernels or torch's {_product(request)}"
     if other < offer.ms * offer.across:
-        raise PlanError(f"{route.title} would take {offer.ms:.3f} ms, estimated, against {other:.3f} ms with {name}")
+        raise Refusal(f"{route.title} would take {offer.ms:.3f} ms, estimated, against {other:.3f} ms with {name}")
     return name, other
 
 
@@ -128,7 +128,7 @@ def choices(spec: Spec, device: DeviceClass) -> tuple[tuple[str, Choice], ...]:
         for route in _allowed(request):
             try:
                 offers = route.offers(request)
-            except PlanError:
+            except Refusal:
                 continue
             counts: dict[object, int] = {}
             for offer in offers:

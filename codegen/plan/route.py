@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from codegen.plan.model import Plan, PlanError
+from codegen.plan.model import Plan, Refusal
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
@@ -67,7 +67,7 @@ class Offer:
 class Route:
     """A family of kernels: the targets and producers that it serves, and two functions.
 
-    `offers` lists every way to serve a request, the one that the family prefers first; it raises PlanError where there is none. `plan` makes the
+    `offers` lists every way to serve a request, the one that the family prefers first; it raises Refusal where there is none. `plan` makes the
     plan of one of them. `title` names the route in a plan's reasons, `own` says that its product is ours and not the library's.
     """
 
@@ -85,7 +85,7 @@ class Route:
 
 
 def refuse_kept(spec: Spec) -> None:
-    """Raises PlanError where an operator takes an earlier result once more: kernels for Hopper keep no value beside the one they work on."""
+    """Raises Refusal where an operator takes an earlier result once more: kernels for Hopper keep no value beside the one they work on."""
     kept = [str(spec.chain[index].name) for index in sorted(spec.kept(spec.chain))]
     if kept:
-        raise PlanError(f"{', '.join(kept)} is taken once more further on, and this target's kernels keep no value beside the one they work on; sm_80 serves it")
+        raise Refusal(f"{', '.join(kept)} is taken once more further on, and this target's kernels keep no value beside the one they work on; sm_80 serves it")

@@ -19,7 +19,7 @@ def request_for(route: Route, spec: Spec, device: DeviceClass, debug: bool = Fal
 
 
 def planned_by(route: Route, spec: Spec, device: DeviceClass, debug: bool = False, **knobs) -> Plan:
-    """The plan of the route's first offer with these settings. Raises PlanError; StopIteration where no offer has them."""
+    """The plan of the route's first offer with these settings. Raises Refusal; StopIteration where no offer has them."""
     request, wanted = request_for(route, spec, device, debug), Choice(route.name, tuple(knobs.items()))
     return route.plan(request, next(offer for offer in route.offers(request) if wanted.covers(offer.choice)))
 

@@ -15,7 +15,7 @@ from codegen.numerics import ARITHMETICS
 from codegen.plan.conv_gemm.route import CONV_GEMM, arithmetic_of, offer_of
 from codegen.plan.conv_gemm.shape import Tiling, shape_of
 from codegen.plan.gemm.tiles import tiles_for
-from codegen.plan.model import PlanError
+from codegen.plan.model import Refusal
 from codegen.plan.planner import plan
 from codegen.spec import SpecError, load_spec
 from codegen.spec.reserved import BUFFERS
@@ -191,9 +191,9 @@ def test_a_tile_is_chosen_and_every_bit_of_k_has_one_owner(tmp_path, precision):
 
 
 def test_short_sums_in_fp32_and_foreign_arithmetics_are_refused(tmp_path):
-    with pytest.raises(PlanError, match="too short"):
+    with pytest.raises(Refusal, match="too short"):
         planned_by(CONV_GEMM, Case(1, (8, 8), (5, 5), (3, 3)).spec(tmp_path, "fp32", "few"), H100)
-    with pytest.raises(PlanError, match="ffma"):
+    with pytest.raises(Refusal, match="ffma"):
         planned_by(CONV_GEMM, CASES["plain"].spec(tmp_path, "fp32", "forced", math="ffma"), H100)
     assert arithmetic_of(CASES["plain"].spec(tmp_path, "tf32", "finer", math="tf32x3")).parts == 2
 
@@ -221,5 +221,5 @@ def test_a_parameter_cannot_take_the_name_of_a_buffer(tmp_path, name):
 def test_every_buffer_has_a_reserved_name(tmp_path, precision):
     specs = [load_spec(str(path), precision) for path in sorted(FOLDER.glob("*.yaml"))] + [case.spec(tmp_path, precision, name) for name, case in CASES.items()]
     for spec, target in itertools.product([*specs, *(replace(spec, prepack=True) for spec in specs)], ("sm_80", "sm_90a")):
-        with contextlib.suppress(PlanError):
+        with contextlib.suppress(Refusal):
             assert {b.name for b in plan(spec, target).buffers if ":" not in b.name} <= BUFFERS

@@ -14,7 +14,7 @@ from codegen.plan.gemm_sm90a.layout import TILE_K, balanced, memory
 from codegen.plan.gemm_sm90a.choice import LEAST_STEPS, choose_layout, layouts, sliced_layouts
 from codegen.plan.gemm_sm90a.forms import FORMS, form_of
 from codegen.plan.gemm_sm90a.split import WEIGHT_SPLIT, X_SPLIT
-from codegen.plan.model import Launch, PlanError
+from codegen.plan.model import Launch, Refusal
 from codegen.plan.planner import plan
 from codegen.plan.route import Choice
 from codegen.render import render_kernel
@@ -121,7 +121,7 @@ def test_regions_of_shared_memory_follow_each_other(precision, tmp_path):
 )
 def test_what_it_does_not_serve_is_refused_with_the_reason(shape, extra, reason, tmp_path):
     extra = {"precision": "bf16"} | extra if "gemm" in extra else extra
-    with pytest.raises(PlanError, match=reason):
+    with pytest.raises(Refusal, match=reason):
         hopper_gemm(spec_of(tmp_path, *shape, **extra), DEVICE)
 
 
@@ -164,7 +164,7 @@ def test_this_target_is_taken_where_it_is_estimated_to_finish_first(shape, extra
     if served:
         assert plan(spec, "sm_90a", "h200")
     else:
-        with pytest.raises(PlanError, match="Hopper's tiles would take .* against .* with sm_80's kernels or torch's GEMM"):
+        with pytest.raises(Refusal, match="Hopper's tiles would take .* against .* with sm_80's kernels or torch's GEMM"):
             plan(spec, "sm_90a", "h200")
         assert plan(replace(spec, gemm="generated"), "sm_90a", "h200") and plan(spec, "sm_90a", "h200", forced=Choice("gemm_sm90a"))
 
@@ -178,7 +178,7 @@ def test_odd_rows_of_halves_are_left_in_a_temporary_with_a_pitch(tmp_path):
     assert buffer.shape == (1024, 4104) and gemm.result == buffer.name and gemm.kernel.statistics == "none"
     assert norm.arguments[0] == buffer.name and norm.arguments[-1] == "y" and norm.kernel.pitch == 4104
     assert 100 % norm.kernel.width == 0
-    with pytest.raises(PlanError, match="multiple of 8"):  # a group that no block holds
+    with pytest.raises(Refusal, match="multiple of 8"):  # a group that no block holds
         hopper_gemm(spec_of(tmp_path, 1024, 1024, 65537, 1, "fp16"), DEVICE)
 
 

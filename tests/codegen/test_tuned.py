@@ -6,7 +6,7 @@ import pytest
 
 from codegen.emit import make_package
 from codegen.index import entries
-from codegen.plan import PlanError, plan, tuned
+from codegen.plan import Refusal, plan, tuned
 from codegen.plan.planner import choices, planned
 from codegen.plan.route import Request
 from codegen.render import render
@@ -79,7 +79,7 @@ def test_a_candidate_that_was_rejected_decides_nothing(folder, spec):
 def test_a_record_of_a_tile_that_is_gone_says_what_to_do(folder, spec):
     row = tile_of(spec, 0)
     record(spec, ({**row, "knobs": {**row["knobs"], "tile": "48x48"}}, 0.2))
-    with pytest.raises(PlanError, match="has no sm_80_gemm_fp16_48x48_.* any more; measure again"):
+    with pytest.raises(Refusal, match="has no sm_80_gemm_fp16_48x48_.* any more; measure again"):
         plan(spec, "sm_80", "h100")
 
 

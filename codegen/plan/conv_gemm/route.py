@@ -16,7 +16,7 @@ from codegen.plan.conv_gemm.shape import PIECE_BYTES, Tiling, shape_of
 from codegen.plan.floor import floor
 from codegen.plan.gemm.companions import WEIGHT_ROWS
 from codegen.plan.gemm.tiles import SINGLE
-from codegen.plan.model import Buffer, Launch, Plan, PlanError
+from codegen.plan.model import Buffer, Launch, Plan, Refusal
 from codegen.plan.norm.cost import norm_ms
 from codegen.plan.norm.route import plan_norm_of_product
 from codegen.plan.route import Choice, Offer, Request, Route
@@ -30,26 +30,26 @@ INDICES = 1 << 31  # fewer pieces, results and copying threads than an int count
 
 
 def arithmetic_of(spec: Spec) -> Arithmetic:
-    """How the product is computed at the spec's precision. Raises PlanError for a forced arithmetic that it does not have and for fp32 sums that are too short."""
+    """How the product is computed at the spec's precision. Raises Refusal for a forced arithmetic that it does not have and for fp32 sums that are too short."""
     wanted = MATH[spec.precision.name]
     served = (None, wanted, "tf32x3") if spec.precision.name == "tf32" else (None, wanted)
     if spec.math not in served:
-        raise PlanError(f"math: {spec.math} is not among the convolution's arithmetics for {spec.precision.name} as a product of windows and filters")
+        raise Refusal(f"math: {spec.math} is not among the convolution's arithmetics for {spec.precision.name} as a product of windows and filters")
     arithmetic = ARITHMETICS[spec.math or wanted]
     if arithmetic.parts == 2 and shape_of(spec).k < LEAST_K:
-        raise PlanError(f"sums of {shape_of(spec).k} products are too short for {arithmetic.name}, which leaves out the products of the lower parts")
+        raise Refusal(f"sums of {shape_of(spec).k} products are too short for {arithmetic.name}, which leaves out the products of the lower parts")
     return arithmetic
 
 
 def _check_sizes(spec: Spec, shape: Shape) -> None:
-    """Raises PlanError where an index would leave an int."""
+    """Raises Refusal where an index would leave an int."""
     pixels = math.prod(spec.input_shape) // spec.input_shape[1] * shape.groups * shape.pieces
     if max(pixels + math.prod(spec.input_shape[3:]) * shape.pieces, shape.m + max(tile.m for tile in SINGLE), spec.channels * shape.k, pixels * 2) >= INDICES:
-        raise PlanError("x, the filters or the result have more pieces than an int counts")
+        raise Refusal("x, the filters or the result have more pieces than an int counts")
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
-    """Every tile, and K in slices, the least estimated time first. Raises PlanError where the shape or the arithmetic is not served."""
+    """Every tile, and K in slices, the least estimated time first. Raises Refusal where the shape or the arithmetic is not served."""
     arithmetic = arithmetic_of(request.spec)
     _check_sizes(request.spec, shape_of(request.spec))
     return tuple(offer_of(request, arithmetic, tiling) for tiling in tilings(request.spec, request.device, arithmetic))

@@ -16,7 +16,7 @@ from codegen.plan.conv_sm80.finish import KEPT, STATISTICS, FinishLayout, finish
 from codegen.plan.conv_sm80.geometry import Geometry, candidates, fitting
 from codegen.plan.conv_sm80.kernel import conv_kernel
 from codegen.plan.floor import floor
-from codegen.plan.model import Buffer, Launch, Plan, PlanError
+from codegen.plan.model import Buffer, Launch, Plan, Refusal
 from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.shared.windows import ONE_READ, Direction, Windows, arithmetic_of, direction_of, reasons, windows_of
 
@@ -35,21 +35,21 @@ class Way:
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
-    """Every way to cut the chain for a block, the cheapest first. Raises PlanError, with the reason, where these kernels cannot serve it."""
+    """Every way to cut the chain for a block, the cheapest first. Raises Refusal, with the reason, where these kernels cannot serve it."""
     spec, target, device = request.spec, request.target, request.device
     windows, arithmetic = windows_of(spec, strided=True), arithmetic_of(spec)
     rising = Direction((), False) if windows.size == (1, 1) else direction_of(spec)
     bias = any(parameter.suffix == "bias" for parameter in spec.producer.parameters)
     listed = list(candidates(spec, windows, arithmetic.parts, 3 + bias + sum(len(step.parameters) for step in spec.before_norm)))
     if not listed:
-        raise PlanError(
+        raise Refusal(
             f"pooling windows of {windows.size[1]} columns are wider than a warp's tile of 32" if windows.size[1] > 32
             else "the weights of this convolution, with a tile's accumulators, exceed the registers of a warp"
         )  # fmt: skip
     able = fitting(listed, spec.batch, target, device)
     if not able:
         least = min(g.smem_bytes for g in listed)
-        raise PlanError(f"the rows of x of one pooled row take {least} bytes of shared memory a block; there are {target.smem_bytes}")
+        raise Refusal(f"the rows of x of one pooled row take {least} bytes of shared memory a block; there are {target.smem_bytes}")
     return tuple(_offer(request, Way(windows, arithmetic, rising, g, finish_layout(spec, device, g, windows))) for g in able)
 
 

@@ -15,7 +15,7 @@ from codegen.plan.conv_sm90a.cost import one_kernel_ms
 from codegen.plan.conv_sm90a.geometry import PREFERENCE, Geometry, candidates, channel_tile, fitting
 from codegen.plan.conv_sm90a.kernel import conv_kernel, steps_of, two_walks_of
 from codegen.plan.floor import floor
-from codegen.plan.model import Launch, Plan, PlanError
+from codegen.plan.model import Launch, Plan, Refusal
 from codegen.plan.route import Choice, Offer, Request, Route, refuse_kept
 from codegen.plan.shared.windows import (
     ONE_READ, Direction, Windows, arithmetic_of, direction_of, reasons, split_at_pool, windows_of,
@@ -37,24 +37,24 @@ class Way:
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
-    """The best geometry of every layout, the fastest first. Raises PlanError, with the reason, where this kernel cannot serve the chain."""
+    """The best geometry of every layout, the fastest first. Raises Refusal, with the reason, where this kernel cannot serve the chain."""
     spec, target, device = request.spec, request.target, request.device
     refuse_kept(spec)
     windows, arithmetic = windows_of(spec), arithmetic_of(spec)
     rising = direction_of(spec)
     channels = channel_tile(spec)
     if channels is None:
-        raise PlanError(f"a group of {spec.group_channels} channels is wider than the 64 that one CTA computes")
+        raise Refusal(f"a group of {spec.group_channels} channels is wider than the 64 that one CTA computes")
     bias = any(parameter.suffix == "bias" for parameter in spec.producer.parameters)
     channel_floats = 2 + bias + sum(len(step.parameters) for step in spec.before_norm)
     two_walks = two_walks_of(spec, arithmetic)
     listed = list(candidates(spec, device, windows, arithmetic.parts, two_walks, channels, channel_floats))
     if not listed:
-        raise PlanError("the weights of this convolution, with a tile's accumulators, exceed the registers of a warpgroup")
+        raise Refusal("the weights of this convolution, with a tile's accumulators, exceed the registers of a warpgroup")
     able = fitting(listed, target)
     if not able:
         least = min(g.smem_bytes for g in listed)
-        raise PlanError(f"the pooled plane of a sample and the rows of x take {least} bytes of shared memory a CTA; there are {target.smem_bytes}")
+        raise Refusal(f"the pooled plane of a sample and the rows of x take {least} bytes of shared memory a CTA; there are {target.smem_bytes}")
     best = {g.layout: g for g in reversed(able)}  # of a layout the first in the list
     return tuple(_offer(request, Way(windows, arithmetic, rising, g), two_walks) for g in able if best[g.layout] is g)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from codegen.plan.gemm_sm90a.layout import TILE_K, Form
 from codegen.plan.gemm_sm90a.split import padded_columns
-from codegen.plan.model import PlanError
+from codegen.plan.model import Refusal
 from codegen.spec import Spec
 
 CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
@@ -29,7 +29,7 @@ FORMS = {
 
 
 def forms_of(spec: Spec) -> list[Form]:
-    """The forms that serve the spec, the preferred first. Raises PlanError where none does."""
+    """The forms that serve the spec, the preferred first. Raises Refusal where none does."""
     if spec.precision.itemsize == 2 or spec.prepack:
         return [form_of(spec, spec.precision.itemsize == 4)]
     k = spec.input_shape[1]
@@ -39,7 +39,7 @@ def forms_of(spec: Spec) -> list[Form]:
     if scratch <= CONVERSION_BYTES:
         found.append(converted)
     if not found:
-        raise PlanError(
+        raise Refusal(
             f"in_features: {k} is no multiple of 16, so W would have to be copied on every call, {scratch / 1e6:.0f} MB, more than {CONVERSION_BYTES / 1e6:.0f}; "
             "prepack: true keeps the copy"
         )

@@ -20,7 +20,7 @@ from codegen.plan.gemm_sm90a.split import (
     WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, fits_a_block, padded_columns, split_kernel,
 )  # fmt: skip
 from codegen.plan.gemm_sm90a.window import WEIGHT_SHIFT
-from codegen.plan.model import Buffer, Launch, Plan, PlanError
+from codegen.plan.model import Buffer, Launch, Plan, Refusal
 from codegen.plan.norm.flat import access_width, residency
 from codegen.plan.norm.route import plan_norm, plan_norm_of_product
 from codegen.plan.route import Choice, Offer, Request, Route, refuse_kept
@@ -43,7 +43,7 @@ class Detail:
 def offers(request: Request) -> tuple[Offer, ...]:
     """Every form and layout, and K in slices: the family's own choice first, then the least estimated time.
 
-    Raises PlanError where this target cannot serve the chain; whether it serves it better than sm_80 is not asked here.
+    Raises Refusal where this target cannot serve the chain; whether it serves it better than sm_80 is not asked here.
     """
     spec, target, device = request.spec, request.target, request.device
     refuse_kept(spec)
@@ -52,7 +52,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
     whole = tuple((form, choose_layout(spec, target, device, form)) for form in forms)
     chosen = sliced(spec, device, forms, faster(spec, device, list(whole)))
     if spec.precision.itemsize == 4 and not fits_a_block(spec.input_shape[1]):
-        raise PlanError(f"in_features: {spec.input_shape[1]} is more than a block of the splitting kernel holds")
+        raise Refusal(f"in_features: {spec.input_shape[1]} is more than a block of the splitting kernel holds")
     ways = sorted(all_ways(spec, target, forms), key=lambda way: estimated_ms(spec, device, *way))
     return tuple(offer_of(request, Detail(*way, whole)) for way in dict.fromkeys((chosen, *ways)))
 
@@ -100,18 +100,18 @@ def plan(request: Request, offer: Offer) -> Plan:
 def _check(spec: Spec) -> None:
     k = spec.input_shape[1]
     if spec.producer.operator.name != "linear":
-        raise PlanError("this target has no convolution kernel")
+        raise Refusal("this target has no convolution kernel")
     if spec.gemm == "library":
-        raise PlanError("gemm: library asked for, which this target does not call")
+        raise Refusal("gemm: library asked for, which this target does not call")
     wanted = {"fp32": "fp16x3", "tf32": "fp16"}.get(spec.precision.name)
     if spec.math is not None and spec.math not in (wanted, spec.precision.name):
-        raise PlanError(f"math: {spec.math} asked for, which this target does not have")
+        raise Refusal(f"math: {spec.math} asked for, which this target does not have")
     if spec.precision.itemsize == 2 and k % 8:
-        raise PlanError(f"in_features: {k} is no multiple of 8, and rows of x and W that do not start at multiples of 16 bytes are out of the copy engine's reach")
+        raise Refusal(f"in_features: {k} is no multiple of 8, and rows of x and W that do not start at multiples of 16 bytes are out of the copy engine's reach")
     if ragged_result(spec) and (spec.gives or residency(spec, access_width(spec)) is None):
-        raise PlanError(f"out_features: {spec.channels} is no multiple of 8, and rows of y must start at multiples of 16 bytes for the copy engine")
+        raise Refusal(f"out_features: {spec.channels} is no multiple of 8, and rows of y must start at multiples of 16 bytes for the copy engine")
     if k < LEAST_STEPS * TILE_K:
-        raise PlanError(f"in_features: {k} gives fewer than {LEAST_STEPS} stages of {TILE_K}, too few to fill the ring; sm_80 serves it as well")
+        raise Refusal(f"in_features: {k} gives fewer than {LEAST_STEPS} stages of {TILE_K}, too few to fill the ring; sm_80 serves it as well")
 
 
 def _splits(spec: Spec, form: Form) -> tuple[list[Launch], list[Buffer]]:
@@ -120,7 +120,7 @@ def _splits(spec: Spec, form: Form) -> tuple[list[Launch], list[Buffer]]:
     padded = math.ceil(batch / (2 * form.tile_samples)) * 2 * form.tile_samples
     x = split_kernel(spec, "x", form, batch, padded, WEIGHT_SHIFT if form.registers and form.parts == 2 else 0)
     if x is None:
-        raise PlanError(f"in_features: {k} is more than a block of the splitting kernel holds")
+        raise Refusal(f"in_features: {k} is more than a block of the splitting kernel holds")
     steps, buffers = [Launch(x)], [Buffer(X_SPLIT, (form.parts * batch, pitch), "float16"), Buffer(X_UNSCALE, (padded,), "float32")]
     if converts(spec, form):
         weight = split_kernel(spec, "weight", form, spec.channels, spec.channels, 0)

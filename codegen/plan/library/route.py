@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from codegen.plan.floor import floor
 from codegen.plan.library.cost import conv_ms, linear_ms
-from codegen.plan.model import Buffer, Library, Plan, PlanError
+from codegen.plan.model import Buffer, Library, Plan, Refusal
 from codegen.plan.norm.route import plan_norm
 from codegen.plan.route import Choice, Offer, Request, Route
 
@@ -12,12 +12,12 @@ LINEAR_WEIGHT = 0.95  # by which the estimate of the vendor's GEMM is multiplied
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
-    """The one way to call the library. Raises PlanError where its result would depend on a switch of torch's."""
+    """The one way to call the library. Raises Refusal where its result would depend on a switch of torch's."""
     spec, device = request.spec, request.device
     if spec.producer.operator.name == "conv2d":
         return (Offer(Choice("library"), conv_ms(spec, device)),)
     if spec.precision.dtype == "float32":
-        raise PlanError(f"at {spec.precision.name} its result would depend on torch's global TF32 switch; at fp16 and bf16 it would not")
+        raise Refusal(f"at {spec.precision.name} its result would depend on torch's global TF32 switch; at fp16 and bf16 it would not")
     return (Offer(Choice("library"), linear_ms(spec, device), LINEAR_WEIGHT),)
 
 
