@@ -18,6 +18,7 @@ from codegen.plan.gemm.companions import WEIGHT_ROWS
 from codegen.plan.gemm.tiles import SINGLE
 from codegen.plan.model import Buffer, Launch, Plan, Refusal
 from codegen.plan.norm.cost import norm_ms
+from codegen.plan.norm.flat import split_groups
 from codegen.plan.norm.route import plan_norm_of_product
 from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.shared.slices import SLICES, add_slices_kernel
@@ -59,7 +60,7 @@ def offer_of(request: Request, arithmetic: Arithmetic, tiling: Tiling) -> Offer:
     """The offer of a tiling, the norm's kernels included."""
     tile = tiling.tile
     knobs = (("math", arithmetic.name), ("tile", f"{tile.m}x{tile.n}"), ("slices", tiling.slices))
-    return Offer(Choice("conv_gemm", knobs), tiling.ms + norm_ms(request.spec, request.device), detail=(arithmetic, tiling))
+    return Offer(Choice("conv_gemm", knobs), tiling.ms + norm_ms(request.spec, request.device, split_groups(request.spec, request.device.sms)), detail=(arithmetic, tiling))
 
 
 def plan(request: Request, offer: Offer) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from codegen.plan.norm.cost import norm_ms
+from codegen.plan.norm.flat import split_groups
 from codegen.plan.shared.fitted import LIBRARY_SHAPES, SWEEP, Fitted
 from codegen.spec import Spec
 from codegen.targets import DeviceClass
@@ -69,4 +70,4 @@ def conv_ms(spec: Spec, device: DeviceClass) -> float:
         odd = ODD_HALVES.on(device) if itemsize == 2 and math.gcd(weight[1], channels) % 8 else 1.0
         multiply = flop / (rate * TENSOR_SHARE.on(device) * 1e9)
         conv = (start + TENSOR_K_US.on(device) * k) / 1e3 + odd * (multiply + (2 if itemsize == 2 else 1) * moved)
-    return conv + norm_ms(spec, device)
+    return conv + norm_ms(spec, device, split_groups(spec, device.sms))
