@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from codegen.plan import tuned
 from codegen.plan.model import Plan, Refusal
 from codegen.plan.route import Choice, Offer, Request, Route
-from codegen.plan.stages.route import first_stage, head_of, plan_stages
+from codegen.plan.stages.route import cut, plan_stages
 from codegen.plan.table import ROUTES
 from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS, DeviceClass
@@ -41,9 +41,9 @@ def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False
 
 def planned(request: Request) -> Plan:
     """The plan of a request. Raises Refusal."""
-    first = first_stage(request.spec, request.target)
-    if first is not None:
-        return plan_stages(request.spec, planned(replace(request, spec=head_of(request.spec, first))), first)
+    head, stages = cut(request.spec, request.target)
+    if stages:
+        return plan_stages(request.spec, planned(replace(request, spec=head)), stages)
     ways = ways_of(request)
     route, offer = ways.best
     rival = _rival(request, route, offer)
@@ -123,8 +123,7 @@ def choices(spec: Spec, device: DeviceClass) -> tuple[tuple[str, Choice], ...]:
     for target in spec.targets or device.targets:
         if target not in device.targets:
             continue
-        first = first_stage(spec, TARGETS[target])
-        request = Request(spec if first is None else head_of(spec, first), TARGETS[target], device)
+        request = Request(cut(spec, TARGETS[target])[0], TARGETS[target], device)
         for route in _allowed(request):
             try:
                 offers = route.offers(request)

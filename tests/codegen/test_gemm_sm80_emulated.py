@@ -16,7 +16,7 @@ from codegen.plan.gemm.route import GEMM
 from codegen.plan.gemm.tiles import tiles_for
 from codegen.plan.planner import planned
 from codegen.plan.route import Choice, Request
-from codegen.plan.stages.route import first_stage, head_of
+from codegen.plan.stages.route import cut
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.emulated import call_for
 from tests.codegen.forced import request_for
@@ -147,8 +147,8 @@ def test_every_tile_and_every_branch_that_the_cases_take_on_a_gpu_is_emulated(tm
         emulated |= {branch for entry in entries(arithmetic) for branch in branches(entry.plan(tmp_path, precision, arithmetic))}
         for case in CASES:
             spec = case.spec(tmp_path, precision, arithmetic)
-            first = first_stage(spec, TARGETS["sm_80"])
-            for offer in GEMM.offers(request_for(GEMM, spec if first is None else head_of(spec, first), A100)):
+            head, _ = cut(spec, TARGETS["sm_80"])
+            for offer in GEMM.offers(request_for(GEMM, head, A100)):
                 taken |= branches(plan(spec, "sm_80", "a100", forced=offer.choice))
     assert not (left := {branch for branch in taken if branch[0].startswith("gemm/")} - emulated), sorted(map(str, left))
     assert {f"norm/group_norm_{kind}.cu.j2" for kind in ("warp", "block", "stream", "statistics", "apply")} <= {template for template, *_ in emulated}

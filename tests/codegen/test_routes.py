@@ -9,7 +9,7 @@ from codegen.plan import Refusal, plan, planner
 from codegen.plan.planner import choices, planned, ways_of
 from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.shared.fitted import Fitted, Source
-from codegen.plan.stages.route import first_stage
+from codegen.plan.stages.route import cut
 from codegen.plan.table import ROUTES
 from codegen.render import TEMPLATES, render_kernel
 from codegen.spec import load_spec, shipped
@@ -24,7 +24,7 @@ def requests():
         for precision in ("fp32", "bf16"):
             spec = load_spec(path, precision)
             for target in ("sm_80", "sm_90a"):
-                if first_stage(spec, TARGETS[target]) is None:
+                if not cut(spec, TARGETS[target])[1]:
                     yield Request(spec, TARGETS[target], DEVICES["h200"])
 
 
@@ -113,8 +113,7 @@ def test_what_is_measured_is_what_is_weighed(tmp_path):
         kinds = [(target, choice.route, choice.settings.get("math")) for target, choice in listed]
         assert max(map(kinds.count, kinds)) <= planner.BEST and len(set(listed)) == len(listed)
         for target in ("sm_80", "sm_90a"):
-            first = first_stage(spec, TARGETS[target])
-            if first is not None:
+            if cut(spec, TARGETS[target])[1]:
                 continue
             for route in ROUTES:
                 request = Request(spec, TARGETS[target], DEVICES["h200"])
