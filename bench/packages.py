@@ -24,7 +24,7 @@ def generate(
 ) -> Path:
     """Emit one spec for a measurement, over the package of another spec of that name; returns the package's folder.
 
-    Raises SpecError or PlanError.
+    Raises SpecError or Refusal.
     """
     package = make_package(load_spec(spec, precision, prepack), targets, device)
     refuse_foreign(out / package.spec.package)

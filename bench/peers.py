@@ -14,7 +14,7 @@ from bench.subject import Emitted, Inputs, construct, emit_variant
 from bench.timing import capture
 from codegen.ir.fused_form import departure
 from codegen.ops import Kind
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.torch_text import reference_lines
 
 EVIDENCE = ("eager", "graph", "compile", "library")
@@ -86,7 +86,7 @@ def _library_tail(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Pe
         return []
     try:
         variant = emit_variant(emitted.spec, "sm_80", "library", gemm="library")
-    except PlanError:
+    except Refusal:
         tail = compiled_tail(emitted, eager)
         module = producer_module(emitted, eager)
         tail(module(x))

@@ -38,7 +38,8 @@ from codegen.emit import make_package, write_if_different
 from codegen.manifest import Package
 from codegen.numerics import PRECISIONS
 from codegen.plan import Library, Plan
-from codegen.plan.routes import plan_for_class
+from codegen.plan.planner import planned
+from codegen.plan.route import Request
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 from codegen.targets import DEFAULT_TARGETS, TARGETS
@@ -171,7 +172,7 @@ def small_package(spec: Spec, target: str) -> tuple[Path, tuple[str, ...]]:
     library = any(isinstance(step, Library) for step in full.steps)
     for batch, sms in product(BATCHES, FEW_SMS):
         small = shrink(spec, Path("build/sanitize/specs"), library, batch)
-        plan = plan_for_class(small, target, replace(full.device, sms=sms))
+        plan = planned(Request(small, TARGETS[target], replace(full.device, sms=sms)))
         if _shape(plan) == _shape(full):
             break
     package = Package(small, (plan,))
@@ -256,7 +257,7 @@ def _runs_on(target: str, capability: tuple[int, int]) -> bool:
 
 
 def _jobs(packages: list[tuple[str, str]], targets: list[str], tools: tuple[str, ...]) -> list[Job]:
-    """Every tool over every package and target that the package serves; emits the small packages. Raises SpecError or PlanError."""
+    """Every tool over every package and target that the package serves; emits the small packages. Raises SpecError or Refusal."""
     emitted = []
     for path, precision in packages:
         spec, keys = load_spec(path, precision), present_keys(path, precision)

@@ -20,7 +20,7 @@ from bench.machine import environment, precision_flags
 from bench.packages import generate, load_package
 from codegen.emit import make_package, write_if_different
 from codegen.ops import Kind
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 from runtime.launch import ALLOCATION
@@ -92,7 +92,7 @@ def emit(spec_path: str, precision: str | None = None, target: str | None = None
     """Generate a package and import it. With a `target` only that is emitted, into build/, and `out` stays as it is. `prepack` asks for
     prepared weights whatever the spec says.
 
-    Raises SpecError or PlanError.
+    Raises SpecError or Refusal.
     """
     spec = load_spec(spec_path, precision, prepack)
     if target is None:
@@ -106,18 +106,18 @@ def emit(spec_path: str, precision: str | None = None, target: str | None = None
 def target_to_emit(spec_path: str, device: torch.device, asked: str | None) -> str | None:
     """The one target to emit for a measurement: what was `asked` for, on a CPU its own; None for all that the spec serves.
 
-    Raises SpecError, and PlanError where nobody asked for the CPU's and the spec excludes it.
+    Raises SpecError, and Refusal where nobody asked for the CPU's and the spec excludes it.
     """
     if asked or device.type != "cpu":
         return asked
     spec = load_spec(spec_path)
     if spec.targets and "cpu" not in spec.targets:
-        raise PlanError(f"{spec.path} is for {', '.join(spec.targets)} alone and this runs on the CPU; it needs a GPU, or TARGETS=cpu to override the spec")
+        raise Refusal(f"{spec.path} is for {', '.join(spec.targets)} alone and this runs on the CPU; it needs a GPU, or TARGETS=cpu to override the spec")
     return "cpu"
 
 
 def emit_variant(spec: Spec, target: str, label: str, **changes) -> Emitted:
-    """A package of `spec` with fields changed (`gemm="library"`), under build/bench/<label>/. Raises PlanError."""
+    """A package of `spec` with fields changed (`gemm="library"`), under build/bench/<label>/. Raises Refusal."""
     changed = replace(spec, **changes)
     folder = Path("build/bench").absolute() / label / target / f"{spec.package}_b{spec.batch}"
     write_if_different(folder, render(make_package(changed, (target,))))

@@ -15,7 +15,7 @@ import click
 from codegen.emit import is_emitted, make_package, write_if_different
 from codegen.index import EXEMPLARS, SOURCE_KEYS, Exemplar, entries, exemplars, prepared
 from codegen.manifest import Package
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import SpecError, load_spec
 
@@ -23,7 +23,7 @@ from codegen.spec import SpecError, load_spec
 def source_keys(out: Path) -> list[dict]:
     """Of every shipped package the keys of its sources as emitted today, by target: those of the forward and of the backward.
 
-    `prepack` says that its weights are prepared. Raises SpecError or PlanError.
+    `prepack` says that its weights are prepared. Raises SpecError or Refusal.
     """
     shipped = [(spec, precision, False) for spec, precision in entries(out)] + [(spec, precision, True) for spec, precision in prepared(out)]
     found = []
@@ -36,12 +36,12 @@ def source_keys(out: Path) -> list[dict]:
 
 
 def package_of(exemplar: Exemplar) -> Package:
-    """The plans of an exemplar. Raises SpecError or PlanError."""
+    """The plans of an exemplar. Raises SpecError or Refusal."""
     return make_package(load_spec(exemplar.spec, exemplar.precision), exemplar.targets)
 
 
 def renew(out: Path) -> list[Path]:
-    """Write the exemplars and the source keys under `out`; returns the files that changed. Raises SpecError or PlanError."""
+    """Write the exemplars and the source keys under `out`; returns the files that changed. Raises SpecError or Refusal."""
     changed = []
     for exemplar in exemplars(out):
         package = package_of(exemplar)
@@ -97,7 +97,7 @@ def main(checking, out) -> None:
     except SpecError as error:
         click.echo(str(error), err=True)
         sys.exit(2)
-    except PlanError as error:
+    except Refusal as error:
         raise click.ClickException(str(error)) from None
     if checking and found:
         raise click.ClickException("checked-in files differ from what their specs emit; run make generate-all\n" + "\n".join(found))

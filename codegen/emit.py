@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from codegen.manifest import Package
-from codegen.plan import PlanError, plan
+from codegen.plan import Refusal, plan
 from codegen.render import render
 from codegen.source_text import is_source_text
 from codegen.spec import Spec, SpecError, load_spec
@@ -26,19 +26,19 @@ MARK = "do not edit."  # in the header of everything that is emitted
 def make_package(spec: Spec, targets: tuple[str, ...] = (), device: str | None = None, debug: bool = False) -> Package:
     """Plan `spec` for the given targets (else the spec's own, else those of DEFAULT_TARGETS that can serve it).
 
-    Of a range of batches every size has plans of its own. Raises PlanError when a target that was asked for cannot serve the spec, or none can; a size
+    Of a range of batches every size has plans of its own. Raises Refusal when a target that was asked for cannot serve the spec, or none can; a size
     of a range may do without a target where another one for the same machines serves it.
     """
     asked = targets or spec.targets
     places = () if targets else spec.targets_at
     if device and not any(name in DEVICES[device].targets for name in asked or DEFAULT_TARGETS):
-        raise PlanError(f"device class {device} goes with {', '.join(DEVICES[device].targets)}, not with {', '.join(asked or DEFAULT_TARGETS)}")
+        raise Refusal(f"device class {device} goes with {', '.join(DEVICES[device].targets)}, not with {', '.join(asked or DEFAULT_TARGETS)}")
     if not spec.batches:
         return _one_size(spec, asked, device, debug, optional=not asked, places=places)
     made = [_of_range(size, asked, device, debug) for size in spec.sizes]
     for name in asked or ():
         if not any(one.plan_for(name) for one in made):
-            raise PlanError(_unserved(spec, asked.index(name), name, f"serves no batch of the range: {dict(made[-1].skipped)[name]}", places))
+            raise Refusal(_unserved(spec, asked.index(name), name, f"serves no batch of the range: {dict(made[-1].skipped)[name]}", places))
     skipped = tuple((f"{name} at batch {one.spec.batch}", reason) for one in made for name, reason in one.skipped)
     return Package(spec, tuple(plan for one in made for plan in one.plans), skipped, tuple(made))
 
@@ -55,12 +55,12 @@ def _one_size(spec: Spec, asked: tuple[str, ...] | None, device: str | None, deb
     for at, name in enumerate(asked or DEFAULT_TARGETS):
         try:
             plans.append(plan(spec, name, device if device and name in DEVICES[device].targets else None, debug))
-        except PlanError as error:
+        except Refusal as error:
             if not optional:
-                raise PlanError(_unserved(spec, at, name, f"cannot serve this spec: {error}", places)) from None
+                raise Refusal(_unserved(spec, at, name, f"cannot serve this spec: {error}", places)) from None
             skipped.append((name, str(error)))
     if not plans:
-        raise PlanError("no target can serve this spec: " + "; ".join(f"{name}: {reason}" for name, reason in skipped))
+        raise Refusal("no target can serve this spec: " + "; ".join(f"{name}: {reason}" for name, reason in skipped))
     return Package(spec, tuple(plans), tuple(skipped))
 
 
@@ -71,9 +71,9 @@ def _of_range(spec: Spec, asked: tuple[str, ...] | None, device: str | None, deb
         served = {plan.target.language for plan in made.plans}
         for name, reason in made.skipped if asked else ():
             if TARGETS[name].language not in served:
-                raise PlanError(reason)
-    except PlanError as error:
-        raise PlanError(f"batch {spec.batch}: {error}") from None
+                raise Refusal(reason)
+    except Refusal as error:
+        raise Refusal(f"batch {spec.batch}: {error}") from None
     plans = tuple(replace(plan, target=replace(plan.target, suffix=f"{plan.target.suffix}_b{spec.batch}")) for plan in made.plans)
     return replace(made, plans=plans)
 
@@ -139,9 +139,9 @@ def is_foreign(folder: Path) -> bool:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises PlanError where what is in `folder` is not ours to replace."""
+    """Raises Refusal where what is in `folder` is not ours to replace."""
     if is_foreign(folder):
-        raise PlanError(f"{folder} is not empty and holds no generated package; move what is in it, choose another --out (make: OUT=), or pass --force (make: FORCE=1)")
+        raise Refusal(f"{folder} is not empty and holds no generated package; move what is in it, choose another --out (make: OUT=), or pass --force (make: FORCE=1)")
 
 
 def read_spec_or_package(path: str, precision: str | None = None, prepack: bool = False) -> Spec:
@@ -157,7 +157,7 @@ def read_spec_or_package(path: str, precision: str | None = None, prepack: bool 
     try:
         plain = load_spec(path)
         files = render(make_package(replace(plain, path=spec_of_package, prepack_asked=asked and plain.prepack), (), device))
-    except (SpecError, PlanError):
+    except (SpecError, Refusal):
         return spec
     present = [name for name in files if name != "manifest.json" and (folder / name).is_file()]  # the manifest has the targets of a command line, too
     if any((folder / name).read_text(encoding="utf-8") != files[name] for name in present):
@@ -166,11 +166,11 @@ def read_spec_or_package(path: str, precision: str | None = None, prepack: bool 
 
 
 def _claim(folder: Path, spec: Spec) -> None:
-    """Raises PlanError where `folder` holds anything but the package of this spec, one spec.yaml of its own included."""
+    """Raises Refusal where `folder` holds anything but the package of this spec, one spec.yaml of its own included."""
     refuse_foreign(folder)
     held = owner(folder)
     if held not in (None, spec.path) and Path(spec.named).resolve() != (folder / "spec.yaml").resolve():
-        raise PlanError(
+        raise Refusal(
             f"{folder} holds the package of {held}, and {spec.named} has the same name; change its name, choose another --out (make: OUT=), or pass --force (make: FORCE=1)"
         )
 
@@ -197,7 +197,7 @@ class Written:
 def write_package(package: Package, out: Path, standalone: bool = False, force: bool = False) -> Written:
     """Write the sources of `package` into a folder of its name under `out`; `standalone` adds standalone.py.
 
-    Raises PlanError where the folder holds the package of another spec, or files that are no package, unless `force` is set; OSError where it
+    Raises Refusal where the folder holds the package of another spec, or files that are no package, unless `force` is set; OSError where it
     cannot be written.
     """
     folder = out / package.spec.package

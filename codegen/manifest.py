@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from codegen.ir.fused_form import departure
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.plan.backward.cpu import gradient_keys, plan_backward
 from codegen.plan.backward.cuda import plan_backward_cuda
 from codegen.plan.model import Buffer, Launch, Library, Plan
@@ -58,7 +58,7 @@ class Package:
             least = min(cuda, key=lambda plan: plan.target.min_capability)
             try:
                 made.append(plan_backward_cuda(self.spec, least.target, least.device))
-            except PlanError:  # the head has no norm kernel that runs it again
+            except Refusal:  # the head has no norm kernel that runs it again
                 pass
         return tuple(made)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from codegen.manifest import Package
 from codegen.ops import Shape
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.plan.model import Launch, Library, Plan
 from codegen.render import render_template
 from codegen.targets import TARGETS, Target
@@ -45,10 +45,10 @@ class Part:
 
 
 def render_standalone(package: Package, files: dict[str, str]) -> str:
-    """The text of standalone.py, from the package's rendered files. Raises PlanError when the package has no CUDA target."""
+    """The text of standalone.py, from the package's rendered files. Raises Refusal when the package has no CUDA target."""
     targets = [name for name in _PREFERENCE if package.plan_for(name)]
     if not targets:
-        raise PlanError("standalone.py needs a CUDA target; emit sm_80 or sm_90a")
+        raise Refusal("standalone.py needs a CUDA target; emit sm_80 or sm_90a")
     spec = package.spec
     return render_template(
         "model/standalone.py.j2", spec=spec, package=package, parts=[_part(name, package, files) for name in targets], modules=module_lines(spec),
@@ -91,7 +91,7 @@ def _forward(method: str, plan: Plan) -> Forward:
 def _plain_comments(text: str) -> str:
     """CUDA text as the body of a raw Python string that the static checker accepts."""
     if '"""' in text or re.search(r'^[^"\n]*(//|#)[^\n]*__global__', text, re.MULTILINE):
-        raise PlanError("an emitted source holds text that standalone.py cannot carry")
+        raise Refusal("an emitted source holds text that standalone.py cannot carry")
     return text.rstrip("\n")
 
 

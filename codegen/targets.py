@@ -46,7 +46,7 @@ DEFAULT_TARGETS = tuple(TARGETS)  # of a spec that names none: those of them tha
 class DeviceClass:
     """A card's figures for the cost model: rates in TFLOP/s (dense), bandwidth in GB/s, cache in MB.
 
-    `mma_share` is the share of the tensor rate that mma.sync reaches (arXiv 2501.12084 for Hopper), `library_share` what the vendor's
+    `clock` is that of an SM under load, in GHz: measured on H100 and H200, taken to be alike elsewhere until it is measured. `mma_share` is the share of the tensor rate that mma.sync reaches (arXiv 2501.12084 for Hopper), `library_share` what the vendor's
     GEMM reaches on large shapes.
     """
 
@@ -62,17 +62,18 @@ class DeviceClass:
     library_share: float
     smem_per_sm: int
     launch_us: float
+    clock: float
     summary: str
 
 
 DEVICES: dict[str, DeviceClass] = {
     d.name: d
     for d in (
-        DeviceClass("host", ("cpu",), 1, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0, 0.0, "the machine's own processor"),
-        DeviceClass("a100", ("sm_80",), 108, 19.5, 156.0, 312.0, 1555.0, 40.0, 0.90, 0.85, 164 * 1024, 3.0, "A100 40/80 GB"),
-        DeviceClass("rtx3090", ("sm_80",), 82, 35.6, 35.6, 71.2, 936.0, 6.0, 0.90, 0.85, 100 * 1024, 3.0, "RTX 3090, A6000 class (8.6)"),
-        DeviceClass("rtx4090", ("sm_80",), 128, 82.6, 82.6, 165.2, 1008.0, 72.0, 0.90, 0.85, 100 * 1024, 3.0, "RTX 4090, L40 class (8.9)"),
-        DeviceClass("h100", ("sm_90a", "sm_80"), 132, 66.9, 494.7, 989.4, 3350.0, 50.0, 0.63, 0.78, 227 * 1024, 3.0, "H100 SXM"),
-        DeviceClass("h200", ("sm_90a", "sm_80"), 132, 66.9, 494.7, 989.4, 4800.0, 50.0, 0.63, 0.78, 227 * 1024, 3.0, "H200"),
+        DeviceClass("host", ("cpu",), 1, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0, 0.0, 1.4, "the machine's own processor"),
+        DeviceClass("a100", ("sm_80",), 108, 19.5, 156.0, 312.0, 1555.0, 40.0, 0.90, 0.85, 164 * 1024, 3.0, 1.4, "A100 40/80 GB"),
+        DeviceClass("rtx3090", ("sm_80",), 82, 35.6, 35.6, 71.2, 936.0, 6.0, 0.90, 0.85, 100 * 1024, 3.0, 1.4, "RTX 3090, A6000 class (8.6)"),
+        DeviceClass("rtx4090", ("sm_80",), 128, 82.6, 82.6, 165.2, 1008.0, 72.0, 0.90, 0.85, 100 * 1024, 3.0, 1.4, "RTX 4090, L40 class (8.9)"),
+        DeviceClass("h100", ("sm_90a", "sm_80"), 132, 66.9, 494.7, 989.4, 3350.0, 50.0, 0.63, 0.78, 227 * 1024, 3.0, 1.4, "H100 SXM"),
+        DeviceClass("h200", ("sm_90a", "sm_80"), 132, 66.9, 494.7, 989.4, 4800.0, 50.0, 0.63, 0.78, 227 * 1024, 3.0, 1.4, "H200"),
     )
 }  # fmt: skip

@@ -10,11 +10,11 @@ The command `fsk` does the same from a shell. `load` needs torch, the rest
 does not.
 """
 
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.spec import SpecError
 
 from .api import SpecLike, explain, generate, load
 
 __version__ = "0.1.0"
 
-__all__ = ["PlanError", "SpecError", "SpecLike", "explain", "generate", "load"]
+__all__ = ["Refusal", "SpecError", "SpecLike", "explain", "generate", "load"]

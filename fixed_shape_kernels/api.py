@@ -65,7 +65,7 @@ def plan_package(
 ) -> Package:
     """The plans of a spec for `targets`, else the spec's own, else all that serve it.
 
-    Raises PlanError where none can be made, ValueError for an unknown name.
+    Raises Refusal where none can be made, ValueError for an unknown name.
     """
     chosen = (targets,) if isinstance(targets, str) else tuple(targets)
     for name in chosen:
@@ -92,7 +92,7 @@ def generate(
     `standalone` adds standalone.py, which imports nothing of ours; `debug` bounds the waits of sm_90a. A folder that
     holds something else is replaced only with `force`.
 
-    Raises SpecError for a wrong spec, TypeError for a mapping that is none, PlanError where no kernel serves it or the
+    Raises SpecError for a wrong spec, TypeError for a mapping that is none, Refusal where no kernel serves it or the
     folder holds something else, ValueError for an unknown name, OSError where nothing can be written.
     """
     package = plan_package(read(spec, precision, prepack), targets, device_class, debug)

@@ -78,7 +78,7 @@ def planned(
 ) -> list[Package]:
     """The packages of all specs, before any is written.
 
-    Raises click.UsageError without a spec, SpecError and PlanError.
+    Raises click.UsageError without a spec, SpecError and Refusal.
     """
     if not specs:
         raise click.UsageError(f"name at least one spec; shipped: {', '.join(shipped())}")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import click
 
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.source_text import printable
 from codegen.spec import SpecError
 
@@ -29,7 +29,7 @@ class SpecFault(click.ClickException):
 def sentences() -> Iterator[None]:
     """Run a command's work. SpecError ends it with code 2, the other faults of a user's with code 1.
 
-    Those are PlanError, RuntimeFailure, RuntimeError and OSError.
+    Those are Refusal, RuntimeFailure, RuntimeError and OSError.
     """
     try:
         yield
@@ -37,7 +37,7 @@ def sentences() -> Iterator[None]:
         raise
     except SpecError as error:
         raise SpecFault(str(error)) from None
-    except PlanError as error:  # it may name a file of any spelling
+    except Refusal as error:  # it may name a file of any spelling
         raise click.ClickException(printable(str(error))) from None
     except RuntimeError as error:
         raise click.ClickException(str(error)) from None

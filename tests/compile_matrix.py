@@ -17,7 +17,7 @@ from rich.progress import track
 
 from codegen.emit import make_package
 from codegen.numerics import MATH_CHOICES
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.plan.model import Kernel, Plan
 from codegen.render import render_kernel
 from codegen.spec import load_spec, shipped
@@ -93,7 +93,7 @@ def main(jobs: int, targets: tuple[str, ...]) -> None:
             for target in wanted:
                 try:
                     package = make_package(spec, (target,))
-                except PlanError:
+                except Refusal:
                     skipped += 1
                     continue
                 for plan in (*package.plans, *package.backward_plans):

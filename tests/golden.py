@@ -21,7 +21,7 @@ import click
 from bench.sweep.draw import LARGE, SMALL, draw
 from codegen.emit import make_package
 from codegen.numerics import PRECISIONS
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.render import render
 from codegen.report import explain
 from codegen.spec import Spec, load_spec, shipped
@@ -46,7 +46,7 @@ def texts(spec: Spec, targets: tuple[str, ...], device: str | None) -> dict[str,
     """Every emitted file and the explanation of every plan; of a spec that cannot be served, the sentence alone."""
     try:
         package = make_package(spec, targets, device)
-    except PlanError as refusal:
+    except Refusal as refusal:
         return {REFUSAL: str(refusal)}
     skipped = [f"not for {name}: {reason}" for name, reason in package.skipped]
     return {**render(package), EXPLANATION: "\n".join([explain(plan) for plan in package.plans] + skipped)}

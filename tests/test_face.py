@@ -114,7 +114,7 @@ def test_unknown_names_say_which_there_are(options, message):
 def test_files_of_the_users_are_not_replaced():
     Path("generated/layer").mkdir(parents=True)
     Path("generated/layer/mine.py").write_text("mine")
-    with pytest.raises(fsk.PlanError, match="holds no generated package"):
+    with pytest.raises(fsk.Refusal, match="holds no generated package"):
         fsk.generate(LAYER)
     assert (fsk.generate(LAYER, force=True) / "mine.py").read_text() == "mine"
 

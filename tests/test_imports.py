@@ -18,7 +18,7 @@ LAYERS = (
     ("ops",),
     ("spec",),
     ("ir",),
-    ("plan.model", "plan.floor"),
+    ("plan.model", "plan.floor", "plan.route"),
     ("plan.shared",),
     ("plan.gemm", "plan.gemm_sm90a", "plan.conv_gemm", "plan.conv_sm80", "plan.conv_sm90a", "plan.norm", "plan.stages", "plan.cpu", "plan.library"),
     ("plan",),
@@ -35,10 +35,11 @@ FAMILIES = 6  # the layer whose members import one another only where FAMILY_IMP
 
 # A family that takes something from another one.
 FAMILY_IMPORTS = {
-    ("conv_gemm", "gemm"): "the same tiles and pipeline multiply windows and filters",
-    ("conv_gemm", "norm"): "its norm is left to the norm's kernels",
-    ("gemm_sm90a", "gemm"): "a share that both compare with",
+    ("gemm", "norm"): "a norm whose groups do not fit into a tile is left to the norm's kernels",
     ("gemm_sm90a", "norm"): "a norm whose groups do not match the tiles is left to the norm's kernels",
+    ("conv_gemm", "norm"): "its norm is left to the norm's kernels",
+    ("library", "norm"): "its norm is left to the norm's kernels",
+    ("conv_gemm", "gemm"): "the same tiles and pipeline multiply windows and filters",
     ("stages", "gemm"): "a fold becomes the end of the GEMM in front",
     ("stages", "norm"): "a fold becomes the end of the norm kernel in front",
 }

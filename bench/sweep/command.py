@@ -33,7 +33,7 @@ from bench.sweep.draw import LARGE, SMALL, draw
 from bench.sweep.judge import FAMILIES
 from bench.timing import measure_ceilings
 from codegen.emit import make_package, write_if_different
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 from codegen.targets import DEVICES
@@ -76,7 +76,7 @@ class Aim:
 
 
 def generate(index: int, seed: int, small: bool, aim: Aim, work: Path) -> Drawn:
-    """Draw case `index` and emit its package. Raises PlanError where no target serves it on the device."""
+    """Draw case `index` and emit its package. Raises Refusal where no target serves it on the device."""
     specs = work / "specs"
     spec = draw(seed, index, SMALL if small else LARGE, specs)
     folder = work / "packages" / spec.package
@@ -84,7 +84,7 @@ def generate(index: int, seed: int, small: bool, aim: Aim, work: Path) -> Drawn:
     write_if_different(folder, render(package))
     best = best_target(Package(folder), aim.capability) if aim.capability else Package(folder).target(aim.targets[0])
     if best is None:
-        raise PlanError("; ".join(f"{name}: {reason}" for name, reason in package.skipped) or f"its targets do not run on capability {aim.capability}")
+        raise Refusal("; ".join(f"{name}: {reason}" for name, reason in package.skipped) or f"its targets do not run on capability {aim.capability}")
     return Drawn(index, spec, specs / f"{spec.name}.yaml", folder, best.name)
 
 
@@ -106,7 +106,7 @@ class Sweep:
             key = (self.small, self.seed, index)
             try:
                 drawn = generate(index, self.seed, self.small, aim, work)
-            except PlanError as error:
+            except Refusal as error:
                 self.cases[key] = {**self.named(index), "verified": None, "failure": str(error), **_unplanned(work, self.seed, index)}
                 continue
             self.drawn[drawn.job] = drawn

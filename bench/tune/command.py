@@ -28,8 +28,9 @@ from bench.sweep.summary import complaints
 from codegen.emit import write_if_different
 from codegen.manifest import Package as Emission
 from codegen.numerics import PRECISIONS
-from codegen.plan import PlanError, plan, tuned
-from codegen.plan.candidates import Candidate, candidates
+from codegen.plan import Refusal, plan, tuned
+from codegen.plan.planner import choices
+from codegen.plan.route import Choice
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 from codegen.targets import DEVICES
@@ -41,10 +42,11 @@ KEY_DIGITS = 12  # of the source key: enough to see that sources changed
 
 @dataclass(frozen=True)
 class Try:
-    """A candidate of a spec, generated: its package's folder and the key of its sources."""
+    """A choice for a spec and a target, generated: its package's folder and the key of its sources."""
 
     spec: Spec
-    candidate: Candidate
+    target: str
+    choice: Choice
     folder: Path
     key: str
 
@@ -54,17 +56,17 @@ class Try:
 
 
 def generate(spec: Spec, device: str, work: Path) -> list[Try]:
-    """Every candidate that has a plan, emitted into a folder of its own; two that emit the same sources are one."""
+    """Every choice that has a plan, emitted into a folder of its own; two that emit the same sources are one."""
     found: dict[str, Try] = {}
-    for candidate in candidates(spec, DEVICES[device]):
+    for target, choice in choices(spec, DEVICES[device]):
         try:
-            package = Emission(spec, (plan(spec, candidate.target, device, candidate=candidate),))
-        except PlanError:
+            package = Emission(spec, (plan(spec, target, device, forced=choice),))
+        except Refusal:
             continue
-        folder = work / f"{spec.package}_b{spec.batch}__{candidate.label}"
+        folder = work / f"{spec.package}_b{spec.batch}__{target}_{choice.label}"
         write_if_different(folder, render(package))
-        key = Package(folder).target(candidate.target).source_key[:KEY_DIGITS]
-        found.setdefault(key, Try(spec, candidate, folder, key))
+        key = Package(folder).target(target).source_key[:KEY_DIGITS]
+        found.setdefault(key, Try(spec, target, choice, folder, key))
     return list(found.values())
 
 
@@ -85,7 +87,7 @@ def record_of(spec: Spec, tries: list[Try], machine: Machine, verdicts: dict[str
         found = verdicts[one.job]
         if "failure" in found:
             continue
-        row = {**one.candidate.data, "key": one.key}
+        row = {**tuned.row_of(one.target, one.choice), "key": one.key}
         if one.job in times:
             row |= {"ms": times[one.job], "error": next(family["rel_error"] for family in found["verification"] if family["family"] == "benchmark")}
         else:
@@ -119,12 +121,12 @@ class Tuner:
     def build(self, tries: list[Try]) -> None:
         """Compile all candidates, several at once; what fails shows when its turn comes."""
         capability = visible_capabilities()[self.device.index] if self.device.type == "cuda" else None
-        build_all([(one.folder, one.candidate.target) for one in tries], capability)
+        build_all([(one.folder, one.target) for one in tries], capability)
 
     def measure(self, spec: Spec, file: str, tries: list[Try], machine: Machine, seconds: float) -> dict[str, Any] | None:
         """The record of a spec that lies in `file`; None where time ran out before it was complete."""
         verify = {
-            t.job: {"spec": file, "precision": spec.precision.name, "batch": spec.batch, "folder": str(t.folder), "target": t.candidate.target, "peers": ()} for t in tries
+            t.job: {"spec": file, "precision": spec.precision.name, "batch": spec.batch, "folder": str(t.folder), "target": t.target, "peers": ()} for t in tries
         }  # fmt: skip
         verdicts = self.run("bench.sweep.case", verify, {"work": "examine", "families": FAMILIES}, f"{spec.package}: verifying")
         if verdicts is None:
@@ -137,7 +139,7 @@ class Tuner:
             return record_of(spec, tries, machine, verdicts, {})
         job = {
             "spec": file, "precision": spec.precision.name, "batch": spec.batch, "folders": {name: str(t.folder) for name, t in right.items()},
-            "targets": {name: t.candidate.target for name, t in right.items()},
+            "targets": {name: t.target for name, t in right.items()},
         }  # fmt: skip
         timed = self.run("bench.tune.case", {"times": job}, {"seconds": seconds}, f"{spec.package}: timing")
         if timed is None:
@@ -149,15 +151,11 @@ class Tuner:
 
 def _table(spec: Spec, record: dict[str, Any]) -> Table:
     table = Table(title=f"{spec.package}: {record['spec']}", title_justify="left")
-    for column in ("target", "gemm", "math", "tile", "chain ends in", "ms", "error"):
+    for column in ("target", "choice", "ms", "error"):
         table.add_column(column, overflow="fold")
     for row in record["candidates"]:
-        end = {True: "the GEMM", False: "the norm kernel"}.get(row.get("finished"), "-")
-        tile = "x".join(map(str, row["tile"])) if "tile" in row else "-"
-        table.add_row(
-            row["target"], row.get("gemm", "-"), row.get("math", "-"), tile, end, f"{row['ms']:.4f}" if "ms" in row else row["rejected"],
-            "-" if row.get("error") is None else f"{row['error']:.1e}",
-        )  # fmt: skip
+        error = "-" if row.get("error") is None else f"{row['error']:.1e}"
+        table.add_row(row["target"], tuned.choice_of(row).label, f"{row['ms']:.4f}" if "ms" in row else row["rejected"], error)
     return table
 
 

@@ -1,1 +1,1 @@
-"""A chain in terms that planners and templates share."""
+"""A chain in terms that planners and templates share: segments over named values, groupings, applied operators and constants."""

@@ -11,7 +11,7 @@ from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 
-class PlanError(Exception):
+class Refusal(Exception):
     """A valid spec that this target or device class has no kernel for; the message says why and what to do."""
 
 

@@ -1,6 +1,6 @@
 """codegen/tuned/<device class>.yaml: what was measured on a card of that class, and what the planner takes from it.
 
-A file is a list of records, one for a spec's signature (its operators, sizes and precision): the card, torch, and each candidate with its
+A file is a list of records, one for a spec's signature (its operators, sizes and precision): the card, torch, and each choice with its
 milliseconds and error, or why it was rejected. Records are consulted where a plan names its device class, and never for the card that happens to be present.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from codegen.plan.candidates import Candidate, candidate_of
+from codegen.plan.route import Choice
 from codegen.spec import Spec
 
 FOLDER = Path(__file__).resolve().parent.parent / "tuned"
@@ -23,9 +23,9 @@ _SIZES = ("size", "axis", "count", "pair", "count_pair", "shape", "flag")  # typ
 
 @dataclass(frozen=True)
 class Decision:
-    """What a record says of one target: the candidate to plan, or why not to plan it; `why` in a sentence."""
+    """What a record says of one target: the choice to plan, or why not to plan it; `why` in a sentence."""
 
-    candidate: Candidate | None
+    choice: Choice | None
     why: str
 
 
@@ -69,6 +69,16 @@ def write(device: str, kept: dict[str, dict[str, Any]]) -> Path:
     return path
 
 
+def choice_of(row: dict[str, Any]) -> Choice:
+    """The choice that a record's row describes."""
+    return Choice(row["route"], tuple(row.get("knobs", {}).items()))
+
+
+def row_of(target: str, choice: Choice) -> dict[str, Any]:
+    """A choice as a record's row."""
+    return {"target": target, "route": choice.route, **({"knobs": choice.settings} if choice.knobs else {})}
+
+
 def decide(spec: Spec, target: str, device: str) -> Decision | None:
     """What the device class's record says of `target`; None where it says nothing."""
     record = records(device).get(signature(spec))
@@ -82,5 +92,5 @@ def decide(spec: Spec, target: str, device: str) -> Decision | None:
     if target == "sm_90a" and best["target"] != target and best["ms"] < MARGIN * here[0]["ms"]:
         return Decision(None, f"{best['target']} takes {best['ms']:.4f} ms and this target {here[0]['ms']:.4f} ms ({source})")
     others = f", the next best {here[1]['ms']:.4f} ms" if len(here) > 1 else ""
-    chosen = candidate_of(here[0])
-    return Decision(chosen, f"{source}: {chosen.label} takes {here[0]['ms']:.4f} ms{others}")
+    chosen = choice_of(here[0])
+    return Decision(chosen, f"{source}: {target}_{chosen.label} takes {here[0]['ms']:.4f} ms{others}")

@@ -7,7 +7,7 @@ import pytest
 from bench.machine import Machine
 from bench.tune import command as tune
 from codegen.plan import tuned
-from codegen.plan.candidates import Candidate
+from codegen.plan.route import Choice
 from codegen.spec import load_spec, resolve
 from tests.fsk import fsk
 
@@ -35,10 +35,10 @@ CRASHED = {"failure": "ended its process with code -11"}
 def test_a_wrong_candidate_is_recorded_as_rejected_and_one_that_crashed_not_at_all():
     spec = load_spec(SPEC)
     right = {"verified": True, "verification": [{"family": "benchmark", "rel_error": 2e-7, "ok": True, "problems": []}]}
-    tries = [tune.Try(spec, Candidate("sm_80", "library"), Path(name), name) for name in ("a", "b", "c")]
+    tries = [tune.Try(spec, "sm_80", Choice("library"), Path(name), name) for name in ("a", "b", "c")]
     verdicts = {"a": WRONG, "b": right, "c": CRASHED}
     rows = tune.record_of(spec, tries, Machine("card", "h100", "2.11.0", None, None), verdicts, {"b": 0.5})["candidates"]
-    assert len(rows) == 2 and rows[0] == {"target": "sm_80", "gemm": "library", "key": "b", "ms": 0.5, "error": 2e-7}
+    assert len(rows) == 2 and rows[0] == {"target": "sm_80", "route": "library", "key": "b", "ms": 0.5, "error": 2e-7}
     assert "ms" not in rows[1] and rows[1]["rejected"] == "normal: relative error 1 > 0"
 
 
@@ -65,4 +65,4 @@ def test_a_spec_without_a_right_candidate_is_not_recorded_and_fails(verdict, tmp
 def test_every_candidate_of_a_gpu_spec_is_generated_apart(tmp_path):
     tries = tune.generate(load_spec(SPEC, "bf16"), "h100", tmp_path)
     assert len({t.key for t in tries}) == len(tries) > 2
-    assert {t.candidate.gemm for t in tries if t.candidate.target == "sm_80"} == {"library", "generated"}
+    assert {t.choice.route for t in tries if t.target == "sm_80"} == {"library", "gemm"}

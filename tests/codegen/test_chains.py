@@ -9,7 +9,7 @@ import pytest
 
 from codegen.emit import make_package
 from codegen.manifest import manifest_text
-from codegen.plan import PlanError, plan
+from codegen.plan import Refusal, plan
 from codegen.render import render, render_kernel
 from codegen.spec import SpecError
 from tests.codegen.cpu_chains import build, conv_chain, linear_chain, make_spec
@@ -72,7 +72,7 @@ def test_cuda_kernels_keep_what_is_taken_once_more(tmp_path, name: str, target: 
         spec = make_spec(tmp_path, chain, 160, "fp32", None if "linear" in chain[0] else (12, 20))
         try:
             planned = plan(spec, target)
-        except PlanError as error:
+        except Refusal as error:
             assert target == "sm_90a" and len(str(error)) > 40
             continue
         kept = [variable for kernel in planned.kernels for variable in re.findall(r"const float (\w+_kept) = ", render_kernel(planned, kernel))]

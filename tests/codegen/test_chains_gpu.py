@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from codegen.emit import make_package
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.spec import Spec, load_spec
 from tests.codegen import norm_harness as harness
 from tests.codegen.cpu_chains import make_spec, relative_error
@@ -68,7 +68,7 @@ def models(spec: Spec, target: str, folder):
         pytest.skip("needs capability 9.0")
     try:
         package = make_package(spec, (target,))
-    except PlanError as error:
+    except Refusal as error:
         pytest.skip(f"{target} does not serve this chain: {error}")
     return built_models(package, folder)
 

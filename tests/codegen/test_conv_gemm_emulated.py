@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from codegen.numerics import ARITHMETICS
-from codegen.plan.conv_gemm.kernel import Choice, arithmetic_of, plan_conv_gemm, shape_of, tile_choices
+from codegen.plan.conv_gemm.route import CONV_GEMM, arithmetic_of, offer_of
+from codegen.plan.conv_gemm.shape import Tiling, shape_of
 from codegen.plan.gemm.tiles import tiles_for
-from codegen.plan.model import PlanError
-from codegen.plan.routes import plan
+from codegen.plan.model import Refusal
+from codegen.plan.planner import plan
 from codegen.spec import SpecError, load_spec
 from codegen.spec.reserved import BUFFERS
 from codegen.targets import DEVICES, TARGETS
+from tests.codegen.forced import planned_by, request_for
 from tests.codegen.gemm_promise import relative, round_to_tf32
 from tests.codegen.gemm_sm80_emulated import Layer, build
 
@@ -72,6 +74,12 @@ TILES = {
 }  # fmt: skip
 
 
+def with_tile(spec, arithmetic, tile, slices: int = 1):
+    """The plan with a tile, also with slices that the planner would not cut."""
+    request = request_for(CONV_GEMM, spec, H100)
+    return CONV_GEMM.plan(request, offer_of(request, arithmetic, Tiling(tile, slices, 0.0)))
+
+
 def made(folder, precision: str):
     """(case's name, plan) of every case and tile."""
     found = []
@@ -80,7 +88,7 @@ def made(folder, precision: str):
         arithmetic = arithmetic_of(spec)
         for m, n, slices in chosen:
             tile = next(tile for tile in tiles_for(arithmetic) if (tile.m, tile.n) == (m, n))
-            found.append((name, plan_conv_gemm(spec, TARGET, H100, Choice(tile, slices, 0.0))[0]))
+            found.append((name, with_tile(spec, arithmetic, tile, slices)))
     return found
 
 
@@ -170,7 +178,7 @@ def test_an_infinite_product_before_a_bound(tmp_path):
     """hardtanh makes infinities finite again, so nothing may have become NaN on the way."""
     spec = Case(2, (40, 16), (6, 6), (3, 3), 4, before=("hardtanh",)).spec(tmp_path, "fp32", "bounded")
     tile = next(tile for tile in tiles_for(ARITHMETICS["tf32x3"]) if (tile.m, tile.n) == (32, 32))
-    (layer,) = build(tmp_path, [plan_conv_gemm(spec, TARGET, H100, Choice(tile, 1, 0.0))[0]])
+    (layer,) = build(tmp_path, [with_tile(spec, ARITHMETICS["tf32x3"], tile)])
     x = draw(layer)
     x[0, 3, 2, 2] = float("inf")
     y, reference = layer(x), layer.pytorch(x, torch.float64)
@@ -181,11 +189,12 @@ def test_an_infinite_product_before_a_bound(tmp_path):
 def test_a_tile_is_chosen_and_every_bit_of_k_has_one_owner(tmp_path, precision):
     for name, case in CASES.items():
         spec = case.spec(tmp_path, precision, name)
-        arithmetic, shape = arithmetic_of(spec), shape_of(spec)
-        choices = tile_choices(spec, H100, arithmetic)
-        assert [round(c.ms, 5) for c in choices] == sorted(round(c.ms, 5) for c in choices)
-        for choice in choices[:4]:
-            planned, _ = plan_conv_gemm(spec, TARGET, H100, choice)
+        shape = shape_of(spec)
+        request = request_for(CONV_GEMM, spec, H100)
+        offers = CONV_GEMM.offers(request)
+        assert [round(offer.ms, 5) for offer in offers] == sorted(round(offer.ms, 5) for offer in offers)
+        for offer in offers[:4]:
+            planned = CONV_GEMM.plan(request, offer)
             kernel = next(kernel for kernel in planned.kernels if kernel.template == "conv_gemm/conv_gemm.cu.j2")
             known = {constant.name: constant.text for constant in kernel.constants}
             covered = kernel.slices * int(known["kStageCount"]) * int(known["kStageK"])
@@ -195,10 +204,10 @@ def test_a_tile_is_chosen_and_every_bit_of_k_has_one_owner(tmp_path, precision):
 
 
 def test_short_sums_in_fp32_and_foreign_arithmetics_are_refused(tmp_path):
-    with pytest.raises(PlanError, match="too short"):
-        plan_conv_gemm(Case(1, (8, 8), (5, 5), (3, 3)).spec(tmp_path, "fp32", "few"), TARGET, H100)
-    with pytest.raises(PlanError, match="ffma"):
-        plan_conv_gemm(CASES["plain"].spec(tmp_path, "fp32", "forced", math="ffma"), TARGET, H100)
+    with pytest.raises(Refusal, match="too short"):
+        planned_by(CONV_GEMM, Case(1, (8, 8), (5, 5), (3, 3)).spec(tmp_path, "fp32", "few"), H100)
+    with pytest.raises(Refusal, match="ffma"):
+        planned_by(CONV_GEMM, CASES["plain"].spec(tmp_path, "fp32", "forced", math="ffma"), H100)
     assert arithmetic_of(CASES["plain"].spec(tmp_path, "tf32", "finer", math="tf32x3")).parts == 2
 
 
@@ -223,5 +232,5 @@ def test_a_parameter_cannot_take_the_name_of_a_buffer(tmp_path, name):
 def test_every_buffer_has_a_reserved_name(tmp_path, precision):
     specs = [load_spec(str(path), precision) for path in sorted(FOLDER.glob("*.yaml"))] + [case.spec(tmp_path, precision, name) for name, case in CASES.items()]
     for spec, target in itertools.product([*specs, *(replace(spec, prepack=True) for spec in specs)], ("sm_80", "sm_90a")):
-        with contextlib.suppress(PlanError):
+        with contextlib.suppress(Refusal):
             assert {b.name for b in plan(spec, target).buffers if ":" not in b.name} <= BUFFERS

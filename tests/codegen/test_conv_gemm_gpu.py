@@ -5,13 +5,14 @@ import yaml
 
 torch = pytest.importorskip("torch")
 
-from codegen.manifest import Package
-from codegen.plan.conv_gemm.kernel import arithmetic_of, plan_conv_gemm, tile_choices
-from codegen.spec import load_spec
-from codegen.targets import DEVICES, TARGETS
-from tests.codegen.conv_cases import chain
-from tests.codegen.gpu_models import built_models
-from tests.codegen.test_conv_sm90a_gpu import (  # noqa: F401  tests of any convolution, on the models of this module
+from codegen.manifest import Package  # noqa: E402
+from codegen.plan.conv_gemm.route import CONV_GEMM  # noqa: E402
+from codegen.spec import load_spec  # noqa: E402
+from codegen.targets import DEVICES  # noqa: E402
+from tests.codegen.conv_cases import chain  # noqa: E402
+from tests.codegen.forced import planned_by, request_for  # noqa: E402
+from tests.codegen.gpu_models import built_models  # noqa: E402
+from tests.codegen.test_conv_sm90a_gpu import (  # noqa: E402, F401  tests of any convolution, on the models of this module
     PRECISIONS,
     full_precision_eager,
     test_error_is_within_the_promise,
@@ -44,7 +45,7 @@ def built(request, tmp_path_factory):
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(CASES[name] | {"name": f"conv_{name}"}, sort_keys=False))
     spec = load_spec(path, precision)
-    ours, eager = built_models(Package(spec, (plan_conv_gemm(spec, TARGETS["sm_80"], DEVICES["h100"])[0],)), folder)
+    ours, eager = built_models(Package(spec, (planned_by(CONV_GEMM, spec, DEVICES["h100"]),)), folder)
     with torch.no_grad():
         for model in (ours, eager):
             model.norm.weight[0] = 0.0
@@ -58,9 +59,10 @@ def test_every_tile_and_slice_gives_the_product(tmp_path, precision):
     path = tmp_path / "spec.yaml"
     path.write_text(yaml.safe_dump(chain(cin=90, cout=150, size=(19, 21), groups=3, pool=0, batch=5, padding=1) | {"name": "conv_tiles"}, sort_keys=False))
     spec = load_spec(path, precision)
-    for number, choice in enumerate(tile_choices(spec, DEVICES["h100"], arithmetic_of(spec))):
-        ours, eager = built_models(Package(spec, (plan_conv_gemm(spec, TARGETS["sm_80"], DEVICES["h100"], choice)[0],)), tmp_path / str(number))
+    request = request_for(CONV_GEMM, spec, DEVICES["h100"])
+    for number, offer in enumerate(CONV_GEMM.offers(request)):
+        ours, eager = built_models(Package(spec, (CONV_GEMM.plan(request, offer),)), tmp_path / str(number))
         x = torch.randn(spec.input_shape, device="cuda", generator=torch.Generator("cuda").manual_seed(5)).to(next(ours.parameters()).dtype)
         reference = eager.double()(x.double())
         limit = {"fp32": 5e-7, "tf32": 1e-3, "fp16": 1e-3, "bf16": 8e-3}[precision]
-        assert float((ours(x).double() - reference).norm() / reference.norm()) <= limit, f"{choice.tile.m}x{choice.tile.n}, {choice.slices} slices"
+        assert float((ours(x).double() - reference).norm() / reference.norm()) <= limit, offer.choice.label

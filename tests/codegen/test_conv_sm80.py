@@ -8,9 +8,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codegen.plan import PlanError, plan
-from codegen.plan.conv_estimates import library_ms, one_pass_ms
-from codegen.plan.conv_sm80.kernel import plan_conv_sm_80
+from codegen.plan import Refusal, plan
+from codegen.plan.conv_sm80.route import CONV_SM80
+from codegen.plan.library.cost import conv_ms
 from codegen.plan.model import Library
 from codegen.render import render_kernel
 from codegen.spec import load_spec
@@ -19,6 +19,7 @@ from tests import tiers
 from tests.codegen.conv_cases import FAMILY, STRIDED, chain
 from tests.codegen.conv_sm80_emulated import Emulated
 from tests.codegen.emulated import DTYPES
+from tests.codegen.forced import planned_by, request_for
 from tests.codegen.norm_harness import reference, relative_error
 from tests.compile_matrix import faults
 
@@ -46,8 +47,8 @@ def read(data, folder, precision="fp32"):
     return load_spec(path, precision)
 
 
-def planned(spec, device="a100", **options):
-    return plan_conv_sm_80(spec, TARGETS["sm_80"], DEVICES[device], **options)
+def planned(spec, device="a100"):
+    return planned_by(CONV_SM80, spec, DEVICES[device])
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
@@ -75,7 +76,7 @@ def test_cut_covers_the_sample(tmp_path_factory, cin, cout, height, width, kerne
     spec = read(chain(cin, cout, (height, width), kernel, cout // 8, 3, pool=pool, **how), tmp_path_factory.mktemp("spec"), precision)
     try:
         g = planned(spec, device).kernels[0].geometry
-    except PlanError:
+    except Refusal:
         return
     rows, columns = spec.norm.input_shape[2:]
     window = max(pool, 1)
@@ -106,7 +107,7 @@ def test_cut_covers_the_sample(tmp_path_factory, cin, cout, height, width, kerne
 )
 def test_other_chains_are_left_to_other_ways_and_say_why(tmp_path, change, says):
     spec = read(chain(**change), tmp_path)
-    with pytest.raises(PlanError, match=says):
+    with pytest.raises(Refusal, match=says):
         planned(spec)
     chosen = plan(spec, "sm_80")
     assert "conv" not in {kernel.name for kernel in chosen.kernels} and any(says in reason for reason in chosen.why)
@@ -116,13 +117,13 @@ def test_other_chains_are_left_to_other_ways_and_say_why(tmp_path, change, says)
 def test_the_cheaper_way_is_taken_and_either_can_be_asked_for(tmp_path):
     spec = read(chain(size=128, batch=128), tmp_path)
     for device in ("a100", "rtx3090", "h100"):
-        ours = planned(spec, device)
-        cheaper = one_pass_ms(spec, DEVICES[device], ours) < 0.95 * library_ms(spec, DEVICES[device])
+        ours = CONV_SM80.offers(request_for(CONV_SM80, spec, DEVICES[device]))[0]
+        cheaper = ours.ms < 0.95 * conv_ms(spec, DEVICES[device])
         chosen = plan(spec, "sm_80", device)
         assert isinstance(chosen.steps[0], Library) != cheaper and any("estimated" in reason for reason in chosen.why)
     assert isinstance(plan(read(chain() | {"gemm": "library"}, tmp_path), "sm_80").steps[0], Library)
     assert not isinstance(plan(read(chain(size=16, batch=1) | {"gemm": "generated"}, tmp_path), "sm_80", "rtx3090").steps[0], Library)
-    with pytest.raises(PlanError, match="gemm: generated asks for a convolution of our own, which cannot be: .*; .*too short.*; gemm: library can"):
+    with pytest.raises(Refusal, match="gemm: generated asks for a convolution of our own, which cannot be: .*; .*too short.*; gemm: library can"):
         plan(read(FAMILY["pointwise"] | {"gemm": "generated"}, tmp_path), "sm_80")
 
 
@@ -162,13 +163,13 @@ def test_the_way_that_was_measured_to_be_the_fastest_is_taken(tmp_path, data, pr
     if hopper:
         assert plan(spec, "sm_90a", "h200")
     else:
-        with pytest.raises(PlanError):
+        with pytest.raises(Refusal):
             plan(spec, "sm_90a", "h200")
 
 
 def test_a_pool_free_chain_may_end_in_operators_without_a_direction(tmp_path):
     assert len(planned(read(chain(size=16, pool=0, after=("gelu",)), tmp_path)).kernels) == 2
-    with pytest.raises(PlanError, match="neither rises nor falls"):
+    with pytest.raises(Refusal, match="neither rises nor falls"):
         data = chain()
         data["chain"].insert(2, "gelu")
         planned(read(data, tmp_path))

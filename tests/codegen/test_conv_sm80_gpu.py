@@ -5,13 +5,14 @@ import yaml
 
 torch = pytest.importorskip("torch")
 
-from codegen.manifest import Package
-from codegen.plan.conv_sm80.kernel import plan_conv_sm_80
-from codegen.spec import load_spec
-from codegen.targets import DEVICES, TARGETS
-from tests.codegen.conv_cases import FAMILY, chain
-from tests.codegen.gpu_models import built_models
-from tests.codegen.test_conv_sm90a_gpu import (  # noqa: F401  tests of any one-pass convolution, on the models of this module
+from codegen.manifest import Package  # noqa: E402
+from codegen.plan.conv_sm80.route import CONV_SM80  # noqa: E402
+from codegen.spec import load_spec  # noqa: E402
+from codegen.targets import DEVICES  # noqa: E402
+from tests.codegen.conv_cases import FAMILY, chain  # noqa: E402
+from tests.codegen.forced import planned_by  # noqa: E402
+from tests.codegen.gpu_models import built_models  # noqa: E402
+from tests.codegen.test_conv_sm90a_gpu import (  # noqa: E402, F401  tests of any one-pass convolution, on the models of this module
     PRECISIONS,
     full_precision_eager,
     test_error_is_within_the_promise,
@@ -40,7 +41,7 @@ def built(request, tmp_path_factory):
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(CASES[name] | {"name": f"conv_{name}"}, sort_keys=False))
     spec = load_spec(path, precision)
-    ours, eager = built_models(Package(spec, (plan_conv_sm_80(spec, TARGETS["sm_80"], DEVICES["a100"]),)), folder)
+    ours, eager = built_models(Package(spec, (planned_by(CONV_SM80, spec, DEVICES["a100"]),)), folder)
     with torch.no_grad():
         for model in (ours, eager):
             model.norm.weight[0] = 0.0

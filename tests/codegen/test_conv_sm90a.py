@@ -1,18 +1,21 @@
 """The one-pass convolution for Hopper without a GPU: its K dimension, its cut, its refusals, and what is emitted compiles within its plan."""
 
+from dataclasses import asdict
+
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.plan.conv_sm90a.geometry import Layout, channel_tile
-from codegen.plan.conv_sm90a.kernel import plan_conv_sm_90a
+from codegen.plan.conv_sm90a.route import CONV_SM90A
 from codegen.plan.conv_sm90a.steps import CONSTANTS, steps, uses_none
-from codegen.plan.model import PlanError
+from codegen.plan.model import Refusal
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.conv_cases import FAMILY, chain
+from tests.codegen.forced import planned_by
 from tests.compile_matrix import faults
 
 MAIN = "specs/conv2d_groupnorm_scale_maxpool_clamp.yaml"
@@ -29,8 +32,8 @@ def read(tmp_path):
     return load
 
 
-def planned(spec, **options):
-    return plan_conv_sm_90a(spec, TARGETS["sm_90a"], DEVICES["h100"], **options)
+def planned(spec, layout=None, debug=False):
+    return planned_by(CONV_SM90A, spec, DEVICES["h100"], debug, **(asdict(layout) if layout else {}))
 
 
 @given(
@@ -81,7 +84,7 @@ def test_cut_covers_the_sample_and_the_ring_never_starves(tmp_path_factory, cin,
     spec = load_spec(path, precision)
     try:
         g = planned(spec).kernels[0].geometry
-    except PlanError:
+    except Refusal:
         return
     rows, columns = spec.norm.input_shape[2:]
     assert g.strips * pool >= rows > (g.strips - 1) * pool
@@ -129,7 +132,7 @@ def test_no_strip_is_reported_twice_before_the_converter_has_seen_it(tmp_path_fa
     for layout in layouts:
         try:
             g = planned(spec, layout=layout).kernels[0].geometry
-        except PlanError:
+        except (Refusal, StopIteration):
             continue
         for rank in range(g.layout.cluster):
             listed = strips_of(g, rank, spec.norm.input_shape[2], pool or 1, kernel - 1)
@@ -152,7 +155,7 @@ def test_no_strip_is_reported_twice_before_the_converter_has_seen_it(tmp_path_fa
     ],
 )
 def test_refusals_name_the_reason(read, change, says):
-    with pytest.raises(PlanError, match=says):
+    with pytest.raises(Refusal, match=says):
         data = chain(**{key: value for key, value in change.items() if key != "conv_groups"})
         if "conv_groups" in change:
             data["chain"][0]["conv2d"]["groups"] = change["conv_groups"]
@@ -162,13 +165,13 @@ def test_refusals_name_the_reason(read, change, says):
 def test_operator_without_direction_is_refused(read):
     data = chain()
     data["chain"].insert(2, "mish")
-    with pytest.raises(PlanError, match="neither rises nor falls"):
+    with pytest.raises(Refusal, match="neither rises nor falls"):
         planned(read(data))
 
 
 def test_forced_arithmetic(read):
     data = chain() | {"math": "ffma"}
-    with pytest.raises(PlanError, match="ffma"):
+    with pytest.raises(Refusal, match="ffma"):
         planned(read(data))
     assert planned(read(chain() | {"math": "fp16x3", "precision": "tf32"}, "tf32")).kernels[0].split
 
@@ -193,7 +196,7 @@ def test_exact_route_exists_where_operands_are_scaled_or_squares_may_exceed_fp32
 
 
 def test_fp32_sums_that_are_too_short_are_left_to_the_library(read):
-    with pytest.raises(PlanError, match="1 tap of 8 channels are too few for fp32"):
+    with pytest.raises(Refusal, match="1 tap of 8 channels are too few for fp32"):
         planned(read(FAMILY["pointwise"]))
     assert planned(read(FAMILY["pointwise"], "tf32"))
 

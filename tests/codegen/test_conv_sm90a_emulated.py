@@ -9,13 +9,14 @@ import yaml
 
 from bench.subject import round_tf32
 from codegen.plan.conv_sm90a.geometry import Layout
-from codegen.plan.conv_sm90a.kernel import plan_conv_sm_90a
+from codegen.plan.conv_sm90a.route import CONV_SM90A
 from codegen.spec import load_spec
-from codegen.targets import DEVICES, TARGETS
+from codegen.targets import DEVICES
 from tests import tiers
 from tests.codegen.conv_cases import FAMILY, chain
 from tests.codegen.conv_sm90a_emulated import Emulated
 from tests.codegen.emulated import DTYPES
+from tests.codegen.forced import planned_by
 from tests.codegen.norm_harness import reference, relative_error
 
 # name -> (chain, samples, SMs of the card, which decide how many samples a cluster takes, layout)
@@ -92,7 +93,7 @@ def test_errors_keep_the_promise(tmp_path, name, precision):
     path.write_text(yaml.safe_dump(data | {"batch": batch}))
     spec = load_spec(path, precision)
     device = dataclasses.replace(DEVICES["h100"], sms=sms)
-    emulated = Emulated(plan_conv_sm_90a(spec, TARGETS["sm_90a"], device, layout=layout), tmp_path)
+    emulated = Emulated(planned_by(CONV_SM90A, spec, device, **(dataclasses.asdict(layout) if layout else {})), tmp_path)
     values = parameters(spec)
     for kind in KINDS if precision == "fp32" and name in QUICK else ("normal", "outlier", "nan", *(("squares beyond fp32",) if precision != "fp16" else ())):
         x = draw(spec.input_shape, kind).to(DTYPES[spec.precision.dtype])
@@ -117,7 +118,7 @@ def test_weights_of_any_size_keep_their_accuracy(tmp_path):
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": 2}))
     spec = load_spec(path, "fp32")
-    emulated = Emulated(plan_conv_sm_90a(spec, TARGETS["sm_90a"], dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
+    emulated = Emulated(planned_by(CONV_SM90A, spec, dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
     values = parameters(spec)
     values["conv.weight"][:2] *= 1e-12
     values["conv.weight"][2:4] *= 1e7
@@ -132,7 +133,7 @@ def test_a_large_half_beside_small_weights_costs_them_nothing(tmp_path):
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": 2}))
     spec = load_spec(path, "fp16")
-    emulated = Emulated(plan_conv_sm_90a(spec, TARGETS["sm_90a"], dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
+    emulated = Emulated(planned_by(CONV_SM90A, spec, dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
     values, x = parameters(spec), draw(spec.input_shape, "normal").half()
     values["conv.weight"][::2, -1], x[:, -1] = 6e4, 0.0
     exact = chain_result(spec, x, values, torch.float64)
@@ -145,7 +146,7 @@ def test_one_far_value_does_not_hide_that_the_others_are_faint(tmp_path):
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": 1}))
     spec = load_spec(path, "fp32")
-    emulated = Emulated(plan_conv_sm_90a(spec, TARGETS["sm_90a"], dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
+    emulated = Emulated(planned_by(CONV_SM90A, spec, dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
     values = parameters(spec)
     values |= {"norm.bias": torch.zeros_like(values["norm.bias"]), "conv.bias": values["conv.bias"] * 1e-5}
     x = draw(spec.input_shape, "normal") * 1e-5

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import asdict
 
 import pytest
 import yaml
@@ -9,11 +10,12 @@ import yaml
 torch = pytest.importorskip("torch")
 
 from codegen.manifest import Package  # noqa: E402
-from codegen.plan.conv_sm90a.geometry import Layout
-from codegen.plan.conv_sm90a.kernel import plan_conv_sm_90a
+from codegen.plan.conv_sm90a.geometry import Layout  # noqa: E402
+from codegen.plan.conv_sm90a.route import CONV_SM90A  # noqa: E402
 from codegen.spec import load_spec  # noqa: E402
-from codegen.targets import DEVICES, TARGETS  # noqa: E402
+from codegen.targets import DEVICES  # noqa: E402
 from tests.codegen.conv_cases import FAMILY, chain  # noqa: E402
+from tests.codegen.forced import planned_by  # noqa: E402
 from tests.codegen.gpu_models import built_models  # noqa: E402
 
 pytestmark = [
@@ -41,7 +43,7 @@ def built(request, tmp_path_factory):
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(data | {"name": f"conv_{name}"}, sort_keys=False))
     spec = load_spec(path, precision)
-    plan = plan_conv_sm_90a(spec, TARGETS["sm_90a"], DEVICES["h100"], layout=layout, debug=name == "two_rounds")
+    plan = planned_by(CONV_SM90A, spec, DEVICES["h100"], name == "two_rounds", **(asdict(layout) if layout else {}))
     ours, eager = built_models(Package(spec, (plan,)), folder)
     with torch.no_grad():
         for model in (ours, eager):

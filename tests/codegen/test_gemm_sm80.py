@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from codegen.numerics import ARITHMETICS as NAMED
 from codegen.plan import plan
-from codegen.plan.candidates import Candidate
 from codegen.plan.gemm.choice import choose_tile
-from codegen.plan.gemm.route import HELD_BY_NORM, choose_arithmetic, gemm_ms, plan_gemm
+from codegen.plan.gemm.route import GEMM, HELD_BY_NORM, plan_gemm
 from codegen.plan.gemm.tiles import FFMA, SINGLE, SPLIT, SPLIT_16_BIT, aligned_k
+from codegen.plan.route import Choice
 from codegen.render import render_kernel
 from codegen.report import explain
 from codegen.targets import DEVICES, TARGETS
+from tests.codegen.forced import request_for
 from tests.codegen.gemm_cases import ARITHMETICS, CASES, Case
 from tests.compile_matrix import faults
 
@@ -25,7 +26,17 @@ SM_80_DEVICES = [device for device in DEVICES.values() if "sm_80" in device.targ
 
 def planned(case, folder, precision, math_name, device="a100"):
     spec = case.spec(folder, precision, math_name)
-    return spec, plan_gemm(spec, SM_80, DEVICES[device], choose_arithmetic(spec, DEVICES[device]))
+    arithmetic, tiling = best_offer(spec, DEVICES[device]).detail
+    return spec, plan_gemm(spec, SM_80, DEVICES[device], arithmetic, tiling)
+
+
+def best_offer(spec, device):
+    """The GEMM's own choice."""
+    return GEMM.offers(request_for(GEMM, spec, device))[0]
+
+
+def arithmetic_of(spec, device):
+    return best_offer(spec, device).detail[0]
 
 
 @pytest.mark.parametrize("tile", (*SINGLE, *SPLIT, *SPLIT_16_BIT), ids=str)
@@ -95,7 +106,7 @@ def test_few_tiles_of_a_long_k_are_shared_by_blocks(shape, precision, tmp_path):
 @pytest.mark.parametrize(("batch", "k", "n", "groups", "team", "items"), [(32768, 72, 9, 1, 1, 1), (4096, 128, 510, 30, 2, 7), (300, 96, 33, 11, 1, 11), (4096, 64, 64, 1, 4, 4)])
 def test_narrow_groups_take_few_lanes_and_columns_that_do_not_exist_none(batch, k, n, groups, team, items, tmp_path):
     """With a lane for each of 9 values and all 7 groups that a tile has room for, a thread waited through 112 rounds of shuffles instead of one of none."""
-    made = plan(Case("narrow", batch, k, n, groups).spec(tmp_path, "fp16", None), "sm_80", "h100", candidate=Candidate("sm_80", "generated", "fp16", (128, 64) if n < 100 else (128, 128), True))
+    made = plan(Case("narrow", batch, k, n, groups).spec(tmp_path, "fp16", None), "sm_80", "h100", forced=Choice("gemm", (("tile", "128x64" if n < 100 else "128x128"), ("end", "one_kernel"), ("slices", 1))))
     e = made.kernels[0].epilogue
     assert (e.team, e.items_per_team) == (team, items) and e.spans * e.span <= n and e.vectors_per_lane * e.team * e.vector >= e.span
 
@@ -162,15 +173,15 @@ def test_each_reason_is_told_once(tmp_path):
 def test_the_planner_chooses_the_fastest_arithmetic_that_keeps_the_promise(device, tmp_path):
     case = Case("problem_30", 1024, 8192, 8192, 16)
     free = case.spec(tmp_path, "fp32", None)
-    chosen = choose_arithmetic(free, device)
+    chosen = arithmetic_of(free, device)
     assert chosen.name != "bf16x3", "16 bits of operand are not fp32-grade"
     for name in ("fp16x3", "tf32x3", "ffma"):
         forced = case.spec(tmp_path, "fp32", name)
-        assert choose_arithmetic(forced, device).name == name
-        assert gemm_ms(free, device, chosen) <= gemm_ms(forced, device, NAMED[name])
-    assert choose_arithmetic(case.spec(tmp_path, "tf32", None), device).name == "tf32"
+        assert arithmetic_of(forced, device).name == name
+        assert best_offer(free, device).ms <= best_offer(forced, device).ms
+    assert arithmetic_of(case.spec(tmp_path, "tf32", None), device).name == "tf32"
     # Short sums do not average the dropped product away.
-    assert choose_arithmetic(Case("short_sums", 1024, 64, 1024, 8).spec(tmp_path, "fp32", None), device).name == "ffma"
+    assert arithmetic_of(Case("short_sums", 1024, 64, 1024, 8).spec(tmp_path, "fp32", None), device).name == "ffma"
 
 
 COMPILED = [("odd_pitch", "fp16"), ("group_250", "ffma"), ("group_17", "fp16x3"), ("group_48", "tf32x3"), ("small_94", "bf16x3"), ("wider_than_norm_holds", "bf16")]
@@ -214,7 +225,7 @@ def test_rows_of_an_odd_pitch_are_copied_where_k_is_long(precision, tmp_path):
 def test_halves_are_rounded_in_front_of_the_operators_before_the_norm(tmp_path, precision):
     """Behind a sigmoid, rounding to 16 bits leaves little of the differences that the norm divides by: bf16 of hardswish(sigmoid(hardswish(v))) was 2.2 off."""
     case = Case("saturated", 4066, 1024, 5438, 1, before=("hardswish", "sigmoid", "hardswish"), after=("silu",))
-    planned = plan(case.spec(tmp_path, precision, arithmetic := {"fp32": "tf32x3"}.get(precision, precision)), "sm_80", "a100", candidate=Candidate("sm_80", "generated", arithmetic, (64, 64), False))
+    planned = plan(case.spec(tmp_path, precision, arithmetic := {"fp32": "tf32x3"}.get(precision, precision)), "sm_80", "a100", forced=Choice("gemm", (("math", arithmetic), ("tile", "64x64"), ("end", "norm_kernel"), ("slices", 1))))
     gemm, norm = planned.kernels[-2:]
     assert bool(gemm.before) == (precision == "fp32") and (norm.prepare is not None) == (precision != "fp32")
     assert gemm.bias is not None

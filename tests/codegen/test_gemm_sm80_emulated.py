@@ -13,14 +13,16 @@ import torch
 
 from codegen.numerics import ARITHMETICS as NAMED
 from codegen.plan import plan
-from codegen.plan.candidates import Candidate
-from codegen.plan.gemm.choice import tile_choices
 from codegen.plan.gemm.companions import SCALES
 from codegen.plan.gemm.kernel import GemmKernel
+from codegen.plan.gemm.route import GEMM
 from codegen.plan.gemm.tiles import tiles_for
-from codegen.plan.routes import plan_for_class
-from codegen.targets import DEVICES
+from codegen.plan.planner import planned
+from codegen.plan.route import Choice, Request
+from codegen.plan.stages.route import cut
+from codegen.targets import DEVICES, TARGETS
 from tests.codegen.emulated import call_for
+from tests.codegen.forced import request_for
 from tests.codegen.gemm_cases import ARITHMETICS, CASES, Case, bias
 from tests.codegen.gemm_promise import allowed_error, assert_specials_agree, relative, round_to_tf32, with_a_large_value, with_outliers, with_specials
 from tests.codegen.gemm_sm80_emulated import Layer, build
@@ -79,8 +81,10 @@ class Entry:
     def plan(self, folder, precision, arithmetic):
         spec = self.case.spec(folder, precision, arithmetic)
         if self.tile is None:
-            return plan_for_class(spec, "sm_80", replace(A100, sms=self.sms))
-        return plan(spec, "sm_80", "a100", candidate=Candidate("sm_80", "generated", arithmetic, self.tile, self.finished, self.slices, self.aligned))
+            return planned(Request(spec, TARGETS["sm_80"], replace(A100, sms=self.sms)))
+        end = "one_kernel" if self.finished else "norm_kernel"
+        knobs = (("math", arithmetic), ("tile", "{}x{}".format(*self.tile)), ("slices", self.slices or 1), ("aligned", self.aligned), ("end", end))
+        return plan(spec, "sm_80", "a100", forced=Choice("gemm", knobs))
 
 
 # Every arithmetic has a table of tiles: what comes with each, as (case, whether the chain ends in the GEMM).
@@ -153,9 +157,9 @@ def test_every_tile_and_every_branch_that_the_cases_take_on_a_gpu_is_emulated(tm
         emulated |= {branch for entry in entries(arithmetic) for branch in branches(entry.plan(tmp_path, precision, arithmetic))}
         for case in CASES:
             spec = case.spec(tmp_path, precision, arithmetic)
-            for choice in tile_choices(spec, A100, NAMED[arithmetic]):
-                tile, slices = (choice.tile.m, choice.tile.n), choice.slices if choice.slices > 1 else None
-                taken |= branches(plan(spec, "sm_80", "a100", candidate=Candidate("sm_80", "generated", arithmetic, tile, choice.finished, slices, choice.aligned)))
+            head, _ = cut(spec, TARGETS["sm_80"])
+            for offer in GEMM.offers(request_for(GEMM, head, A100)):
+                taken |= branches(plan(spec, "sm_80", "a100", forced=offer.choice))
     assert not (left := {branch for branch in taken if branch[0].startswith("gemm/")} - emulated), sorted(map(str, left))
     assert {f"norm/group_norm_{kind}.cu.j2" for kind in ("warp", "block", "stream", "statistics", "apply")} <= {template for template, *_ in emulated}
 

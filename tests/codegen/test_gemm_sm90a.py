@@ -9,16 +9,18 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codegen.plan.candidates import Candidate
 from codegen.plan.gemm_sm90a.kernel import GemmSm90aKernel
 from codegen.plan.gemm_sm90a.layout import TILE_K, balanced, memory
-from codegen.plan.gemm_sm90a.route import FORMS, LEAST_STEPS, choose_layout, layouts, plan_sm_90a, sliced_layouts
+from codegen.plan.gemm_sm90a.choice import LEAST_STEPS, choose_layout, layouts, sliced_layouts
+from codegen.plan.gemm_sm90a.forms import FORMS, form_of
 from codegen.plan.gemm_sm90a.split import WEIGHT_SPLIT, X_SPLIT
-from codegen.plan.model import Launch, PlanError
-from codegen.plan.routes import plan
+from codegen.plan.model import Launch, Refusal
+from codegen.plan.planner import plan
+from codegen.plan.route import Choice
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
+from tests.codegen.forced import hopper_gemm
 from tests.compile_matrix import faults
 
 TARGET, DEVICE = TARGETS["sm_90a"], DEVICES["h100"]
@@ -55,7 +57,7 @@ def tiles_of(kernel):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("path", LARGE)
 def test_the_problems_end_in_one_kernel_and_fill_the_device(path, precision):
-    plan = plan_sm_90a(load_spec(path, precision), TARGET, DEVICE)
+    plan = hopper_gemm(load_spec(path, precision), DEVICE)
     kernel = gemm_of(plan)
     if precision == "tf32":  # one product of W in fp32 waits for L2: the norm's own kernel is faster than a tile's end
         assert plan.kernels[-1].name == "group_norm" and kernel.statistics == "none"
@@ -69,7 +71,7 @@ def test_the_problems_end_in_one_kernel_and_fill_the_device(path, precision):
 @given(st.integers(1, 3000), st.integers(16, 200), st.sampled_from((2, 4, 8, 16, 24, 32, 64, 100, 128, 256, 384, 512, 1024, 2048)), st.integers(1, 40), st.sampled_from(PRECISIONS))
 def test_every_value_is_computed_once_by_a_layout_that_fits(tmp_path_factory, batch, sixteens, width, groups, precision):
     spec = spec_of(tmp_path_factory.mktemp("spec"), batch, 16 * max(sixteens, 16), 8 * width * groups, 8 * groups, precision)
-    plan = plan_sm_90a(spec, TARGET, DEVICE, layout=_chosen(spec))
+    plan = hopper_gemm(spec, DEVICE, layout=_chosen(spec))
     kernel = gemm_of(plan)
     c = constants(kernel)
     inside = [(row, column) for row, column in tiles_of(kernel) if row < batch and column < spec.channels]
@@ -87,18 +89,14 @@ def test_every_value_is_computed_once_by_a_layout_that_fits(tmp_path_factory, ba
 
 
 def _chosen(spec):
-    from codegen.plan.gemm_sm90a.route import _form
-
-    return choose_layout(spec, TARGET, DEVICE, _form(spec, False))
+    return choose_layout(spec, TARGET, DEVICE, form_of(spec, False))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_regions_of_shared_memory_follow_each_other(precision, tmp_path):
-    from codegen.plan.gemm_sm90a.route import _form
-
     for width in (16, 32, 128, 256, 512, 1024):
         spec = spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision)
-        form = _form(spec, False)
+        form = form_of(spec, False)
         for layout in layouts(spec, form):
             where = memory(form, layout, width, spec.precision.itemsize, TARGET.smem_bytes, 4)
             if where is None:
@@ -122,8 +120,8 @@ def test_regions_of_shared_memory_follow_each_other(precision, tmp_path):
 )
 def test_what_it_does_not_serve_is_refused_with_the_reason(shape, extra, reason, tmp_path):
     extra = {"precision": "bf16"} | extra if "gemm" in extra else extra
-    with pytest.raises(PlanError, match=reason):
-        plan_sm_90a(spec_of(tmp_path, *shape, **extra), TARGET, DEVICE)
+    with pytest.raises(Refusal, match=reason):
+        hopper_gemm(spec_of(tmp_path, *shape, **extra), DEVICE)
 
 
 @pytest.mark.nvcc
@@ -131,7 +129,7 @@ def test_what_it_does_not_serve_is_refused_with_the_reason(shape, extra, reason,
 @pytest.mark.parametrize("k", [1000, 1028, 1030, 1031])
 def test_rows_that_no_plane_of_16_fits_are_converted_on_every_call(k, precision, tmp_path):
     """Halves lie at a pitch of whole 16 bytes; the map's size keeps what lies between from being read."""
-    plan = plan_sm_90a(spec_of(tmp_path, 1024, k, 8192, 16, precision), TARGET, DEVICE)
+    plan = hopper_gemm(spec_of(tmp_path, 1024, k, 8192, 16, precision), DEVICE)
     weight, x, gemm = plan.kernels
     assert not plan.preparing and (weight.arguments[0], x.arguments[0]) == ("gemm.weight", "x") and gemm.arguments[1] == "gemm.weight"
     pitch, shapes = -(-k // 8) * 8, {buffer.name: buffer.shape for buffer in plan.buffers}
@@ -146,7 +144,7 @@ def test_rows_that_no_plane_of_16_fits_are_converted_on_every_call(k, precision,
 @pytest.mark.parametrize(("batch", "converts"), [(1024, False), (4096, False), (16384, True)])
 def test_a_large_batch_pays_for_a_conversion_of_w(batch, converts, tmp_path):
     """TF32's W from registers costs its conversion and bytes on the way into the SMs with every tile, a copy in halves once a call."""
-    plan = plan_sm_90a(spec_of(tmp_path, batch, 8192, 8192, 16, "tf32"), TARGET, DEVICE)
+    plan = hopper_gemm(spec_of(tmp_path, batch, 8192, 8192, 16, "tf32"), DEVICE)
     assert ([kernel.name for kernel in plan.kernels] == ["split_weight", "split_x", "gemm"]) == converts
     assert any("on every call" in why for why in plan.why) == converts and not plan.preparing
 
@@ -162,26 +160,26 @@ def test_a_large_batch_pays_for_a_conversion_of_w(batch, converts, tmp_path):
 def test_this_target_is_taken_where_it_is_estimated_to_finish_first(shape, extra, served, tmp_path):
     """All of these can be planned; on an H200 those that are not served took 1.2 to 3 times as long as sm_80's kernels or torch's GEMM."""
     spec = spec_of(tmp_path, *shape, **extra)
-    assert plan_sm_90a(spec, TARGET, DEVICE)
+    assert hopper_gemm(spec, DEVICE)
     if served:
         assert plan(spec, "sm_90a", "h200")
     else:
-        with pytest.raises(PlanError, match="Hopper's tiles would take .* against .* with sm_80's kernels or torch's GEMM"):
+        with pytest.raises(Refusal, match="Hopper's tiles would take .* against .* with sm_80's kernels or torch's GEMM"):
             plan(spec, "sm_90a", "h200")
-        assert plan(replace(spec, gemm="generated"), "sm_90a", "h200") and plan(spec, "sm_90a", "h200", candidate=Candidate("sm_90a"))
+        assert plan(replace(spec, gemm="generated"), "sm_90a", "h200") and plan(spec, "sm_90a", "h200", forced=Choice("gemm_sm90a"))
 
 
 def test_odd_rows_of_halves_are_left_in_a_temporary_with_a_pitch(tmp_path):
     """The copy engine writes rows that start at multiples of 16 bytes; the norm kernel reads them from there. Results of 32 bits leave by threads."""
-    assert not [b for b in plan_sm_90a(spec_of(tmp_path, 1024, 1024, 4100, 41), TARGET, DEVICE).buffers if b.name == "t0"]
-    halves = plan_sm_90a(spec_of(tmp_path, 1024, 1024, 4100, 41, "fp16"), TARGET, DEVICE)
+    assert not [b for b in hopper_gemm(spec_of(tmp_path, 1024, 1024, 4100, 41), DEVICE).buffers if b.name == "t0"]
+    halves = hopper_gemm(spec_of(tmp_path, 1024, 1024, 4100, 41, "fp16"), DEVICE)
     (buffer,) = halves.buffers
     gemm, norm = halves.steps
     assert buffer.shape == (1024, 4104) and gemm.result == buffer.name and gemm.kernel.statistics == "none"
     assert norm.arguments[0] == buffer.name and norm.arguments[-1] == "y" and norm.kernel.pitch == 4104
     assert 100 % norm.kernel.width == 0
-    with pytest.raises(PlanError, match="multiple of 8"):  # a group that no block holds
-        plan_sm_90a(spec_of(tmp_path, 1024, 1024, 65537, 1, "fp16"), TARGET, DEVICE)
+    with pytest.raises(Refusal, match="multiple of 8"):  # a group that no block holds
+        hopper_gemm(spec_of(tmp_path, 1024, 1024, 65537, 1, "fp16"), DEVICE)
 
 
 @given(st.integers(256, 70000), st.sampled_from(PRECISIONS))
@@ -202,7 +200,7 @@ def test_slices_cover_k_once_and_none_is_empty(tmp_path_factory, k, precision):
 )  # fmt: skip
 def test_few_tiles_of_a_long_k_are_shared(shape, precision, sliced, tmp_path):
     """Their sums, without the bias, are added in fp32 in front of the norm kernel, which adds it."""
-    found = plan_sm_90a(spec_of(tmp_path, *shape, precision), TARGET, DEVICE)
+    found = hopper_gemm(spec_of(tmp_path, *shape, precision), DEVICE)
     assert ("add_slices" in [kernel.name for kernel in found.kernels]) == sliced
     if not sliced:
         return
@@ -215,13 +213,13 @@ def test_few_tiles_of_a_long_k_are_shared(shape, precision, sliced, tmp_path):
 
 
 def test_groups_that_match_no_tile_go_to_the_norm_kernel(tmp_path):
-    plan = plan_sm_90a(spec_of(tmp_path, 1024, 1024, 9600, 100, before=("mish",)), TARGET, DEVICE)
+    plan = hopper_gemm(spec_of(tmp_path, 1024, 1024, 9600, 100, before=("mish",)), DEVICE)
     assert not isinstance(plan.kernels[-1], GemmSm90aKernel) and gemm_of(plan).before_lines == ("value + gemm_bias_c[h]",)
 
 
 def test_a_prepared_weight_is_split_by_a_step_of_its_own():
     spec = replace(load_spec(LARGE[0]), prepack=True)
-    plan = plan_sm_90a(spec, TARGET, DEVICE)
+    plan = hopper_gemm(spec, DEVICE)
     first = next(step for step in plan.steps if isinstance(step, Launch)).kernel
     assert first.arguments[0] == "gemm.weight" and first.arguments[1] == WEIGHT_SPLIT
     assert {b.name for b in plan.buffers} >= {WEIGHT_SPLIT, X_SPLIT}
@@ -232,14 +230,14 @@ def test_a_prepared_weight_is_split_by_a_step_of_its_own():
 def test_every_argument_is_a_parameter_a_buffer_or_an_end_of_the_chain(precision):
     for path in LARGE:
         spec = load_spec(path, precision)
-        plan = plan_sm_90a(spec, TARGET, DEVICE)
+        plan = hopper_gemm(spec, DEVICE)
         known = {"x", "y"} | {key for key, _ in spec.parameters} | {b.name for b in plan.buffers}
         assert all(set(kernel.arguments) <= known for kernel in plan.kernels)
 
 
 def test_debug_sources_bound_every_wait_and_name_it():
     spec = load_spec(LARGE[0])
-    text, debug = (render_kernel(plan, gemm_of(plan)) for plan in (plan_sm_90a(spec, TARGET, DEVICE, debug=flag) for flag in (False, True)))
+    text, debug = (render_kernel(plan, gemm_of(plan)) for plan in (hopper_gemm(spec, DEVICE, debug=flag) for flag in (False, True)))
     assert "__trap" in debug and "waits for ever at barrier" in debug and "printf" not in text
     for source in (text, debug):
         waits = [line for line in source.splitlines() if line.lstrip().startswith(("wait(", "wait_cluster("))]
@@ -255,7 +253,7 @@ def test_balanced_takes_no_more_rounds_than_all_places_would(units, places):
 @pytest.mark.parametrize(("width", "before", "expected"), [(8, (), False), (32, ("mish",), True), (256, ("mish",), True), (512, (), True), (512, ("mish",), True), (1024, (), False)])
 def test_results_of_16_bits_are_finished_by_rows_where_registers_allow(width, before, expected, tmp_path):
     for precision in ("fp16", "bf16"):
-        kernel = gemm_of(plan_sm_90a(spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision, before=before), TARGET, DEVICE))
+        kernel = gemm_of(hopper_gemm(spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision, before=before), DEVICE))
         assert kernel.by_rows is expected
         if not expected:
             continue
@@ -270,15 +268,15 @@ def test_results_of_16_bits_are_finished_by_rows_where_registers_allow(width, be
 )
 def test_tiles_with_exponentials_do_not_wait_in_y(precision, width, before, after, tmp_path):
     """They would take more registers than there are; the norm's own kernel finishes them, or the cluster's other CTA has the rest of the group."""
-    plain = gemm_of(plan_sm_90a(spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision, before=("relu",)), TARGET, DEVICE))
+    plain = gemm_of(hopper_gemm(spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision, before=("relu",)), DEVICE))
     assert plain.held_in_y
-    costly = gemm_of(plan_sm_90a(spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision, before=before, after=after), TARGET, DEVICE))
+    costly = gemm_of(hopper_gemm(spec_of(tmp_path, 1024, 1024, 8192, 8192 // width, precision, before=before, after=after), DEVICE))
     assert not costly.held_in_y
 
 
 def test_promotion_is_a_whole_number_of_stages(tmp_path):
     for k in (256, 512, 1024, 4096, 8192):
-        kernel = gemm_of(plan_sm_90a(spec_of(tmp_path, 2048, k, 8192, 16), TARGET, DEVICE))
+        kernel = gemm_of(hopper_gemm(spec_of(tmp_path, 2048, k, 8192, 16), DEVICE))
         assert kernel.promote in (1, 2, 4) and kernel.promote * TILE_K <= k
 
 
@@ -297,13 +295,13 @@ COMPILED = [
 @pytest.mark.nvcc
 @pytest.mark.parametrize(("shape", "precision", "extra"), [c[1:] for c in COMPILED], ids=[c[0] for c in COMPILED])
 def test_sources_compile_without_spills(shape, precision, extra, tmp_path):
-    plan = plan_sm_90a(spec_of(tmp_path, *shape, precision, **extra), TARGET, DEVICE)
+    plan = hopper_gemm(spec_of(tmp_path, *shape, precision, **extra), DEVICE)
     found = [fault for kernel in plan.kernels for fault in faults(plan, kernel, tmp_path)]
     assert not found, "\n".join(found)
 
 
 def test_sums_of_few_results_are_promoted_more_often(tmp_path):
     """The vendor cuts the K of such products into parts, whose error is smaller: with 256 of K ours was 1.3 times PyTorch's."""
-    few = gemm_of(plan_sm_90a(spec_of(tmp_path, 384, 17696, 7761, 39), TARGET, DEVICE))
-    many = gemm_of(plan_sm_90a(load_spec(LARGE[0], "fp32"), TARGET, DEVICE))
+    few = gemm_of(hopper_gemm(spec_of(tmp_path, 384, 17696, 7761, 39), DEVICE))
+    many = gemm_of(hopper_gemm(load_spec(LARGE[0], "fp32"), DEVICE))
     assert few.promote * TILE_K == 128 and many.promote * TILE_K == 256

@@ -15,9 +15,9 @@ from bench.subject import round_tf32
 from codegen.numerics import FP32
 from codegen.plan.gemm_sm90a.kernel import GemmSm90aKernel
 from codegen.plan.gemm_sm90a.layout import Form, Layout
-from codegen.plan.gemm_sm90a.route import plan_sm_90a
-from codegen.targets import DEVICES, TARGETS
+from codegen.targets import DEVICES
 from tests.codegen.emulated import DTYPES
+from tests.codegen.forced import hopper_gemm
 from tests.codegen.gemm_cases import Case, bias
 from tests.codegen.gemm_sm90a_emulated import Emulated
 from tests.codegen.norm_harness import reference, relative_error
@@ -86,7 +86,7 @@ class Built:
 
     def __init__(self, example: Example, precision: str, folder: Path, sms: int = 2, edit=lambda text: text) -> None:
         spec = replace(example.case.spec(folder, precision, None), prepack=example.prepack, gives=FP32 if example.gives else None)
-        plan = plan_sm_90a(spec, TARGETS["sm_90a"], replace(DEVICES["h100"], sms=sms), form=example.form, layout=example.layout)
+        plan = hopper_gemm(spec, replace(DEVICES["h100"], sms=sms), form=example.form, layout=example.layout)
         self.spec, self.kernel = spec, next(kernel for kernel in plan.kernels if isinstance(kernel, GemmSm90aKernel))
         self.dtype, self.single = DTYPES[spec.precision.dtype], spec.precision.itemsize == 4
         self.run = Emulated(plan, folder, edit)

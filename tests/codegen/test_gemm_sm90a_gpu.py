@@ -9,10 +9,10 @@ import yaml
 torch = pytest.importorskip("torch")
 
 from codegen.manifest import Package  # noqa: E402
-from codegen.plan.gemm_sm90a.layout import Layout
-from codegen.plan.gemm_sm90a.route import plan_sm_90a
+from codegen.plan.gemm_sm90a.layout import Layout  # noqa: E402
 from codegen.spec import load_spec  # noqa: E402
-from codegen.targets import DEVICES, TARGETS  # noqa: E402
+from codegen.targets import DEVICES  # noqa: E402
+from tests.codegen.forced import hopper_gemm  # noqa: E402
 from tests.codegen.gpu_models import built_models  # noqa: E402
 
 pytestmark = [
@@ -64,7 +64,7 @@ def built(request, tmp_path_factory):
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump({"name": f"layer_{name}", "batch": batch, "precision": precision, "chain": chain}, sort_keys=False))
     spec = replace(load_spec(path), prepack=prepack)
-    plan = plan_sm_90a(spec, TARGETS["sm_90a"], DEVICES["h100"], layout=layout)
+    plan = hopper_gemm(spec, DEVICES["h100"], layout=layout)
     return shape, precision, *built_models(Package(spec, (plan,)), folder)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.plan import plan
-from codegen.plan.model import PlanError
+from codegen.plan.model import Refusal
 from codegen.plan.norm.flat import MAX_VALUES, access_width, residency
 from codegen.plan.norm.pool import band_rows, window_of
 from codegen.plan.norm.route import plan_norm
@@ -141,7 +141,7 @@ def test_chains_and_statistics_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="2 max_pool2d"):
         plan_norm(pools, TARGETS["sm_80"], DEVICES["a100"], **options)
     one = Case("one", 2, 12, 4, (24, 24), after=("max_pool2d: {kernel_size: 2}",)).spec(tmp_path)
-    with pytest.raises(PlanError, match="buffer of its own"):
+    with pytest.raises(Refusal, match="buffer of its own"):
         plan_norm(one, TARGETS["sm_80"], DEVICES["a100"], **{**options, "source": "y"})
     linear = Case("linear", 2, 300, 3).spec(tmp_path)
     with pytest.raises(ValueError, match="do not divide"):

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from codegen.emit import make_package
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import SpecError, load_spec
 from codegen.standalone import render_standalone
@@ -153,14 +153,14 @@ def test_a_target_may_leave_a_size_to_another_for_the_same_machines(tmp_path):
         package = make_package(spec, targets)
         assert [package.sizes[i].plan_for("sm_90a") is not None for i in (0, 1)] == [False, True]
         assert [name for name, _ in package.skipped] == ["sm_90a at batch 1"]
-    with pytest.raises(PlanError, match=r"^batch 1: .*Hopper's tiles would"):
+    with pytest.raises(Refusal, match=r"^batch 1: .*Hopper's tiles would"):
         make_package(spec, ("sm_90a",))
-    with pytest.raises(PlanError, match=r"^batch 1: .*Hopper's tiles would"):
+    with pytest.raises(Refusal, match=r"^batch 1: .*Hopper's tiles would"):
         make_package(spec, ("cpu", "sm_90a"))
 
 
 def test_a_target_that_serves_no_size_is_refused_where_it_was_asked_for(tmp_path):
-    with pytest.raises(PlanError, match=r"layer.yaml: targets: sm_90a serves no batch of the range: Hopper's tiles would"):
+    with pytest.raises(Refusal, match=r"layer.yaml: targets: sm_90a serves no batch of the range: Hopper's tiles would"):
         make_package(read(tmp_path, "[1, 2]", chain=WIDE), ("sm_80", "sm_90a"))
 
 

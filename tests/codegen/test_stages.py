@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from codegen.emit import make_package
 from codegen.manifest import manifest_text
 from codegen.ops import broadcast
-from codegen.plan import PlanError, plan
+from codegen.plan import Refusal, plan
 from codegen.plan.stages.kernel import element_offset
 from codegen.render import render, render_kernel
 from codegen.spec import SpecError
@@ -270,7 +270,7 @@ def test_cuda_plans_end_in_stages(tmp_path, number: int, precision: str, target:
     """Every step's tensors are there, each buffer is written before it is read, and y is written last."""
     try:
         found = planned(tmp_path, number, precision, target)
-    except PlanError as error:
+    except Refusal as error:
         assert target == "sm_90a" and len(str(error)) > 40
         return
     known = {"x", "t0", *(key for key, _ in found.spec.parameters), *(buffer.name for buffer in found.buffers)}

@@ -6,15 +6,16 @@ import pytest
 
 from codegen.emit import make_package
 from codegen.index import entries
-from codegen.plan import PlanError, plan, tuned
-from codegen.plan.candidates import CONVOLUTIONS, Candidate, candidate_of, candidates
+from codegen.plan import Refusal, plan, tuned
+from codegen.plan.planner import choices, planned
+from codegen.plan.route import Request
 from codegen.render import render
 from codegen.report import explain
 from codegen.spec import load_spec
-from codegen.targets import DEVICES
+from codegen.targets import DEVICES, TARGETS
 
-LIBRARY = {"target": "sm_80", "gemm": "library", "key": "b"}
-HOPPER = {"target": "sm_90a", "key": "c"}
+LIBRARY = {"target": "sm_80", "route": "library", "key": "b"}
+HOPPER = {"target": "sm_90a", "route": "gemm_sm90a", "key": "c"}
 
 
 @pytest.fixture
@@ -31,8 +32,8 @@ def spec():
 
 def tile_of(spec, index: int) -> dict:
     """The index-th of the sm_80 GEMMs that the planner would measure on an H100, as a record's row."""
-    found = [c for c in candidates(spec, DEVICES["h100"]) if c.gemm == "generated"]
-    return {**found[index].data, "key": "a"}
+    found = [(target, choice) for target, choice in choices(spec, DEVICES["h100"]) if choice.route == "gemm"]
+    return {**tuned.row_of(*found[index]), "key": "a"}
 
 
 def record(spec, *rows: tuple[dict, float]) -> None:
@@ -47,7 +48,7 @@ def test_a_record_decides_for_its_class_alone(folder, spec):
     before = {device: render(make_package(spec, ("sm_80",), device)) for device in (None, "a100")}
     record(spec, (other, 0.2), (LIBRARY, 0.3))
     found = plan(spec, "sm_80", "h100")
-    assert any(f"tiles of {other['tile'][0]}x{other['tile'][1]}" in line for line in found.why)
+    assert any(f"tiles of {other['knobs']['tile']}" in line for line in found.why)
     assert "tuned/h100.yaml, measured on NVIDIA H100" in found.why[0] and "0.2000 ms, the next best 0.3000 ms" in found.why[0]
     assert found.why[0] in explain(found)
     assert {device: render(make_package(spec, ("sm_80",), device)) for device in (None, "a100")} == before
@@ -56,7 +57,7 @@ def test_a_record_decides_for_its_class_alone(folder, spec):
 def test_without_a_record_the_planner_decides(folder, spec):
     record(replace(spec, batch=spec.batch), (LIBRARY, 0.2))
     other = load_spec("specs/gemm_groupnorm_hardtanh_small.yaml", "fp16")
-    assert plan(other, "sm_80", "h100").why == plan(other, "sm_80", "h100", candidate=Candidate("sm_80")).why
+    assert plan(other, "sm_80", "h100").why == planned(Request(other, TARGETS["sm_80"], DEVICES["h100"])).why
 
 
 def test_hopper_is_left_to_a_faster_target(folder, spec):
@@ -76,8 +77,9 @@ def test_a_candidate_that_was_rejected_decides_nothing(folder, spec):
 
 
 def test_a_record_of_a_tile_that_is_gone_says_what_to_do(folder, spec):
-    record(spec, ({**tile_of(spec, 0), "tile": [48, 48]}, 0.2))
-    with pytest.raises(PlanError, match="has no sm_80_generated_fp16_48x48_.* any more; measure again"):
+    row = tile_of(spec, 0)
+    record(spec, ({**row, "knobs": {**row["knobs"], "tile": "48x48"}}, 0.2))
+    with pytest.raises(Refusal, match="has no sm_80_gemm_fp16_48x48_.* any more; measure again"):
         plan(spec, "sm_80", "h100")
 
 
@@ -89,18 +91,14 @@ def test_the_signature_holds_sizes_and_no_names_or_bounds(spec):
 
 
 @pytest.mark.parametrize("device", [name for name in DEVICES])
-def test_every_candidate_is_planned_and_has_a_name_of_its_own(device):
+def test_every_choice_is_planned_and_has_a_name_of_its_own(device):
     for path, precision in entries_of_all():
         spec = load_spec(path, precision)
-        found = candidates(spec, DEVICES[device])
-        assert len({c.label for c in found}) == len(found) and all(candidate_of(c.data) == c for c in found)
-        plans = []
-        for candidate in found:
-            try:
-                plans.append(plan(spec, candidate.target, device, candidate=candidate))
-            except PlanError as reason:
-                assert candidate.target == "sm_90a" or candidate.gemm in CONVOLUTIONS and ("too short" in str(reason) or "no more accurate" in str(reason))
-        assert plans
+        found = choices(spec, DEVICES[device])
+        assert len({(target, choice.label) for target, choice in found}) == len(found)
+        for target, choice in found:
+            row = tuned.row_of(target, choice)
+            assert tuned.choice_of(row) == choice and plan(spec, target, device, forced=choice)
 
 
 def test_shipped_records_are_readable():

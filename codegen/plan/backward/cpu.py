@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, c_identifier
-from codegen.plan.backward.segments import Operand, Segment, segment
+from codegen.plan.backward.runs import BackRun, Operand, back_run
 from codegen.plan.backward.stages import back_through_stages
 from codegen.plan.cpu.kernel import STACK_VALUES, CpuKernel, Scratch, _c_type, _segments, _suffix, _wrapped, cpu_kernel
 from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Launch, Plan
-from codegen.plan.routes import plan
-from codegen.plan.stages.route import first_stage, head_of
+from codegen.plan.planner import plan
+from codegen.plan.stages.route import cut
 from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
 
@@ -36,7 +36,7 @@ class BackwardPool:
     comment: str
     source: str
     target: str | None
-    segment: Segment
+    segment: BackRun
     keeps: bool
     height: str
     width: str
@@ -56,8 +56,8 @@ class CpuBackwardKernel(CpuKernel):
     of the gradient of y.
     """
 
-    back_before: Segment | None = None
-    back_after: Segment | None = None
+    back_before: BackRun | None = None
+    back_after: BackRun | None = None
     back_pools: tuple[BackwardPool, ...] = ()
     gamma_operand: Operand | None = None
     beta_operand: Operand | None = None
@@ -115,10 +115,10 @@ def plan_backward(spec: Spec, target: Target, device: DeviceClass) -> Plan:
     Its launches take the producer's result, the values of those parameters that they need, and `grad:y`, and give `grad:t0` and `grad:<key>` of
     every parameter behind the producer. Of a chain with stages the last launch is the head's.
     """
-    first = first_stage(spec, target)
-    kernel, sums_bytes = cpu_backward(spec if first is None else head_of(spec, first))
+    head, stages = cut(spec, target)
+    kernel, sums_bytes = cpu_backward(head)
     launches, buffers = (Launch(kernel),), (Buffer(SUMS, bytes=sums_bytes),) if sums_bytes else ()
-    if first is not None:
+    if stages:
         launches, others = back_through_stages(spec, plan(spec, target.name), launches[0], target)
         buffers = (*others, *buffers)
     why = ("what the derivatives need is computed again from the producer's result: that is all that a forward saves",)
@@ -137,8 +137,8 @@ def cpu_backward(spec: Spec) -> tuple[CpuBackwardKernel, int]:
     shapes = dict(spec.parameters)
     operands = {c_identifier(key): Operand(c_identifier(key), math.prod(shapes[key]) > 1, i) for i, key in enumerate(keys)}
     segments, pool_steps = _segments(spec)
-    before = segment("before_norm", "comes before the norm", applies(spec, spec.before_norm), operands, True, forward.keeps_product)
-    after = segment("after_norm", "follows the norm", segments[0], operands, bool(pool_steps), forward.keeps_norm, forward.keeps_input)
+    before = back_run("before_norm", "comes before the norm", applies(spec, spec.before_norm), operands, True, forward.keeps_product)
+    after = back_run("after_norm", "follows the norm", segments[0], operands, bool(pool_steps), forward.keeps_norm, forward.keeps_input)
     last = len(pool_steps) - 1
     pools = tuple(_pool(i, step, segments[i + 1], operands, i == last, forward.pools[i].keeps) for i, step in enumerate(pool_steps))
     affine = {parameter.suffix: operands[c_identifier(spec.norm.key(parameter))] for parameter in spec.norm.parameters}
@@ -177,7 +177,7 @@ def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, Op
         return values["padding"][axis] > 0 or reach >= size
 
     comment = "max_pool2d" + (f" number {suffix}" if suffix else "")
-    behind = segment(f"after_pool{suffix}", f"follows {comment}", ops, operands, not last, kept)
+    behind = back_run(f"after_pool{suffix}", f"follows {comment}", ops, operands, not last, kept)
     return BackwardPool(
         suffix=suffix, comment=comment, source=f"plane{suffix}", target=None if last else f"plane{_suffix(index + 1)}", segment=behind,
         keeps=behind.takes_v, height="kHeight" if index == 0 else f"kPooledHeight{previous}", width="kWidth" if index == 0 else f"kPooledWidth{previous}",

@@ -13,16 +13,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from codegen.ir.chain import Segment
 from codegen.ir.apply import Apply, Constant, c_identifier
 from codegen.numerics import Precision, float_literal
 from codegen.plan.backward.cpu import SUMS, BackwardPool, CpuBackwardKernel, cpu_backward, gradient_keys
-from codegen.plan.backward.segments import Operand, Segment
+from codegen.plan.backward.runs import BackRun, Operand
 from codegen.plan.backward.stages import back_through_stages
 from codegen.plan.cpu.kernel import _segments
 from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Kernel, Launch, Library, Plan
 from codegen.plan.norm.route import plan_norm
-from codegen.plan.stages.route import first_stage, head_of, plan_stages
+from codegen.plan.stages.route import cut, plan_stages
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
@@ -49,8 +50,8 @@ class CudaBackwardKernel(Kernel):
     half: bool
     before: tuple[Apply, ...]
     after: tuple[Apply, ...]
-    back_before: Segment
-    back_after: Segment
+    back_before: BackRun
+    back_after: BackRun
     pool: BackwardPool | None
     gamma: Operand | None
     beta: Operand | None
@@ -105,8 +106,7 @@ def plan_backward_cuda(spec: Spec, target: Target, device: DeviceClass) -> Plan:
     Its launches take what those of the cpu target's backward take, and give the same. No forward keeps the producer's result, so the plan starts
     with the step of torch's library that computes it again.
     """
-    first = first_stage(spec, target)
-    head = spec if first is None else head_of(spec, first)
+    head, stages = cut(spec, target)
     twin, _ = cpu_backward(head)
     kernel, slabs = _kernel(head, twin)
     sums = 4 * slabs * len(kernel.operands) * spec.channels
@@ -115,17 +115,17 @@ def plan_backward_cuda(spec: Spec, target: Target, device: DeviceClass) -> Plan:
         windows = 4 * slabs * spec.channels * _pooled_size(head)
         buffers += [Buffer(WINNERS, bytes=windows), Buffer(WINDOWS, bytes=windows)]
     launches: tuple[Launch, ...] = (Launch(kernel),)
-    if first is not None:
-        launches, others = back_through_stages(spec, _behind_the_producer(spec, head, first, target, device), launches[0], target)
+    if stages:
+        launches, others = back_through_stages(spec, _behind_the_producer(spec, head, stages, target, device), launches[0], target)
         buffers = [*others, *buffers]
     return Plan(spec, target, device, (_recompute(spec), *launches), tuple(buffers), floor(spec, device), _why(spec))
 
 
-def _behind_the_producer(spec: Spec, head: Spec, first: int, target: Target, device: DeviceClass) -> Plan:
+def _behind_the_producer(spec: Spec, head: Spec, stages: tuple[Segment, ...], target: Target, device: DeviceClass) -> Plan:
     """The forward from the producer's result on: the norm kernel with the whole head, then the stages. Names of its own keep it apart from the forward's."""
     norm = plan_norm(head, target, device, source="t0", apply_before=True, producer_bias=None, statistics=None)
     steps = tuple(replace(step, kernel=replace(step.kernel, name=f"backward_{step.kernel.name}")) for step in norm.steps)
-    return plan_stages(spec, Plan(head, target, device, steps, norm.buffers, floor(spec, device), ()), first, apart=True)
+    return plan_stages(spec, Plan(head, target, device, steps, norm.buffers, floor(spec, device), ()), stages, apart=True)
 
 
 def _recompute(spec: Spec) -> Library:

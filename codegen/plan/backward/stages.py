@@ -13,12 +13,13 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, c_identifier, kept_name
+from codegen.ir.chain import Segment
 from codegen.numerics import FP32, Precision
 from codegen.ops import Shape
-from codegen.plan.backward.segments import Operand, Segment, segment
+from codegen.plan.backward.runs import BackRun, Operand, back_run
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
 from codegen.plan.stages.kernel import THREADS, StageKernel, element_offset
-from codegen.plan.stages.route import first_stage, stages_of
+from codegen.plan.stages.route import cut
 from codegen.spec import Spec, Step
 from codegen.targets import Target
 
@@ -64,7 +65,7 @@ class StageBackwardKernel(Kernel):
     """
 
     stage: StageKernel
-    back: Segment
+    back: BackRun
     incoming: Precision
     dtype: str
     operands: tuple[tuple[str, str], ...]  # C name and place of each parameter whose values are needed
@@ -137,14 +138,14 @@ def _reduced(name: str, pointer: str, term: str, whole: bool, shape: Shape, outp
     return Reduced(name, pointer, term, whole, math.prod(shape), repeats, place(shape, output), innermost, parts)
 
 
-def stage_backward(spec: Spec, steps: tuple[Step, ...], number: int, last: bool, forward: StageKernel, target: Target) -> tuple[StageBackwardKernel, tuple[Buffer, ...]]:
+def stage_backward(spec: Spec, segment: Segment, number: int, last: bool, forward: StageKernel, target: Target) -> tuple[StageBackwardKernel, tuple[Buffer, ...]]:
     """The kernel that goes back through stage `number`, and the buffers of its own."""
-    lead, output = steps[0], steps[-1].output_shape
+    steps, lead, output = segment.steps, segment.steps[0], segment.gives.shape
     items = applies(spec, steps)
     operands = {item.pointer: Operand(item.pointer, True, i) for i, item in enumerate(item for item in items if item.pointer)}
     spreads = forward.stage == "spread"
     kept = None if spreads or lead.index not in spec.kept(steps) else kept_name(lead)
-    back = segment("follow", "follows", items, operands, False, kept)
+    back = back_run("follow", "follows", items, operands, False, kept)
     shapes = dict(spec.parameters)
     keys = [item.parameter for item in items if item.parameter]
     read = {operand.pointer for operand in back.operands}
@@ -223,14 +224,13 @@ def back_through_stages(spec: Spec, forward: Plan, head: Launch, target: Target)
     `forward` is a plan of the whole chain behind the producer, whose launches give stage:0, stage:1 and so on, `head` the backward of the part in front
     of the stages, which takes grad:y.
     """
-    first = first_stage(spec, target)
-    groups = stages_of(spec, first)
+    _, stages = cut(spec, target)
     kernels = [step.kernel for step in forward.steps if isinstance(step, Launch) and isinstance(step.kernel, StageKernel)]
     launches, buffers, needed = [], [], -1
-    for number in reversed(range(len(groups))):
-        made, own = stage_backward(spec, groups[number], number, number == len(groups) - 1, kernels[number], target)
+    for number in reversed(range(len(stages))):
+        made, own = stage_backward(spec, stages[number], number, number == len(stages) - 1, kernels[number], target)
         launches.append(Launch(made))
-        buffers += [Buffer(f"grad:stage:{number}", groups[number][0].input_shape, "float32"), *own]
+        buffers += [Buffer(f"grad:stage:{number}", stages[number].reads[0].shape, "float32"), *own]
         needed = max(needed, number) if made.reads_input else needed
     given = [step for step in forward.steps if isinstance(step, Launch)]
     wanted = [step for step in given if needed >= 0 and not (isinstance(step.kernel, StageKernel) and kernels.index(step.kernel) >= needed)]

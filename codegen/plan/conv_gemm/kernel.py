@@ -1,8 +1,4 @@
-"""The convolution as a product for mma.sync: windows of pixels, gathered on their way into shared memory, times the filters.
-
-Any stride, padding, dilation and groups. x and the weights are first copied to where a pixel's channels are neighbours (channels_last.cu.j2); the product
-(conv_gemm.cu.j2) leaves what torch's convolution would, without the bias, and the norm kernels follow.
-"""
+"""The convolution as a product, as data: everything that templates/conv_gemm/*.cu.j2 read."""
 
 from __future__ import annotations
 
@@ -10,58 +6,19 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Constant
-from codegen.numerics import ARITHMETICS, FP32, Arithmetic
-from codegen.plan.floor import floor
+from codegen.numerics import FP32, Arithmetic
+from codegen.ops import Shape
+from codegen.plan.conv_gemm.shape import PIECE_BYTES, PLANE_PAD, Planes, Tiling, planes_of, shape_of
 from codegen.plan.gemm.companions import WEIGHT_ROWS
-from codegen.plan.gemm.cost import CLOCK_GHZ, EPILOGUE_SHARE, SLICE_MARGIN, VALUE_CYCLES, block_rounds, product_ms
 from codegen.plan.gemm.kernel import RASTER_ROWS, TiledKernel, panel_constants, stage_counts, warp_constants
-from codegen.plan.gemm.tiles import SINGLE, Tile, slice_counts, slice_stages, tiles_for
-from codegen.plan.model import Buffer, Kernel, Launch, Plan, PlanError
-from codegen.plan.norm.route import plan_norm_of_product
+from codegen.plan.gemm.tiles import slice_stages
+from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer
-from codegen.plan.shared.slices import SLICES, add_slices_kernel
 from codegen.plan.shared.values import named_operand
 from codegen.spec import Spec
-from codegen.targets import DeviceClass, Target
 
 PIXELS = "pixels"
-MATH = {"fp32": "tf32x3", "tf32": "tf32", "fp16": "fp16", "bf16": "bf16"}
-LEAST_K = 256  # of tf32x3, zeros of padded channels counted: it leaves out the product of the lower parts, which shorter sums do not average away
-PIECE_BYTES = 16  # of one copy: neighbouring channels of a pixel
 COPY_THREADS = 256
-COPY_SHARE = 0.5  # of the memory's rate, at which x is turned around
-COPY_US, ADD_US = 2.0, 1.5  # of the kernels beside the product, at least
-PLANE_PAD = 4  # floats behind a staged channel: a warp's stores meet no bank twice
-INDICES = 1 << 31  # fewer pieces, results and copying threads than an int counts
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The product of one convolution group: `m` results of a channel, `n` channels, `k` values of a window, `pieces` of 16 bytes a tap; `groups` of them."""
-
-    m: int
-    n: int
-    k: int
-    groups: int
-    pieces: int
-
-
-@dataclass(frozen=True)
-class Planes:
-    """The end of a tile: `round_rows` results of each channel are staged at once, at a pitch of `pitch` floats, and leave `vector` at a time."""
-
-    vector: int
-    round_rows: int
-    pitch: int
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A tile, the blocks that share it, each with its own part of K, and the estimate of product, copies and sums of slices in front of the norm."""
-
-    tile: Tile
-    slices: int
-    ms: float
 
 
 @dataclass(frozen=True)
@@ -95,82 +52,7 @@ class ChannelsLastKernel(Kernel):
     ragged: bool = False
 
 
-def arithmetic_of(spec: Spec) -> Arithmetic:
-    """How the product is computed at the spec's precision. Raises PlanError for a forced arithmetic that it does not have and for fp32 sums that are too short."""
-    wanted = MATH[spec.precision.name]
-    served = (None, wanted, "tf32x3") if spec.precision.name == "tf32" else (None, wanted)
-    if spec.math not in served:
-        raise PlanError(f"math: {spec.math} is not among the convolution's arithmetics for {spec.precision.name} as a product of windows and filters")
-    arithmetic = ARITHMETICS[spec.math or wanted]
-    if arithmetic.parts == 2 and shape_of(spec).k < LEAST_K:
-        raise PlanError(f"sums of {shape_of(spec).k} products are too short for {arithmetic.name}, which leaves out the products of the lower parts")
-    return arithmetic
-
-
-def shape_of(spec: Spec) -> Shape:
-    groups, weight = spec.producer.values["groups"], spec.producer.parameters[0].shape
-    values = PIECE_BYTES // spec.precision.itemsize
-    pieces = math.ceil(weight[1] / values)
-    results = spec.batch * math.prod(spec.producer.output_shape[2:])
-    return Shape(results, spec.channels // groups, math.prod(weight[2:]) * pieces * values, groups, pieces)
-
-
-def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> list[Choice]:
-    """All tiles, the least estimated time first, the smaller of equals; K is cut into slices where that is faster by enough."""
-    whole = [_choice(spec, device, arithmetic, tile, 1) for tile in tiles_for(arithmetic)]
-    least = min(choice.ms for choice in whole)
-    itemsize, k = spec.precision.itemsize, shape_of(spec).k
-    sliced = [_choice(spec, device, arithmetic, tile, slices) for tile in tiles_for(arithmetic) for slices in slice_counts(arithmetic, tile, k, itemsize)]
-    found = whole + [choice for choice in sliced if choice.ms < SLICE_MARGIN * least]
-    return sorted(found, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))
-
-
-def _choice(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, slices: int) -> Choice:
-    shape, itemsize = shape_of(spec), spec.precision.itemsize
-    results = math.prod(spec.producer.output_shape)
-    pixels = math.prod(spec.input_shape) // spec.input_shape[1] * shape.groups * shape.pieces * PIECE_BYTES
-    weights = spec.channels * shape.k * itemsize
-    written = results * (4 * slices if slices > 1 else itemsize)
-    product = product_ms(device, arithmetic, tile, shape.m, shape.n, shape.k, tile.n, slices, itemsize, pixels + weights + written, shape.groups, tile.m + min(tile.n, shape.n))
-    planes = _planes(spec, tile, slices)
-    rounds = block_rounds(device, tile, math.ceil(shape.m / tile.m) * math.ceil(shape.n / tile.n) * slices * shape.groups)
-    cycles = tile.m // planes.round_rows * math.ceil(min(tile.n, shape.n) * planes.round_rows / tile.threads) * VALUE_CYCLES
-    copied = 2 * (pixels + weights) / (device.hbm * COPY_SHARE * 1e6) + COPY_US / 1e3
-    added = results * (4 * slices + itemsize) / (device.hbm * COPY_SHARE * 1e6) + ADD_US / 1e3 if slices > 1 else 0.0
-    return Choice(tile, slices, product + rounds * EPILOGUE_SHARE * cycles / (CLOCK_GHZ * 1e6) + copied + added)
-
-
-def plan_conv_gemm(spec: Spec, target: Target, device: DeviceClass, choice: Choice | None = None) -> tuple[Plan, float]:
-    """The plan, and the estimate of everything in front of the norm. Raises PlanError where the shape or the arithmetic is not served."""
-    arithmetic = arithmetic_of(spec)
-    shape = shape_of(spec)
-    _check_sizes(spec, shape)
-    choice = choice or tile_choices(spec, device, arithmetic)[0]
-    why = _why(spec, device, arithmetic, choice, shape)
-    gemm = conv_gemm_kernel(spec, arithmetic, choice, why)
-    tail = plan_norm_of_product(spec, target, device)
-    copies = (
-        Buffer(PIXELS, (spec.batch, *spec.input_shape[2:], shape.groups * shape.pieces * PIECE_BYTES // spec.precision.itemsize), spec.precision.dtype),
-        Buffer(WEIGHT_ROWS, (spec.channels, shape.k), spec.precision.dtype),
-        Buffer("t0", spec.producer.output_shape, spec.precision.dtype),
-    )
-    steps: tuple[Launch, ...] = (Launch(channels_last_kernel(spec)), Launch(gemm, result=SLICES if choice.slices > 1 else "t0"))
-    if choice.slices > 1:
-        steps += (Launch(add_slices_kernel(spec, choice.slices)),)
-        copies += (Buffer(SLICES, (choice.slices, *spec.producer.output_shape), "float32"),)
-    rate = device.tf32 if arithmetic.operand == "tf32" else device.fp16
-    bound = floor(spec, device, len(arithmetic.products), rate)
-    return Plan(spec, target, device, (*steps, *tail.steps), (*copies, *tail.buffers), bound, (*why, *tail.why)), choice.ms
-
-
-def _check_sizes(spec: Spec, shape: Shape) -> None:
-    """Raises PlanError where an index would leave an int."""
-    pixels = math.prod(spec.input_shape) // spec.input_shape[1] * shape.groups * shape.pieces
-    if max(pixels + math.prod(spec.input_shape[3:]) * shape.pieces, shape.m + max(tile.m for tile in SINGLE), spec.channels * shape.k, pixels * 2) >= INDICES:
-        raise PlanError("x, the filters or the result have more pieces than an int counts")
-
-
-def conv_gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, notes: tuple[str, ...] = ()) -> ConvGemmKernel:
+def conv_gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, notes: tuple[str, ...] = ()) -> ConvGemmKernel:
     """The product with the chosen tile."""
     tile, precision, shape, values = choice.tile, spec.precision, shape_of(spec), spec.producer.values
     itemsize = precision.itemsize
@@ -179,7 +61,7 @@ def conv_gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, notes: 
     stages_per_chunk, stage_count = stage_counts(arithmetic, tile, slice_k, itemsize)
     tiles_m, tiles_n = math.ceil(shape.m / tile.m), math.ceil(shape.n / tile.n)
     raster = min(RASTER_ROWS, tiles_m)
-    planes = _planes(spec, tile, choice.slices)
+    planes = planes_of(spec, tile, choice.slices)
     result = FP32 if sliced else precision
     pointers = (Pointer(precision.c_type, PIXELS), Pointer(precision.c_type, WEIGHT_ROWS), Pointer(result.c_type, "y", True))
     kernel = ConvGemmKernel(
@@ -192,14 +74,6 @@ def conv_gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, notes: 
         ragged_k=choice.slices * stage_count * tile.stage_k(itemsize) != shape.k, raster_remainder=tiles_m % raster != 0,
     )  # fmt: skip
     return replace(kernel, constants=(*_shape_constants(spec, shape), *_tile_constants(spec, kernel, shape, (tiles_m, tiles_n, raster), stage_count, stages_per_chunk)))
-
-
-def _planes(spec: Spec, tile: Tile, slices: int) -> Planes:
-    vector = math.gcd(math.prod(spec.producer.output_shape[2:]), PIECE_BYTES // (4 if slices > 1 else spec.precision.itemsize))
-    rows = tile.warp_m
-    while rows < tile.m and tile.n * (2 * rows + PLANE_PAD) * 4 * tile.warps_k <= tile.smem_bytes:
-        rows *= 2
-    return Planes(vector, rows, rows + PLANE_PAD)
 
 
 def _shape_constants(spec: Spec, shape: Shape) -> tuple[Constant, ...]:
@@ -296,16 +170,3 @@ def channels_last_kernel(spec: Spec) -> ChannelsLastKernel:
         summary="copies x and W to where the channels of a pixel, or of a filter's tap, are neighbours", threads=COPY_THREADS, blocks=blocks, max_registers=64,
         weight=named_operand(weight).pointer, grouped=shape.groups > 1, ragged=channels % values != 0,
     )  # fmt: skip
-
-
-def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Choice, shape: Shape) -> tuple[str, ...]:
-    tile = choice.tile
-    blocks = math.ceil(shape.m / tile.m) * math.ceil(shape.n / tile.n) * choice.slices * shape.groups
-    reasons = [
-        f"the convolution as a product of {shape.m} windows of {shape.k} values and {shape.n} filters" + (f", {shape.groups} groups" if shape.groups > 1 else ""),
-        f"{arithmetic.name}, {arithmetic.summary}: {'asked for' if spec.math else f'what {spec.precision.name} allows'}",
-        f"tiles of {tile.m}x{tile.n}: {blocks} blocks on {device.sms} SMs, {choice.ms:.3f} ms estimated with the copies",
-    ]
-    if choice.slices > 1:
-        reasons.append(f"a tile's K is cut into {choice.slices} parts, a block each, for SMs that whole tiles would leave idle; their sums are added in front of the norm kernel")
-    return tuple(reasons)

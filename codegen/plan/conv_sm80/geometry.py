@@ -149,6 +149,10 @@ class Geometry:
         room = (self.max_registers - LOADING - 4 * self.steps * self.parts * self.row_tiles) // 8
         return min(range(1, max(1, min(LOADS, room)) + 1), key=lambda count: (ceil_to(pixels, count) + ceil_div(pixels, count), -count))
 
+    def blocks(self, batch: int, device: DeviceClass) -> int:
+        """Blocks to launch: one for each part of a sample, as many as run at the same time."""
+        return min(batch * self.sample_parts * self.channel_tiles, device.sms * self.blocks_per_sm)
+
     def sure_octets(self, width: int) -> int:
         """The largest power of two of 8 columns that exist in every tile of rows of `width`, at most 4; 0 where there are none."""
         columns = min(self.used_columns, width - (self.column_tiles - 1) * self.used_columns)
@@ -216,7 +220,7 @@ def candidates(spec: Spec, windows: Windows, parts: int, channel_floats: int) ->
                 )  # fmt: skip
 
 
-def choose(listed: list[Geometry], batch: int, target: Target, device: DeviceClass) -> Geometry | None:
-    """The cheapest that fits: wider channel tiles of a warp before narrower ones, whose pixels are read twice as often, then less shared memory."""
-    fitting = [g for g in listed if g.smem_bytes <= target.smem_bytes]
-    return min(fitting, key=lambda g: (g.cost(batch, device) * (1.0 if g.row_tiles == 2 else 1.3), g.smem_bytes), default=None)
+def fitting(listed: list[Geometry], batch: int, target: Target, device: DeviceClass) -> list[Geometry]:
+    """Those that fit, the cheapest first: wider channel tiles of a warp before narrower ones, whose pixels are read twice as often, then less shared memory."""
+    able = [g for g in listed if g.smem_bytes <= target.smem_bytes]
+    return sorted(able, key=lambda g: (g.cost(batch, device) * (1.0 if g.row_tiles == 2 else 1.3), g.smem_bytes))

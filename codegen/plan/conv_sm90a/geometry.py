@@ -243,7 +243,7 @@ def candidates(
                 )  # fmt: skip
 
 
-def choose(listed: list[Geometry], target: Target) -> Geometry | None:
-    """The fastest that fits: see PREFERENCE."""
-    fitting = [g for g in listed if g.smem_bytes <= target.smem_bytes]
-    return min(fitting, key=lambda g: (g.cost, not g.layout.bulk, -g.layout.warpgroups, -g.chunk * g.layout.bulk, -g.raw_bytes, g.layout.cluster), default=None)
+def fitting(listed: list[Geometry], target: Target) -> list[Geometry]:
+    """Those that fit, the fastest first: see PREFERENCE."""
+    able = [g for g in listed if g.smem_bytes <= target.smem_bytes]
+    return sorted(able, key=lambda g: (g.cost, not g.layout.bulk, -g.layout.warpgroups, -g.chunk * g.layout.bulk, -g.raw_bytes, g.layout.cluster))

@@ -1,10 +1,4 @@
-"""Planning for Hopper: a chain that starts with `conv2d`, in one kernel and one read of x.
-
-    conv2d -> element-wise -> group_norm -> monotone or affine element-wise -> max_pool2d -> element-wise
-
-The sign of what multiplies the normalised value decides, before the statistics are known, whether a pooling window's largest or smallest
-value counts, so one value of a window waits in shared memory for its group's statistics.
-"""
+"""The one-pass convolution for Hopper as data: everything that templates/conv_sm90a/*.j2 read."""
 
 from __future__ import annotations
 
@@ -14,23 +8,19 @@ from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant, applies
 from codegen.numerics import Arithmetic, Precision, float_literal
-from codegen.plan.conv_sm90a.geometry import PREFERENCE, REGISTERS, Geometry, Layout, candidates, channel_tile, choose
+from codegen.plan.conv_sm90a.geometry import REGISTERS, Geometry
 from codegen.plan.conv_sm90a.steps import Step, steps, uses_none
-from codegen.plan.floor import floor
-from codegen.plan.model import Kernel, Launch, Plan, PlanError
+from codegen.plan.model import Kernel
 from codegen.plan.shared.values import (
     Operand, ValueFunction, norm_constants, norm_operands, operand_of, prepare_function, unique_operands,
 )  # fmt: skip
 from codegen.plan.shared.windows import (
-    ONE_READ, Windows, arithmetic_of, ceil_div, constant, direction_of, reasons, shape_constants, split_at_pool,
-    windows_of,
+    Windows, ceil_div, constant, shape_constants,
 )  # fmt: skip
 from codegen.spec import Spec, Step as ChainStep
-from codegen.targets import DeviceClass, Target
 
 WEIGHT_EXPONENT = {1: 4, 2: 14}  # of parts: below 2^-3, a scaled weight's second part loses bits
 ALLOWED_LOSS = {1: 1e-4, 2: 2e-7}  # of parts: with the rest of the error, within what tf32 and fp32 allow
-SHORT_ROWS = 64  # a narrower tile leaves the tensor cores half idle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,39 +79,7 @@ class ConvKernel(Kernel):
         return ",\n    ".join(", ".join(names[i : i + 4]) for i in range(0, len(names), 4))
 
 
-def plan_conv_sm_90a(spec: Spec, target: Target, device: DeviceClass, *, debug: bool = False, layout: Layout | None = None) -> Plan:
-    """The plan of a chain that starts with `conv2d` on Hopper; `debug` bounds every wait. `layout` forces one (for measurements).
-
-    Raises PlanError, with the reason, where this kernel cannot serve the chain.
-    """
-    windows = windows_of(spec)
-    arithmetic = arithmetic_of(spec)
-    before_pool, rest = split_at_pool(spec)
-    rising = direction_of(spec)
-    geometry = _geometry(spec, target, device, windows, arithmetic, layout)
-    kernel = _kernel(spec, geometry, windows, arithmetic, rising, (*before_pool, *rest), debug)
-    bound = floor(spec, device, len(arithmetic.products), device.fp16)
-    return Plan(spec, target, device, (Launch(kernel),), (), bound, _why(spec, geometry, arithmetic))
-
-
-def _geometry(spec: Spec, target: Target, device: DeviceClass, windows: Windows, arithmetic: Arithmetic, layout: Layout | None) -> Geometry:
-    channels = channel_tile(spec)
-    if channels is None:
-        raise PlanError(f"a group of {spec.group_channels} channels is wider than the 64 that one CTA computes")
-    bias = any(parameter.suffix == "bias" for parameter in spec.producer.parameters)
-    channel_floats = 2 + bias + sum(len(step.parameters) for step in spec.before_norm)
-    listed = list(candidates(spec, device, windows, arithmetic.parts, _two_walks(spec, arithmetic), channels, channel_floats))
-    if not listed:
-        raise PlanError("the weights of this convolution, with a tile's accumulators, exceed the registers of a warpgroup")
-    listed = [g for g in listed if layout in (None, g.layout)]
-    chosen = choose(listed, target)
-    if chosen is None:
-        least = min((g.smem_bytes for g in listed), default=0)
-        raise PlanError(f"the pooled plane of a sample and the rows of x take {least} bytes of shared memory a CTA; there are {target.smem_bytes}")
-    return chosen
-
-
-def _two_walks(spec: Spec, arithmetic: Arithmetic) -> bool:
+def two_walks_of(spec: Spec, arithmetic: Arithmetic) -> bool:
     """Whether each tile gets a mean of its own: where operators precede the norm, and where fp32 is promised, since values less a shift that
     the first rows chose have lost the bits that a mean nearer to them would have kept."""
     return bool(spec.before_norm) or arithmetic.parts == 2
@@ -153,10 +111,10 @@ def _fold(spec: Spec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tupl
     return tuple(lines), tuple(operands), items[done:]
 
 
-def _kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising, after: Sequence[ChainStep], debug: bool) -> ConvKernel:
+def conv_kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising, after: Sequence[ChainStep], debug: bool) -> ConvKernel:
     producer = spec.producer
     keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
-    two_walks = _two_walks(spec, arithmetic)
+    two_walks = two_walks_of(spec, arithmetic)
     prepare = prepare_function(spec, True, keys.get("bias"))
     fold_lines, fold_operands, left = _fold(spec, after)
     finish_operands = tuple(operand_of(item) for item in left if item.parameter)
@@ -168,7 +126,7 @@ def _kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, r
     signs = ValueFunction("", "", (), rising.factors)
     operands = unique_operands(prepare, ValueFunction("", "", (), fold_operands), finish, signs)
     bias = next((o for o in operands if o.key == keys.get("bias")), None)
-    listed = steps(producer.values["kernel_size"], g.octets, g.pitch, g.plane, g.parts, not two_walks)
+    listed = steps_of(spec, g, two_walks)
     scaled = spec.precision.itemsize == 4
     applied = applies(spec, (*spec.before_norm, *after))
     return ConvKernel(
@@ -180,6 +138,11 @@ def _kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, r
         split=arithmetic.parts == 2, padded=producer.values["padding"][0] > 0,
         operand_type="__nv_bfloat16" if spec.precision.name == "bf16" else "__half", debug=debug, result=spec.result,
     )  # fmt: skip
+
+
+def steps_of(spec: Spec, g: Geometry, two_walks: bool) -> tuple[Step, ...]:
+    """The instructions along K."""
+    return steps(spec.producer.values["kernel_size"], g.octets, g.pitch, g.plane, g.parts, not two_walks)
 
 
 def max_registers(g: Geometry) -> int:
@@ -276,19 +239,3 @@ def _notes(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
         f"{parts}: {g.items} round{'s' if g.items > 1 else ''} of {g.units} strips over {g.layout.warpgroups} warpgroups, one more converts x",
         f"pooled values before the norm wait in shared memory ({g.slots_bytes} bytes) and are written while the next sample is multiplied",
     )
-
-
-def _why(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
-    used = g.clusters * g.layout.cluster
-    listed = [
-        ONE_READ,
-        f"{used} CTAs on {used} SMs, the busiest computes {g.strips_computed} strips of {g.strips * g.items} in {g.items} samples",
-        f"{g.layout.warpgroups} warpgroups multiply, as many as the registers allow with {g.tile_values} accumulators and the weights of a thread"
-        + ("; they take turns at the tensor cores" if g.turns else ""),
-        f"x comes by the copy engine, {g.chunk} rows at a time, {g.raw_stages} times ahead" if g.layout.bulk else "x comes through registers",
-        f"of the cuts that fit, in this order: {PREFERENCE}",
-        *reasons(spec, arithmetic, "a sample out of fp16's range"),
-    ]
-    if g.tile < SHORT_ROWS:
-        listed.append(f"tiles of {g.tile} pixels leave the tensor cores partly idle")
-    return tuple(listed)

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant, applies, c_identifier, kept_name, parameter_keys, unique_constants
 from codegen.ops import Kind
-from codegen.plan.floor import floor
-from codegen.plan.model import Buffer, Kernel, Launch, Library, Plan
+from codegen.plan.model import Kernel
 from codegen.spec import Spec, Step
-from codegen.targets import DeviceClass, Target
 
 STACK_VALUES = 65536  # scratch on a thread's stack up to 256 KB, half of the smallest default stack (macOS); above it, from the heap
 PIECE = 4096  # values whose two passes of statistics stay in the first-level cache: 16 KB
@@ -157,20 +155,6 @@ def _c_type(dtype: str) -> str:
 
 def _pointer(key: str) -> str:
     return f"{c_identifier(key)}_data"
-
-
-def plan_cpu(spec: Spec, target: Target, device: DeviceClass) -> Plan:
-    """The cpu plan of `spec`: a library step into t0 and one launch."""
-    producer = spec.producer
-    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
-    options = {}
-    if producer.operator.name == "conv2d":
-        options = {key: producer.values[key] for key in ("stride", "padding", "dilation", "groups")}
-    library = Library(producer.operator.name, ("x", keys["weight"], keys.get("bias")), "t0", options)
-    kernel = cpu_kernel(spec)
-    why = (f"torch's own {producer.operator.name}, then one C++ function that reads its result from memory once and writes y",)
-    buffer = Buffer("t0", producer.output_shape, spec.precision.dtype)
-    return Plan(spec, target, device, (library, Launch(kernel)), (buffer,), floor(spec, device), why)
 
 
 def cpu_kernel(spec: Spec, name: str = "chain") -> CpuKernel:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.numerics import Arithmetic
-from codegen.plan.gemm.cost import CLOCK_GHZ, COPIED, EPILOGUE_SHARE, SLICE_MARGIN, block_rounds, product_ms
+from codegen.plan.gemm.cost import COPIED_SHARE, EPILOGUE_SLOWDOWN, SLICE_MARGIN, block_rounds, product_ms
 from codegen.plan.gemm.epilogue import epilogue_cycles, epilogue_of
 from codegen.plan.gemm.tiles import Tile, aligned_k, slice_counts, tiles_for
 from codegen.spec import Spec
@@ -16,8 +16,8 @@ ALIGNED_VALUES = 1 << 32  # of x and W together, fewer than that kernel counts
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A tile for a spec: whole groups of the norm fit into `columns` of its n columns, or `columns` is n and a norm kernel follows. `slices` blocks
+class Tiling:
+    """A tile for a spec, and how it is used: whole groups of the norm fit into `columns` of its n columns, or `columns` is n and a norm kernel follows. `slices` blocks
     share a tile, each with its own part of K; a kernel then adds what they leave. `aligned`: a kernel copies x and W to rows of aligned_k first."""
 
     tile: Tile
@@ -28,22 +28,22 @@ class Choice:
     aligned: bool = False
 
 
-def choose_tile(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> Choice:
+def choose_tile(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> Tiling:
     """The tile with the least estimated time, the norm kernel's included where the tile cannot hold whole groups."""
     return tile_choices(spec, device, arithmetic)[0]
 
 
-def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> list[Choice]:
+def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> list[Tiling]:
     """All tiles, with and without the norm in the epilogue, the least estimated time first."""
     k = spec.input_shape[1]
     choices = _choices(spec, device, arithmetic, k)
     if spec.precision.itemsize == 2 and k % 2 and (spec.batch + spec.channels) * aligned_k(k) < ALIGNED_VALUES:
-        copied = 2 * (spec.batch + spec.channels) * k * 2 / (device.hbm * COPIED * 1e6) + device.launch_us / 1e3
+        copied = 2 * (spec.batch + spec.channels) * k * 2 / (device.hbm * COPIED_SHARE.on(device) * 1e6) + device.launch_us / 1e3
         choices += [replace(choice, ms=choice.ms + copied, aligned=True) for choice in _choices(spec, device, arithmetic, aligned_k(k))]
     return sorted(choices, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))  # the smaller of equals
 
 
-def _choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, k: int) -> list[Choice]:
+def _choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, k: int) -> list[Tiling]:
     """The tiles for rows of `k` values."""
     width = spec.group_channels
     tail_bytes = 2 * spec.batch * spec.channels * spec.result.itemsize
@@ -52,14 +52,14 @@ def _choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, k: int) ->
     for tile in tiles_for(arithmetic):
         fits = width <= tile.n
         columns = min(tile.n // width * width, spec.channels) if fits else tile.n  # columns that do not exist cost the epilogue as much as others
-        choices.append(Choice(tile, columns, fits, tile_ms(spec, device, arithmetic, tile, columns, fits, k=k) + (0.0 if fits else tail)))
+        choices.append(Tiling(tile, columns, fits, tile_ms(spec, device, arithmetic, tile, columns, fits, k=k) + (0.0 if fits else tail)))
         if fits and columns < tile.n:  # the unused columns may cost more than a second kernel
-            choices.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, False, k=k) + tail))
+            choices.append(Tiling(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, False, k=k) + tail))
     least = min(choice.ms for choice in choices)
     return choices + [choice for choice in _sliced(spec, device, arithmetic, tail, k) if choice.ms < SLICE_MARGIN * least]
 
 
-def _sliced(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tail: float, k: int) -> list[Choice]:
+def _sliced(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tail: float, k: int) -> list[Tiling]:
     """Tiles that several blocks share, each with its own part of K. Their sums meet in a kernel of their own, in front of the norm's. Arithmetic that
     looks through x and W beforehand would read them twice; tiles that split once a block know nothing of slices."""
     if arithmetic.operand != "tf32" and (arithmetic.parts == 2 or arithmetic.name == "ffma"):
@@ -69,7 +69,7 @@ def _sliced(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tail: float
     for tile in tiles_for(arithmetic):
         for slices in slice_counts(arithmetic, tile, k, itemsize):
             add = (slices * 4 + itemsize) * spec.batch * spec.channels / (device.hbm * 1e6) + device.launch_us / 1e3
-            found.append(Choice(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, False, slices, k) + add + tail, slices))
+            found.append(Tiling(tile, tile.n, False, tile_ms(spec, device, arithmetic, tile, tile.n, False, slices, k) + add + tail, slices))
     return found
 
 
@@ -82,5 +82,12 @@ def tile_ms(
     written = m * n * (4 * slices if slices > 1 else spec.result.itemsize)
     product = product_ms(device, arithmetic, tile, m, n, k, columns, slices, itemsize, (m * k + n * k) * itemsize + written)
     rounds = block_rounds(device, tile, math.ceil(m / tile.m) * math.ceil(n / columns) * slices)
-    epilogue = rounds * EPILOGUE_SHARE * epilogue_cycles(epilogue_of(spec, tile, columns, finished, arithmetic), tile, finished) / (CLOCK_GHZ * 1e6)
+    epilogue = rounds * EPILOGUE_SLOWDOWN.on(device) * epilogue_cycles(epilogue_of(spec, tile, columns, finished, arithmetic), tile, finished) / (device.clock * 1e6)
     return product + epilogue
+
+
+def scale_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
+    """The kernel that finds fp16x3's scales reads x and W once."""
+    if arithmetic.name != "fp16x3":
+        return 0.0
+    return (spec.batch + spec.channels) * spec.input_shape[1] * 4 / (device.hbm * 0.9e6) + device.launch_us / 1e3

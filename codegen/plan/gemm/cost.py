@@ -6,19 +6,21 @@ import math
 
 from codegen.numerics import Arithmetic
 from codegen.plan.gemm.tiles import Tile, slice_stages
+from codegen.plan.shared.fitted import GEMM_SHAPES, Fitted
 from codegen.targets import DeviceClass
 
-STEP_CYCLES = 600  # one turn of the pipeline with an idle multiplier: a barrier, shared memory, dependent multiplies
-FILL_CYCLES = 2500  # launch to first multiply, and the epilogue behind the last
-CLOCK_GHZ = 1.4  # under load
-EPILOGUE_SHARE = 2.0  # of an epilogue's cycles: two blocks of an SM are in theirs at the same time
-NARROW = {2: 3.3, 4: 1.4, 8: 1.2}  # times that copies of so many bytes take longer than those of 16
-COPIED = 0.6  # of the memory's rate, at which rows are copied to where they are aligned
+STEP_CYCLES = Fitted(600, "cycles", GEMM_SHAPES)  # of one turn of the pipeline with an idle multiplier: a barrier, shared memory, dependent multiplies
+FILL_CYCLES = Fitted(2500, "cycles", GEMM_SHAPES)  # from launch to first multiply, and of the epilogue behind the last
+EPILOGUE_SLOWDOWN = Fitted(2.0, "ratio", GEMM_SHAPES)  # of an epilogue that both resident blocks of an SM reach together
+NARROW = {width: Fitted(ratio, "ratio", GEMM_SHAPES) for width, ratio in ((2, 3.3), (4, 1.4), (8, 1.2))}  # by bytes of a copy: its time over that of 16
+COPIED_SHARE = Fitted(0.6, "share", GEMM_SHAPES)  # of the memory's rate, at which rows are copied to where they are aligned
 SLICE_MARGIN = 0.85  # K is sliced where the estimate is below this share of the other
-L2_BYTES_PER_CLOCK = 40  # L2 to one SM; arXiv 2501.12084 measures 30 to 47 with every SM reading
+L2_BYTES_PER_CLOCK = 40  # from L2 to one SM; arXiv 2501.12084 measures 30 to 47 with every SM reading
 
-# The epilogue waits for itself: an item's loads, three sums over its lanes, the norm, stores; two items of a team hardly overlap. Estimated cycles.
-ITEM_CYCLES, LEVEL_CYCLES, VALUE_CYCLES = 150, 75, 20
+# The epilogue waits for itself: an item's loads, three sums over its lanes, the norm, stores; two items of a team hardly overlap.
+ITEM_CYCLES = Fitted(150, "cycles", GEMM_SHAPES)
+LEVEL_CYCLES = Fitted(75, "cycles", GEMM_SHAPES)  # of a level of shuffles
+VALUE_CYCLES = Fitted(20, "cycles", GEMM_SHAPES)
 
 
 def multiplier_rate(arithmetic: Arithmetic, device: DeviceClass) -> float:
@@ -34,6 +36,11 @@ def block_rounds(device: DeviceClass, tile: Tile, blocks: int) -> int:
     return math.ceil(blocks / (device.sms * resident))
 
 
+def narrow_ratio(width: int, device: DeviceClass) -> float:
+    """How much longer copies of `width` bytes take than those of 16."""
+    return NARROW[width].on(device) if width in NARROW else 1.0
+
+
 def product_ms(
     device: DeviceClass, arithmetic: Arithmetic, tile: Tile, m: int, n: int, k: int, columns: int, slices: int, itemsize: int, moved: float, products: int = 1,
     rows: int | None = None,
@@ -45,12 +52,12 @@ def product_ms(
     stages = slice_stages(arithmetic, tile, k, itemsize, slices)
     flop = 2.0 * tile.m * tile.n * stages * tile.stage_k(itemsize) * len(arithmetic.products)
     multiply = per_sm * flop / (multiplier_rate(arithmetic, device) / device.sms * tile.share * 1e9)
-    narrow = NARROW.get(math.gcd(16, k * itemsize), 1.0)
-    level2 = narrow * per_sm * (rows or tile.m + tile.n) * min(k, stages * tile.stage_k(itemsize)) * itemsize / (L2_BYTES_PER_CLOCK * CLOCK_GHZ * 1e6)
-    latency = block_rounds(device, tile, blocks) * (narrow * stages * STEP_CYCLES + FILL_CYCLES) / (CLOCK_GHZ * 1e6)
+    narrow = narrow_ratio(math.gcd(16, k * itemsize), device)
+    level2 = narrow * per_sm * (rows or tile.m + tile.n) * min(k, stages * tile.stage_k(itemsize)) * itemsize / (L2_BYTES_PER_CLOCK * device.clock * 1e6)
+    latency = block_rounds(device, tile, blocks) * (narrow * stages * STEP_CYCLES.on(device) + FILL_CYCLES.on(device)) / (device.clock * 1e6)
     return max(multiply, level2, moved / (device.hbm * 1e6), latency)
 
 
-def item_cycles(items: int, teams: int, levels: int, values: int) -> int:
+def item_cycles(items: int, teams: int, levels: int, values: int) -> float:
     """Estimated cycles of `items` of an epilogue by `teams`: each lane has `values`, and sums meet over `levels` of shuffles."""
-    return math.ceil(items / teams) * (ITEM_CYCLES + LEVEL_CYCLES * levels + VALUE_CYCLES * values)
+    return math.ceil(items / teams) * (ITEM_CYCLES.value + LEVEL_CYCLES.value * levels + VALUE_CYCLES.value * values)

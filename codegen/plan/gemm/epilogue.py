@@ -62,7 +62,7 @@ def epilogue_cycles(epilogue: Epilogue, tile: Tile, finished: bool) -> float:
     values = epilogue.vectors_per_lane * epilogue.vector
     rounds = tile.m // epilogue.round_rows
     if not finished:
-        return rounds * epilogue.items_per_team * VALUE_CYCLES * values
+        return rounds * epilogue.items_per_team * VALUE_CYCLES.value * values
     return rounds * item_cycles(epilogue.items, epilogue.teams, epilogue.team.bit_length() - 1, values)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, parameter_keys, unique_constants
 from codegen.numerics import FP32, Arithmetic, Precision, float_literal
-from codegen.plan.gemm.choice import Choice
+from codegen.plan.gemm.choice import Tiling
 from codegen.plan.gemm.companions import SCALES, WEIGHT_ROWS, X_ROWS
 from codegen.plan.gemm.epilogue import Epilogue, epilogue_of
 from codegen.plan.gemm.tiles import Tile, aligned_k, partial_sum_stages, slice_stages
@@ -144,7 +144,7 @@ class GemmKernel(TiledKernel):
         return (*self.kept_lines[1], *affine, *self.kept_lines[2], *_statements(self.after))
 
 
-def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
+def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
     """The GEMM of `spec` with the chosen tile; `statistics`: leave the moments of every row and tile behind."""
     tile, precision = choice.tile, spec.precision
     k = aligned_k(spec.input_shape[1]) if choice.aligned else spec.input_shape[1]
@@ -187,7 +187,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Choice, statistics: 
     return replace(kernel, constants=constants)
 
 
-def rounds_early(spec: Spec, choice: Choice) -> bool:
+def rounds_early(spec: Spec, choice: Tiling) -> bool:
     """Whether values would be rounded to 16 bits between the operators in front of the norm and the norm itself. Where a sigmoid or a bound has brought them
     near one another, rounding leaves of their differences nothing that the norm could find again, so the linear's own result is rounded instead, as PyTorch's is."""
     return not choice.finished and bool(spec.before_norm) and spec.result.itemsize == 2
@@ -218,7 +218,7 @@ def _template(arithmetic: Arithmetic, tile: Tile) -> str:
     return "mma" if arithmetic.parts == 1 else "mma_presplit" if tile.presplit else "mma_split"
 
 
-def _summary(choice: Choice, arithmetic: Arithmetic, front: list[str]) -> str:
+def _summary(choice: Tiling, arithmetic: Arithmetic, front: list[str]) -> str:
     if choice.slices > 1:
         return f"x W^T by {arithmetic.summary}, {choice.slices} parts of K apart"
     inside = "the whole chain" if choice.finished else " and ".join(front)
@@ -238,7 +238,7 @@ def stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> t
     return chunk, math.ceil(stages / chunk) * chunk
 
 
-def _shape_constants(spec: Spec, choice: Choice, k: int) -> tuple[Constant, ...]:
+def _shape_constants(spec: Spec, choice: Tiling, k: int) -> tuple[Constant, ...]:
     shape = (
         Constant("kBatch", str(spec.batch), "rows of x and y"),
         Constant("kInFeatures", str(k), "K: values in a row of x or W" + (f", zeros behind the first {spec.input_shape[1]}" if choice.aligned else "")),
@@ -279,7 +279,7 @@ def panel_constants(tile: Tile, itemsize: int) -> tuple[Constant, ...]:
 
 
 def _tile_constants(
-    spec: Spec, kernel: GemmKernel, choice: Choice, tiles_m: int, tiles_n: int, raster: int, stage_count: int, stages_per_chunk: int
+    spec: Spec, kernel: GemmKernel, choice: Tiling, tiles_m: int, tiles_n: int, raster: int, stage_count: int, stages_per_chunk: int
 ) -> tuple[Constant, ...]:  # fmt: skip
     tile, itemsize = kernel.tile, spec.precision.itemsize
     ffma = kernel.arithmetic.name == "ffma"

@@ -1,4 +1,4 @@
-"""Planning the sm_80 GEMM: its arithmetic, its tile, and whether the chain finishes in its epilogue."""
+"""The route of the GEMM for mma.sync: its arithmetic, its tile, and whether the chain finishes in its epilogue or the norm's kernel follows."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import math
 from dataclasses import dataclass
 
 from codegen.numerics import ARITHMETICS, Arithmetic
-from codegen.plan.gemm.choice import Choice, choose_tile
+from codegen.plan.floor import floor
+from codegen.plan.gemm.choice import Tiling, scale_ms, tile_choices
 from codegen.plan.gemm.companions import SCALES, WEIGHT_ROWS, X_ROWS, align_rows_kernel, row_scale_kernel
 from codegen.plan.gemm.kernel import STATISTICS, gemm_kernel, rounds_early
 from codegen.plan.gemm.tiles import aligned_k
-from codegen.plan.model import Buffer, Launch
+from codegen.plan.model import Buffer, Launch, Plan
+from codegen.plan.norm.route import plan_norm, plan_norm_of_product
+from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.shared.moments import TileStatistics
 from codegen.plan.shared.slices import sliced_product
 from codegen.spec import Spec
@@ -22,6 +25,44 @@ HELD_BY_NORM = 8192  # values of a group that the norm kernel keeps in registers
 # The product of the lower parts is left out of a split: up to 2^-22 of each product, which only long sums average below fp32's own error.
 CANDIDATES = {"fp32": ("fp16x3", "tf32x3", "ffma"), "tf32": ("tf32",), "fp16": ("fp16",), "bf16": ("bf16",)}
 SPLIT_MIN_K = {"fp16x3": 1024, "tf32x3": 1024}
+
+
+def arithmetics(spec: Spec) -> list[str]:
+    """The arithmetics that keep the promise of the spec's precision."""
+    return [name for name in CANDIDATES[spec.precision.name] if spec.input_shape[1] >= SPLIT_MIN_K.get(name, 0)]
+
+
+def offers(request: Request) -> tuple[Offer, ...]:
+    """Every tile of every arithmetic that keeps the promise: those of the fastest arithmetic first, and of one arithmetic the fastest tile first."""
+    spec, device = request.spec, request.device
+    names = [spec.math] if spec.math else arithmetics(spec)
+    found = [[offer_of(request, ARITHMETICS[name], tiling) for tiling in tile_choices(spec, device, ARITHMETICS[name])] for name in names]
+    return tuple(offer for listed in sorted(found, key=lambda listed: listed[0].ms) for offer in listed)
+
+
+def offer_of(request: Request, arithmetic: Arithmetic, tiling: Tiling) -> Offer:
+    """The offer of a tiling: its launches, the search for scales, and the norm's kernel where one follows."""
+    tile, device = tiling.tile, request.device
+    end = "one_kernel" if tiling.finished else "norm_kernel"
+    knobs = (("math", arithmetic.name), ("tile", f"{tile.m}x{tile.n}"), ("slices", tiling.slices), ("aligned", tiling.aligned), ("end", end))
+    return Offer(Choice("gemm", knobs), tiling.ms + scale_ms(request.spec, device, arithmetic) + device.launch_us / 1e3, detail=(arithmetic, tiling))
+
+
+def plan(request: Request, offer: Offer) -> Plan:
+    """The plan of an offer: the GEMM, and the norm's kernel behind it unless the chain ends in the GEMM."""
+    spec, target, device = request.spec, request.target, request.device
+    arithmetic, tiling = offer.detail
+    gemm = plan_gemm(spec, target, device, arithmetic, tiling, request.forced is not None)
+    steps, buffers, why = gemm.steps, gemm.buffers, gemm.why
+    if not gemm.finished:
+        if gemm.sliced:
+            tail = plan_norm_of_product(spec, target, device)
+        else:
+            tail = plan_norm(spec, target, device, source="y", apply_before=gemm.bare, producer_bias=None, statistics=gemm.statistics)
+        steps, buffers, why = steps + tail.steps, buffers + tail.buffers, why + tail.why
+    rate = {"fp32": device.fp32, "tf32": device.tf32, "fp16": device.fp16, "bf16": device.fp16}[arithmetic.operand]
+    bound = floor(spec, device, len(arithmetic.products), rate)
+    return Plan(spec, target, device, steps, buffers, bound, why)
 
 
 @dataclass(frozen=True)
@@ -42,33 +83,14 @@ class GemmPlan:
     bare: bool = False
 
 
-def choose_arithmetic(spec: Spec, device: DeviceClass) -> Arithmetic:
-    """The spec's own `math`, else the fastest arithmetic that keeps the precision's promise on the device."""
-    if spec.math is not None:
-        return ARITHMETICS[spec.math]
-    return min((ARITHMETICS[name] for name in arithmetics(spec)), key=lambda arithmetic: _total_ms(spec, device, arithmetic))
-
-
-def arithmetics(spec: Spec) -> list[str]:
-    """The arithmetics that keep the promise of the spec's precision."""
-    return [name for name in CANDIDATES[spec.precision.name] if spec.input_shape[1] >= SPLIT_MIN_K.get(name, 0)]
-
-
-def gemm_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
-    """Estimated milliseconds of the GEMM's launches, without a norm kernel that may follow."""
-    choice = choose_tile(spec, device, arithmetic)
-    return choice.ms - (0.0 if choice.finished else _tail_ms(spec, device)) + device.launch_us / 1e3 + _scale_ms(spec, device, arithmetic)
-
-
-def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arithmetic, recorded: Choice | None = None) -> GemmPlan:
-    """The GEMM of a chain that starts with a linear, with all that its epilogue can take of the chain; its tile is the `recorded` one or the planner's."""
-    choice = recorded or choose_tile(spec, device, arithmetic)
+def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arithmetic, choice: Tiling, recorded: bool = False) -> GemmPlan:
+    """The GEMM of a chain that starts with a linear, with all that its epilogue can take of the chain; `recorded`: a record chose the tile."""
     tile = choice.tile
     statistics = None
     bare = rounds_early(spec, choice)
     if not choice.finished and not bare and choice.slices == 1 and spec.group_channels > HELD_BY_NORM and spec.group_channels % tile.n == 0:
         statistics = TileStatistics(tile.n, spec.channels // tile.n, STATISTICS)
-    why = _why(spec, device, arithmetic, choice, recorded is not None)
+    why = _why(spec, device, arithmetic, choice, recorded)
     front: tuple[Launch, ...] = ()
     copies: tuple[Buffer, ...] = ()
     if choice.aligned:
@@ -88,22 +110,7 @@ def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arith
     return GemmPlan(tuple(steps), tuple(buffers), choice.finished, statistics, why, bare=bare)
 
 
-def _tail_ms(spec: Spec, device: DeviceClass) -> float:
-    return 2 * spec.batch * spec.channels * spec.result.itemsize / (device.hbm * 1e6) + device.launch_us / 1e3
-
-
-def _scale_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
-    """The kernel that finds fp16x3's scales reads x and W once."""
-    if arithmetic.name != "fp16x3":
-        return 0.0
-    return (spec.batch + spec.channels) * spec.input_shape[1] * 4 / (device.hbm * 0.9e6) + device.launch_us / 1e3
-
-
-def _total_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
-    return choose_tile(spec, device, arithmetic).ms + _scale_ms(spec, device, arithmetic)
-
-
-def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Choice, recorded: bool) -> tuple[str, ...]:
+def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Tiling, recorded: bool) -> tuple[str, ...]:
     tile = choice.tile
     forced = "asked for" if spec.math else "as measured" if recorded else f"the fastest here for {device.name} at {spec.precision.name}"
     blocks = math.ceil(spec.batch / tile.m) * math.ceil(spec.channels / choice.columns) * choice.slices
@@ -124,4 +131,4 @@ def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Choice
     return tuple(reasons)
 
 
-__all__ = ["GemmPlan", "choose_arithmetic", "gemm_ms", "plan_gemm"]
+GEMM = Route("gemm", "our GEMM", frozenset({"sm_80"}), frozenset({"linear"}), offers, plan)

@@ -44,6 +44,11 @@ def padded_columns(columns: int) -> int:
     return math.ceil(columns / 8) * 8
 
 
+def fits_a_block(columns: int) -> bool:
+    """Does a row fit into the registers of the splitting kernel's block?"""
+    return math.ceil(columns / 4) <= 8 * 1024
+
+
 def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: int, weight_shift: int) -> SplitKernel | None:
     """The kernel that splits x or W; None where a row does not fit into a block's registers."""
     columns = spec.input_shape[1]

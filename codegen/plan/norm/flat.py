@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 from codegen.ir.apply import Constant, applies, costly
 from codegen.plan.model import Buffer, Kernel, Launch
+from codegen.plan.norm.cost import (
+    BARRIERS, BARRIER_CYCLES, COSTLY_CYCLES, FLIGHT, LEVEL_CYCLES, SHARED_CYCLES, SHORT_SEGMENT, SPARING_CYCLES,
+    VALUE_CYCLES,
+)  # fmt: skip
 from codegen.plan.shared.values import (
     NormKernel, blocks_within, chain_items, channel_mode, finish_function, launch_arguments, norm_constants,
     prepare_function, register_limit, shape_constants, tensor_names, tensor_types, unique_operands, vector_width,
@@ -31,10 +35,6 @@ FEW_REGISTERS, MANY_REGISTERS = 48, 96  # of a thread that holds up to CHUNK_VAL
 ELEMENT_REGISTERS = 32  # more, where each value looks for its own channel
 SERIAL_PIECES = 8  # up to this many pieces' statistics are merged by every thread for itself
 FEW_GROUPS = 2  # for an SM, at most: their threads wait for their own instructions, not for others
-# What a value costs a thread then, in cycles: its access, an operator of comparisons and products, one of exponentials or divisions; and what threads
-# cost that meet: a level of shuffles for each of three sums, a block's barriers.
-VALUE_CYCLES, SPARING_CYCLES, COSTLY_CYCLES, LEVEL_CYCLES, BARRIER_CYCLES = 20, 10, 250, 90, 1000
-SHARED_CYCLES = 16000  # of a group in registers, from which on many blocks share it although it would fit: two kernels of less than half of that
 SPLIT_BLOCKS = 8  # blocks on an SM that split groups should give work to
 
 
@@ -111,9 +111,9 @@ def residency(spec: Spec, width: int, sms: int = 0) -> Residency | None:
                 best = (cost, how)
             continue
         cost = lanes * vectors / group_vectors
-        cost += 0.15 * max(0.0, math.log2(128 / (min(lanes, 32) * width * spec.precision.itemsize)))
-        cost += 0.10 * abs(math.log2(vectors * width / CHUNK_VALUES))
-        cost += 0.30 if lanes > 32 else 0.0
+        cost += SHORT_SEGMENT.value * max(0.0, math.log2(128 / (min(lanes, 32) * width * spec.precision.itemsize)))
+        cost += FLIGHT.value * abs(math.log2(vectors * width / CHUNK_VALUES))
+        cost += BARRIERS.value if lanes > 32 else 0.0
         if best is None or cost < best[0] - 1e-9:
             best = (cost, Residency(lanes, vectors, width, group_vectors))
     return best[1] if best else None
@@ -123,7 +123,7 @@ def holder(spec: Spec, sms: int) -> Residency | None:
     """How groups are held in registers, or None: none can be, or so few blocks would hold them, for so long, that a card of `sms` SMs is faster with all of
     them at work."""
     how = residency(spec, access_width(spec), sms)
-    crowded = how is not None and 4 * spec.batch * spec.num_groups < sms and resident_cycles(spec, how) > SHARED_CYCLES
+    crowded = how is not None and 4 * spec.batch * spec.num_groups < sms and resident_cycles(spec, how) > SHARED_CYCLES.value
     return None if crowded else how
 
 
@@ -134,13 +134,13 @@ def split_groups(spec: Spec, sms: int) -> bool:
 
 def resident_cycles(spec: Spec, how: Residency) -> float:
     """What a thread that holds its part of a group spends on it, where nothing else runs on its SM."""
-    return how.vectors * how.width * _value_cycles(spec) + LEVEL_CYCLES * math.log2(min(how.lanes, 32)) + (BARRIER_CYCLES if how.lanes > 32 else 0)
+    return how.vectors * how.width * _value_cycles(spec) + LEVEL_CYCLES.value * math.log2(min(how.lanes, 32)) + (BARRIER_CYCLES.value if how.lanes > 32 else 0)
 
 
-def _value_cycles(spec: Spec) -> int:
+def _value_cycles(spec: Spec) -> float:
     """Cycles that a thread spends on a value, the chain's operators one after the other."""
     operators = chain_items(spec, True)
-    return VALUE_CYCLES + sum(COSTLY_CYCLES if costly((item,)) else SPARING_CYCLES for item in operators)
+    return VALUE_CYCLES.value + sum(COSTLY_CYCLES.value if costly((item,)) else SPARING_CYCLES.value for item in operators)
 
 
 def _channel_registers(spec: Spec, width: int) -> int:

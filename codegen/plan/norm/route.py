@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from codegen.ops import Kind
-from codegen.plan.model import Buffer, Launch, PlanError
+from codegen.plan.model import Buffer, Launch, Refusal
 from codegen.plan.norm import flat as norm_flat, pool as norm_pool
 from codegen.plan.shared.moments import TileStatistics
 from codegen.spec import Spec
@@ -29,13 +29,13 @@ def plan_norm(
     `source` is the buffer with the producer's result, (batch, channels, spatial...) contiguous in the storage type; "y" means in place.
     `apply_before`: apply the operators between the producer and the norm too, after adding `producer_bias` (a state_dict key), if given, to
     each channel. `statistics`: what the producer left, instead of computing it. `pitch`: values from one sample of `source` to the next, if there are others between them. Parameters must start at multiples of 16 bytes.
-    Raises PlanError for a chain that no kernel here covers, ValueError for one with two poolings and for statistics whose tiles do not divide the groups.
+    Raises Refusal for a chain that no kernel here covers, ValueError for one with two poolings and for statistics whose tiles do not divide the groups.
     """
     pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
     if len(pools) > 1:
         raise ValueError(f"{len(pools)} max_pool2d operators follow the norm; plan/stages cuts the chain in front of the second")
     if pools and source == "y":
-        raise PlanError("a pooled result cannot be written over the producer's; give the producer a buffer of its own")
+        raise Refusal("a pooled result cannot be written over the producer's; give the producer a buffer of its own")
     if pools:
         steps, buffers, reason = norm_pool.plan_pool(spec, target, device, source, apply_before, producer_bias)
         return NormPlan(steps, buffers, (reason,))
@@ -51,7 +51,7 @@ def plan_norm(
         kernel = norm_flat.resident_kernel(spec, how, source, apply_before, producer_bias, pitch)
         return NormPlan((Launch(kernel),), (), (f"a group's {spec.group_size} values stay in the registers of {how.lanes} threads: one read, one write",))
     if pitch:
-        raise PlanError("rows with a pitch of their own are read by kernels that hold a group in registers")
+        raise Refusal("rows with a pitch of their own are read by kernels that hold a group in registers")
     if norm_flat.split_groups(spec, device.sms):
         steps, buffer = norm_flat.plan_split(spec, device, source, apply_before, producer_bias)
         reason = f"{spec.batch * spec.num_groups} groups of {spec.group_size} values leave SMs idle, so several blocks share a group: statistics first"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from codegen.ir.apply import Constant, applies, describe
 from codegen.numerics import ARITHMETICS, Arithmetic
 from codegen.ops import Kind
-from codegen.plan.model import PlanError
+from codegen.plan.model import Refusal
 from codegen.plan.shared.values import Operand, norm_operands, operand_of
 from codegen.spec import Spec, Step
 
@@ -46,45 +46,45 @@ def split_at_pool(spec: Spec) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
 
 
 def windows_of(spec: Spec, strided: bool = False) -> Windows:
-    """The pooling windows of the chain. Raises PlanError where the convolution or its windows are not what a one-pass kernel takes, `strided` whether
+    """The pooling windows of the chain. Raises Refusal where the convolution or its windows are not what a one-pass kernel takes, `strided` whether
     that is any stride and dilation."""
     values = spec.producer.values
     for key, plain in (("groups", 1),) if strided else (("stride", (1, 1)), ("dilation", (1, 1)), ("groups", 1)):
         if values[key] != plain:
-            raise PlanError(f"conv2d's {key} is {values[key]}: the one-pass kernel takes {key} {plain} only")
+            raise Refusal(f"conv2d's {key} is {values[key]}: the one-pass kernel takes {key} {plain} only")
     pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
     if len(pools) > 1:
-        raise PlanError(f"{len(pools)} max_pool2d operators follow the norm, and the one-pass kernel takes one")
+        raise Refusal(f"{len(pools)} max_pool2d operators follow the norm, and the one-pass kernel takes one")
     if not pools:
         return Windows((1, 1), spec.norm.input_shape[2:])
     pool = pools[0]
     size = pool.values["kernel_size"]
     if (pool.values["stride"] or size) != size:
-        raise PlanError(f"max_pool2d's stride {pool.values['stride']} differs from its kernel_size {size}: windows overlap or leave gaps")
+        raise Refusal(f"max_pool2d's stride {pool.values['stride']} differs from its kernel_size {size}: windows overlap or leave gaps")
     if pool.values["padding"] != (0, 0) or pool.values["dilation"] != (1, 1):
-        raise PlanError("max_pool2d with padding or dilation is not a plain tiling of the plane")
+        raise Refusal("max_pool2d with padding or dilation is not a plain tiling of the plane")
     output = pool.output_shape[2:]
     if any(count * length > whole for count, length, whole in zip(output, size, pool.input_shape[2:], strict=True)):
-        raise PlanError("max_pool2d's ceil_mode gives windows that reach beyond the plane")
+        raise Refusal("max_pool2d's ceil_mode gives windows that reach beyond the plane")
     return Windows(size, output)
 
 
 def arithmetic_of(spec: Spec) -> Arithmetic:
-    """How a one-pass kernel multiplies at the spec's precision. Raises PlanError for a forced arithmetic that it does not have, and for fp32 sums
+    """How a one-pass kernel multiplies at the spec's precision. Raises Refusal for a forced arithmetic that it does not have, and for fp32 sums
     that are too short for it."""
     wanted = MATH[spec.precision.name]
     served = (None, wanted, "fp16x3") if spec.precision.name == "tf32" else (None, wanted)
     served += ("tf32",) if spec.precision.name == "tf32" else ()
     if spec.math not in served:
-        raise PlanError(f"math: {spec.math} is not among the one-pass convolution's arithmetics for {spec.precision.name}")
+        raise Refusal(f"math: {spec.math} is not among the one-pass convolution's arithmetics for {spec.precision.name}")
     arithmetic = ARITHMETICS["fp16x3" if spec.math == "fp16x3" else wanted]
     taps, channels = math.prod(spec.producer.values["kernel_size"]), spec.input_shape[1]
     if arithmetic.parts == 2 and ceil_div(channels, 8) * taps < FEWEST_HALVES:
-        raise PlanError(
+        raise Refusal(
             f"{taps} tap{'s' if taps > 1 else ''} of {channels} channels are too few for fp32: what the tensor core cuts off does not average out"
         )
     if arithmetic.parts == 2 and spec.before_norm and channels * taps < FEWEST_PRODUCTS:
-        raise PlanError(f"sums of {channels * taps} products in two parts are no more accurate than fp32's, and operators before the norm may magnify what they lose")
+        raise Refusal(f"sums of {channels * taps} products in two parts are no more accurate than fp32's, and operators before the norm may magnify what they lose")
     return arithmetic
 
 
@@ -116,10 +116,10 @@ def direction(spec: Spec, steps: Sequence[Step]) -> Direction | None:
 
 
 def direction_of(spec: Spec) -> Direction:
-    """Whether a window's largest or smallest value counts, by channel. Raises PlanError where no single value decides."""
+    """Whether a window's largest or smallest value counts, by channel. Raises Refusal where no single value decides."""
     found = direction(spec, split_at_pool(spec)[0])
     if found is None:
-        raise PlanError("an operator between the norm and the pool neither rises nor falls everywhere, so no single value of a window decides")
+        raise Refusal("an operator between the norm and the pool neither rises nor falls everywhere, so no single value of a window decides")
     return found
 
 

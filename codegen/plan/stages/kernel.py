@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, unique_constants
+from codegen.ir.chain import Segment
 from codegen.numerics import FP32, Precision
 from codegen.ops import Kind, Shape
 from codegen.plan.model import Kernel
@@ -118,10 +118,11 @@ def element_offset(shape: Shape, whole: Shape) -> str:
 
 
 def stage_kernel(
-    spec: Spec, steps: Sequence[Step], name: str, source_name: str, result: Precision, target: Target, device: DeviceClass
+    spec: Spec, segment: Segment, name: str, source_name: str, result: Precision, target: Target, device: DeviceClass
 ) -> StageKernel:
-    lead, output = steps[0], steps[-1].output_shape
-    stage, reduction = _stage(spec, lead)
+    """The kernel of a segment, which reads the buffer `source_name` and gives values of the type `result`."""
+    steps, lead, output = segment.steps, segment.steps[0], segment.gives.shape
+    stage, reduction = _stage(segment)
     items = applies(spec, steps)
     shapes = dict(spec.parameters)
     operands = []
@@ -131,7 +132,7 @@ def stage_kernel(
             operands.append(StageOperand(item.parameter, operand.pointer, operand.value, element_offset(shapes[item.parameter], output)))
     kernel = StageKernel(
         name=name, template=f"stages/{'stage.cpp' if target.language == 'cpp' else stage + '.cu'}.j2",
-        arguments=(source_name, *(o.key for o in operands), "y"), constants=(), summary=_summary(stage, steps), stage=stage, reduction=reduction,
+        arguments=(source_name, *(o.key for o in operands), "y"), constants=(), summary=_summary(stage, segment), stage=stage, reduction=reduction,
         dtype=spec.precision.dtype, source=FP32, result=result, lines=statements(spec, steps), operands=tuple(operands), applied=items, parallel=math.prod(lead.input_shape) >= 32768,
     )  # fmt: skip
     made, constants = {"rows": _rows, "columns": _columns, "windows": _windows, "spread": _spread}[stage](kernel, lead, output, device)
@@ -140,18 +141,19 @@ def stage_kernel(
     return replace(made, constants=(*constants, *unique_constants(items)))
 
 
-def _stage(spec: Spec, lead: Step) -> tuple[str, str]:
-    if lead.operator.kind is Kind.POOL:
-        return "windows", "max" if lead.operator.name == "max_pool2d" else "sum"
-    if lead.operator.kind is Kind.REDUCTION:
-        return "rows" if math.prod(lead.input_shape[2:]) == 1 else "columns", lead.operator.name
+def _stage(segment: Segment) -> tuple[str, str]:
+    """(stage, what windows and channels are folded by)."""
+    if segment.kind is Kind.POOL:
+        return "windows", "max" if segment.core.operator.name == "max_pool2d" else "sum"
+    if segment.kind is Kind.REDUCTION:
+        return "rows" if segment.grouping.contiguous else "columns", segment.core.operator.name
     return "spread", ""
 
 
-def _summary(stage: str, steps: Sequence[Step]) -> str:
+def _summary(stage: str, segment: Segment) -> str:
     what = {"rows": "over the channels of a row", "columns": "over the channels of a position", "windows": "over windows", "spread": "to another shape"}[stage]
-    lead = "broadcast" if stage == "spread" else steps[0].operator.name
-    rest = [step.operator.name for step in (steps if stage == "spread" else steps[1:])]
+    lead = segment.core.operator.name if segment.core else "broadcast"
+    rest = [step.operator.name for step in segment.after]
     return f"{lead} {what}" + (f", then {', '.join(rest)}" if rest else "")
 
 

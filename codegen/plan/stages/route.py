@@ -17,6 +17,7 @@ import math
 from dataclasses import replace
 
 from codegen.ir.apply import applies, costly
+from codegen.ir.chain import Chain, Segment, chain_of
 from codegen.numerics import FP32
 from codegen.ops import Kind
 from codegen.plan.floor import floor
@@ -29,16 +30,23 @@ from codegen.targets import Target
 REPEATED_WINDOWS = 4  # that a value belongs to, from which on it is computed once and written in between
 
 
-def first_stage(spec: Spec, target: Target) -> int | None:
-    """Where the chain is cut for `target`: the place of the first step that no fused kernel takes; None where they take all."""
+def cut(spec: Spec, target: Target) -> tuple[Spec, tuple[Segment, ...]]:
+    """The chain's head, which fused kernels of `target` take, and the segments behind it; the whole chain where they take all."""
+    chain = chain_of(spec)
+    fused = _fused(spec, chain, target)
+    return (spec if fused == len(chain.segments) else head_of(spec, chain.segments[fused].first)), chain.segments[fused:]
+
+
+def _fused(spec: Spec, chain: Chain, target: Target) -> int:
+    """How many segments fused kernels take, from the first one on."""
     pools = 0
-    for step in spec.after_norm:
-        pools += step.operator.kind is Kind.POOL
-        if step.operator.kind is Kind.REDUCTION or step.operator.name == "avg_pool2d":
-            return step.index
-        if target.language == "cuda" and step.operator.kind is Kind.POOL and (pools > 1 or _repeats_much(spec, step)):
-            return step.index
-    return None
+    for number, segment in enumerate(chain.segments):
+        pools += segment.kind is Kind.POOL
+        if segment.kind is Kind.REDUCTION or (segment.core and segment.core.operator.name == "avg_pool2d"):
+            return number
+        if target.language == "cuda" and segment.kind is Kind.POOL and (pools > 1 or _repeats_much(spec, segment.core)):
+            return number
+    return len(chain.segments)
 
 
 def _repeats_much(spec: Spec, pool: Step) -> bool:
@@ -52,30 +60,19 @@ def head_of(spec: Spec, first: int) -> Spec:
     return replace(spec, chain=spec.chain[:first], gives=FP32 if spec.precision.itemsize == 2 else None)
 
 
-def stages_of(spec: Spec, first: int) -> list[tuple[Step, ...]]:
-    """The steps from `first` on, cut in front of each that gives values another shape."""
-    stages: list[list[Step]] = []
-    for step in spec.chain[first:]:
-        if step.operator.kind is not Kind.ELEMENTWISE or step.output_shape != step.input_shape or not stages:
-            stages.append([])
-        stages[-1].append(step)
-    return [tuple(stage) for stage in stages]
-
-
-def plan_stages(spec: Spec, head: Plan, first: int, *, apart: bool = False) -> Plan:
-    """The plan of `spec` from that of its head, the chain up to place `first`; `apart`: each stage in a kernel of its own, as a backward needs their inputs."""
+def plan_stages(spec: Spec, head: Plan, stages: tuple[Segment, ...], *, apart: bool = False) -> Plan:
+    """The plan of `spec` from that of its head and the segments behind it; `apart`: each stage in a kernel of its own, as a backward needs their inputs."""
     target, device = head.target, head.device
-    stages = stages_of(spec, first)
-    names = [_name(steps[0]) for steps in stages]
+    names = [_name(segment) for segment in stages]
     buffers, launches = [Buffer("stage:0", head.spec.output_shape, FP32.dtype)], []
-    for number, steps in enumerate(stages):
+    for number, segment in enumerate(stages):
         last = number == len(stages) - 1
         result = spec.precision if last else FP32
         name = names[number] + (str(names[: number + 1].count(names[number])) if names.count(names[number]) > 1 else "")
-        kernel = stage_kernel(spec, steps, name, f"stage:{number}", result, target, device)
+        kernel = stage_kernel(spec, segment, name, f"stage:{number}", result, target, device)
         launches.append(Launch(kernel, result="y" if last else f"stage:{number + 1}"))
         if not last:
-            buffers.append(Buffer(f"stage:{number + 1}", steps[-1].output_shape, "float32"))
+            buffers.append(Buffer(f"stage:{number + 1}", segment.gives.shape, "float32"))
     steps = tuple(replace(step, result="stage:0") if isinstance(step, Launch) and step.result == "y" else step for step in head.steps)
     whole = floor(spec, device)
     bound = replace(head.floor, bytes=whole.bytes, memory_ms=whole.memory_ms)
@@ -83,11 +80,11 @@ def plan_stages(spec: Spec, head: Plan, first: int, *, apart: bool = False) -> P
     why = head.why
     if folding is not None:
         steps, launches[0] = steps[:-1], folding
-        why += (f"{stages[0][0].operator.name}: in the kernel that normalises, whose groups are whole rows in registers",)
+        why += (f"{stages[0].steps[0].operator.name}: in the kernel that normalises, whose groups are whole rows in registers",)
     behind = stages[1 if folding else 0 :]
     if behind:
-        cut = ", ".join(dict.fromkeys(steps[0].operator.name for steps in behind))
-        why += (f"{cut}: behind the fused kernels, in {len(behind)} kernel{'s' if len(behind) > 1 else ''} of {'their' if len(behind) > 1 else 'its'} own",)
+        listed = ", ".join(dict.fromkeys(segment.steps[0].operator.name for segment in behind))
+        why += (f"{listed}: behind the fused kernels, in {len(behind)} kernel{'s' if len(behind) > 1 else ''} of {'their' if len(behind) > 1 else 'its'} own",)
     if not any("stage:0" in step.arguments for step in (*steps, *launches)):
         buffers = buffers[1:]
     elif spec.precision.itemsize == 2:
@@ -96,6 +93,8 @@ def plan_stages(spec: Spec, head: Plan, first: int, *, apart: bool = False) -> P
     return Plan(spec, target, device, (*steps, *launches), (*head.buffers, *buffers), bound, why)
 
 
-def _name(lead: Step) -> str:
-    kind = lead.operator.kind
-    return lead.operator.name if kind is Kind.POOL else f"channel_{lead.operator.name}" if kind is Kind.REDUCTION else "broadcast"
+def _name(segment: Segment) -> str:
+    """The stem of the stage's kernel."""
+    if segment.core is None:
+        return "broadcast"
+    return segment.core.operator.name if segment.kind is Kind.POOL else f"channel_{segment.core.operator.name}"

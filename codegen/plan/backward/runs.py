@@ -18,7 +18,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Segment:
+class BackRun:
     """A run of element-wise operators, backwards: `<name>_grad(v, g, ...)` turns the gradient g of its result into that of v.
 
     `values` are (name, expression) of what has to be computed again, `lines` the statements that change g; `takes_v`: they need v itself.
@@ -43,9 +43,9 @@ class Segment:
     takes_given: bool = False
 
 
-def segment(
+def back_run(
     name: str, what: str, ops: tuple[Apply, ...], operands: dict[str, Operand], forward: bool, keeps: str | None = None, given: str | None = None
-) -> Segment:
+) -> BackRun:
     """The derivatives of `ops`; `forward`: their result is needed too, by the norm or a pooling behind them.
 
     A value that operators take once more has a gradient for each of its ways: they meet in `<its name>_second`, and there where the value was made they
@@ -99,7 +99,7 @@ def segment(
     own = tuple(operands[op.pointer] for op in ops if op.pointer)
     read = tuple(operand for operand in own if operand.pointer in reads)
     functions += [function for op in ops if forward for function in op.functions]
-    return Segment(
+    return BackRun(
         name, what, bool(ops), tuple(values), tuple(lines), needed, read, own if forward else read, own, ops if forward else (), tuple(functions),
         keeps, given, given is not None and _mentions(text, given),
     )  # fmt: skip
@@ -109,4 +109,4 @@ def _mentions(text: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", text) is not None
 
 
-__all__ = ["Operand", "Segment", "segment"]
+__all__ = ["BackRun", "Operand", "back_run"]

@@ -1,0 +1,31 @@
+"""The route of the cpu target: torch's own GEMM or convolution, then one C++ function."""
+
+from __future__ import annotations
+
+from codegen.plan.cpu.kernel import cpu_kernel
+from codegen.plan.floor import floor
+from codegen.plan.model import Buffer, Launch, Library, Plan
+from codegen.plan.route import Choice, Offer, Request, Route
+
+
+def offers(request: Request) -> tuple[Offer, ...]:
+    """The one way there is. Nothing is known of the machine's processor, so that there is no estimate."""
+    return (Offer(Choice("cpu"), 0.0),)
+
+
+def plan(request: Request, offer: Offer) -> Plan:
+    """The plan: a library step into "t0" and one launch."""
+    spec, target, device = request.spec, request.target, request.device
+    producer = spec.producer
+    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
+    options = {}
+    if producer.operator.name == "conv2d":
+        options = {key: producer.values[key] for key in ("stride", "padding", "dilation", "groups")}
+    library = Library(producer.operator.name, ("x", keys["weight"], keys.get("bias")), "t0", options)
+    kernel = cpu_kernel(spec)
+    why = (f"torch's own {producer.operator.name}, then one C++ function that reads its result from memory once and writes y",)
+    buffer = Buffer("t0", producer.output_shape, spec.precision.dtype)
+    return Plan(spec, target, device, (library, Launch(kernel)), (buffer,), floor(spec, device), why)
+
+
+CPU = Route("cpu", "torch's {}, then one C++ function", frozenset({"cpu"}), frozenset({"linear", "conv2d"}), offers, plan, own=False)

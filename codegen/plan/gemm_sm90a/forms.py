@@ -1,0 +1,62 @@
+"""Forms of the Hopper GEMM: how each precision's arithmetic lies on the multiplier, and which of them serve a spec."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from codegen.plan.gemm_sm90a.layout import TILE_K, Form
+from codegen.plan.gemm_sm90a.split import padded_columns
+from codegen.plan.model import Refusal
+from codegen.spec import Spec
+
+CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
+
+# Measured on an H200 (K = 8192): what promotion every 256 costs is lost in the noise, 128 costs 2 %, 64 more. The error of PyTorch's fp32
+# grows with K, that of a promoted sum hardly: shorter sums may be added up more often. (least K, k between promotions) So must those of results too few to
+# keep the card busy, whose K the vendor cuts into parts, which are more accurate: 7e-7 at 384 x 17696 -> 7761 with 256, 1.3 times PyTorch's.
+PROMOTION = ((4096, 256), (512, 128), (0, 64))
+PARTS_RESULTS = 1 << 22  # fewer results are such
+
+FORMS = {
+    # registers, parts, channels, samples, stages, promote
+    ("fp32", False): Form(True, 2, 128, 128, 3, 4),
+    ("fp32", True): Form(False, 2, 128, 128, 3, 4),
+    ("tf32", False): Form(True, 1, 128, 256, 3, 0),
+    ("tf32", True): Form(False, 1, 256, 128, 4, 0),
+    ("fp16", False): Form(False, 1, 256, 128, 4, 0),
+    ("bf16", False): Form(False, 1, 256, 128, 4, 0),
+}
+
+
+def forms_of(spec: Spec) -> list[Form]:
+    """The forms that serve the spec, the preferred first. Raises Refusal where none does."""
+    if spec.precision.itemsize == 2 or spec.prepack:
+        return [form_of(spec, spec.precision.itemsize == 4)]
+    k = spec.input_shape[1]
+    found = [form_of(spec, False)] if k % 16 == 0 else []  # W is read as planes of 16 k
+    converted = form_of(spec, True)
+    scratch = converted.parts * spec.channels * padded_columns(k) * 2
+    if scratch <= CONVERSION_BYTES:
+        found.append(converted)
+    if not found:
+        raise Refusal(
+            f"in_features: {k} is no multiple of 16, so W would have to be copied on every call, {scratch / 1e6:.0f} MB, more than {CONVERSION_BYTES / 1e6:.0f}; "
+            "prepack: true keeps the copy"
+        )
+    return found
+
+
+def form_of(spec: Spec, converted: bool) -> Form:
+    form = FORMS[spec.precision.name, converted]
+    if not form.promote:
+        return form
+    k = spec.input_shape[1]
+    if spec.batch * spec.channels < PARTS_RESULTS:
+        k = min(k, PROMOTION[0][0] - 1)
+    interval = next(interval for least, interval in PROMOTION if k >= least)
+    return replace(form, promote=interval // TILE_K)
+
+
+def converts(spec: Spec, form: Form) -> bool:
+    """Does a kernel of its own turn W into halves?"""
+    return spec.precision.itemsize == 4 and not form.registers

@@ -1,0 +1,1 @@
+"""Torch's own GEMM or convolution, with our kernels behind it."""

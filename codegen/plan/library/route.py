@@ -1,0 +1,42 @@
+"""The route of torch's own GEMM or convolution into a temporary, then the norm kernel with everything after it."""
+
+from __future__ import annotations
+
+from codegen.plan.floor import floor
+from codegen.plan.library.cost import conv_ms, linear_ms
+from codegen.plan.model import Buffer, Library, Plan, Refusal
+from codegen.plan.norm.route import plan_norm
+from codegen.plan.route import Choice, Offer, Request, Route
+
+LINEAR_WEIGHT = 0.95  # by which the estimate of the vendor's GEMM is multiplied to be compared with ours
+
+
+def offers(request: Request) -> tuple[Offer, ...]:
+    """The one way to call the library. Raises Refusal where its result would depend on a switch of torch's."""
+    spec, device = request.spec, request.device
+    if spec.producer.operator.name == "conv2d":
+        return (Offer(Choice("library"), conv_ms(spec, device)),)
+    if spec.precision.dtype == "float32":
+        raise Refusal(f"at {spec.precision.name} its result would depend on torch's global TF32 switch; at fp16 and bf16 it would not")
+    return (Offer(Choice("library"), linear_ms(spec, device), LINEAR_WEIGHT),)
+
+
+def plan(request: Request, offer: Offer) -> Plan:
+    """The plan: a library step into "t0", and the norm's kernels."""
+    spec, target, device = request.spec, request.target, request.device
+    producer = spec.producer
+    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
+    conv = producer.operator.name == "conv2d"
+    # cuDNN's convolution is called without its bias: the call that names its TF32 mode takes none, and the norm kernel adds it for nothing.
+    bias_in_tail = keys.get("bias") if conv else None
+    options = {key: producer.values[key] for key in ("stride", "padding", "dilation", "groups")} if conv else {}
+    if conv:
+        options["allow_tf32"] = spec.precision.name == "tf32"
+    library = Library(producer.operator.name, ("x", keys["weight"], None if conv else keys.get("bias")), "t0", options)
+    tail = plan_norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias_in_tail, statistics=None)
+    temporary = Buffer("t0", producer.output_shape, spec.precision.dtype)
+    rate = {"fp32": device.fp32, "tf32": device.tf32}.get(spec.precision.name, device.fp16)
+    return Plan(spec, target, device, (library, *tail.steps), (temporary, *tail.buffers), floor(spec, device, 1, rate), tail.why)
+
+
+LIBRARY = Route("library", "torch's {}, then the norm kernel", frozenset({"sm_80"}), frozenset({"linear", "conv2d"}), offers, plan, own=False)
