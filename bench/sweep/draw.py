@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
+from codegen.ir.fused_form import FOLDS, NORMS, POOLS, PRODUCERS, departure
 from codegen.numerics import PRECISIONS
-from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator
+from codegen.ops import FILLS, OPERATORS, REQUIRED, Argument, Kind, Operator
 from codegen.spec import Spec, SpecError, load_spec
 
 Range = tuple[int, int]
@@ -98,6 +99,7 @@ _BY_TYPE: dict[str, Callable[[_Scene, Argument], Any]] = {
     "number": lambda s, a: _number(s.rng, a.default),
     "bound": lambda s, a: _number(s.rng, None),
     "flag": lambda s, a: s.rng.random() < 0.5,
+    "fill": lambda s, a: s.rng.choice(FILLS),
     "tap": lambda s, a: s.rng.choice(s.names),
     "shape": lambda s, a: [s.channels if s.rng.random() < 0.8 else 1, *[1] * (s.rank - 2)],
 }
@@ -113,10 +115,23 @@ def _argument(scene: _Scene, argument: Argument) -> Any:
     return _BY_TYPE[argument.type](scene, argument)
 
 
+# The operators of the fused form, and arguments of theirs that it has no use for. A seed keeps its specs while the grammar grows.
+FUSED = (
+    *PRODUCERS, *NORMS, *POOLS, *FOLDS,
+    *(op.name for op in OPERATORS.values() if op.kind is Kind.ELEMENTWISE and op.name not in ("rsub", "rdiv", "minimum", "maximum")),
+)  # fmt: skip
+_LEFT_OUT = {("sub", "from"), ("div", "from"), *((producer, "init") for producer in PRODUCERS)}
+
+
+def _arguments(operator: Operator) -> list[Argument]:
+    """Those of an operator that are drawn."""
+    return [a for a in operator.arguments if a.name not in ("parameter", "view") and (operator.name, a.name) not in _LEFT_OUT]
+
+
 def _operator(scene: _Scene, operator: Operator, name: str) -> dict[str, Any] | str:
     """One entry of the chain. Half of what has a default is left at it."""
     scene.drawn = {}
-    for argument in operator.arguments:
+    for argument in _arguments(operator):
         if argument.default is REQUIRED or scene.rng.random() < 0.5:
             scene.drawn[argument.name] = _argument(scene, argument)
     given = ({"name": name} if operator.takes_name else {}) | scene.drawn
@@ -125,7 +140,7 @@ def _operator(scene: _Scene, operator: Operator, name: str) -> dict[str, Any] | 
 
 
 def _attempt(rng: Random, limits: Limits, name: str, first: Operator, precision: str) -> dict[str, Any]:
-    kinds = {kind: [op for op in OPERATORS.values() if op.kind is kind] for kind in Kind}
+    kinds = {kind: [op for op in OPERATORS.values() if op.kind is kind and op.name in FUSED] for kind in Kind}
     norm = rng.choice(kinds[Kind.NORM])
     behind = [kind for kind in Kind if kind not in (Kind.PRODUCER, Kind.NORM) and kinds[kind]]
     images = first.name != "linear"
@@ -160,7 +175,7 @@ def draw(seed: int, index: int, limits: Limits, folder: Path) -> Spec:
     """Case `index` of the sequence `seed`, written to a YAML file in `folder`. The same arguments and table give the same spec."""
     rng = Random(f"{seed}:{index}")
     name = f"sweep_{seed}_{index:03d}"
-    producers = [op for op in OPERATORS.values() if op.kind is Kind.PRODUCER]
+    producers = [op for op in OPERATORS.values() if op.name in PRODUCERS]
     fixed = rng.choice(producers), rng.choice(list(PRECISIONS))  # kept from draw to draw, so that no kind is rarer for being refused more often
     path = folder / f"{name}.yaml"
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,6 +185,6 @@ def draw(seed: int, index: int, limits: Limits, folder: Path) -> Spec:
             spec = load_spec(path)
         except SpecError:
             continue
-        if producer_flop(spec) <= limits.flop and footprint(spec) <= limits.bytes:
+        if departure(spec.chain) is None and producer_flop(spec) <= limits.flop and footprint(spec) <= limits.bytes:
             return spec
     raise RuntimeError(f"no valid spec in {ATTEMPTS} draws: the operator table and bench/sweep/draw.py no longer fit")

@@ -13,6 +13,7 @@ from codegen.ops import Kind, Shape
 from codegen.spec import Step
 
 PRODUCERS = {"linear": 2, "conv2d": 4}  # axes of what they take
+NORMS = ("group_norm", "layer_norm", "instance_norm")
 POOLS = ("max_pool2d", "avg_pool2d")
 FOLDS = ("min", "max", "sum", "mean", "logsumexp")
 
