@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from codegen.numerics import ARITHMETICS, MATH_CHOICES, PRECISIONS
-from codegen.ops import ALIASES, OPERATORS, REQUIRED, Argument, Kind
+from codegen.ops import ALIASES, FILLS, OPERATORS, REQUIRED, Argument, Kind
 from codegen.spec.reader import resolve
 from codegen.spec.types import MAX_SIZES
 from codegen.targets import DEFAULT_TARGETS, DEVICES, TARGETS
 
 _TYPES = {
-    "size": "integer >= 1", "count": "integer >= 0", "pair": "integer >= 1, or two of them", "count_pair": "integer >= 0, or two of them",
-    "number": "finite number", "bound": "finite number, or left out", "flag": "true or false", "axis": "the axis of channels, 1, or from the end", "shape": "list of integers >= 1", "extents": "integer >= 1, or a list of them",
-    "tap": "the `name` of an operator in front of this one",
+    "size": "integer >= 1", "count": "integer >= 0", "number": "finite number", "bound": "finite number, or left out", "flag": "true or false",
+    **{name: "integer >= 1" + more for name, more in (("single", ""), ("pair", ", or two of them"), ("triple", ", or three of them"))},
+    **{f"count_{name}": "integer >= 0" + more for name, more in (("single", ""), ("pair", ", or two of them"), ("triple", ", or three of them"))},
+    "axis": "an axis, from the end where it is negative", "axes": "an axis or a list of them, from the end where negative; `null` for all",
+    "shape": "list of integers >= 1, `[]` for one value without axes", "extents": "integer >= 1, or a list of them",
+    "view": "list of integers >= 1; 0 keeps the size in its place, -1 is whatever is left", "tap": "the `name` of an operator in front of this one, or of an input",
+    "owner": "the `name` of an operator in front that has a `shape`", "fill": f"{', '.join(f'`{word}`' for word in FILLS)} or a number",
 }  # fmt: skip
 
 _HEAD = """\
@@ -30,10 +34,14 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `batch` | samples in x; or a list of up to {sizes} batches, each with kernels of its own ("Several batches", below) |
 | `pad_batch` | `true`: a batch that is not listed runs the next larger one; default `false`: it is refused |
 | `precision` | {precisions} (default fp32); `PRECISION=` on the command line overrides it |
-| `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; for conv2d also `height` and `width` |
+| `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; and its sizes: `shape`, that of a sample, or where a convolution comes first `length`, `depth`, `height`, `width`, as many as it has |
+| `inputs` | several inputs by the names of forward's arguments, the first of which the chain starts with: `{{x: {{shape: [320, 64, 64]}}, residual: {{shape: [320, 64, 64]}}}}`; each with `values`, and `batched: false` where its shape has no samples |
 | `args` | the constructor's arguments of `ModelNew`, in order; every one is folded into the kernels, and `ModelNew` refuses other values |
 | `defaults` | further arguments behind those, each with its value as its default: `get_init_inputs` leaves them out |
-| `chain` | the operators, in order: `linear` or `conv2d`, element-wise operators, a norm, then element-wise operators and poolings, and at most one reduction with element-wise operators behind it |
+| `ignored` | arguments that the constructor takes and nothing reads |
+| `chain` | the operators, in order. Each takes the value of the one before it |
+| `unused` | what `state_dict` holds and no operator reads, as entries of a list: `- parameter: {{name: bias, shape: [64, 1, 1]}}`, or a producer or norm as in the chain, a norm with `takes`, the shape of a sample. They get no gradient |
+| `created` | the names of all that hold parameters, in the order in which the constructor creates them, where that is not the order of the chain with `unused` behind it: random numbers are drawn in that order, and `state_dict` has it |
 | `targets` | a list out of {targets}, of which each has to serve the spec; default: those of {defaults} that do, and what one of them cannot serve is left out |
 | `math` | forces an arithmetic: {maths} |
 | `gemm` | `library` (torch's GEMM in front of our norm kernel) or `generated`, which also keeps every target from being left to a faster one; default: the planner's choice |
@@ -42,9 +50,10 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 A value in the chain, by itself or in a list, is a literal or the name of an entry in `args`. `name` is the attribute that holds an operator's parameters: `state_dict` has
 the keys of the PyTorch module, in the same order.
 
-`from` gives `add` and `mul` the result of an operator in front of them once more: `- add: {{from: conv}}` adds the convolution's result, and where `from` names the
-operator right before, v meets itself (`x + x`). It reaches no further back than the last pooling and, behind the norm, than the norm's input. Behind a reduction a parameter may have any shape
-that broadcasts with the value, whose shape it may change. Anchors, aliases and tags are refused, and so are numbers that the versions of YAML read differently
+`from` gives arithmetic the result of an operator in front of it once more, or an input: `- add: {{from: conv}}` adds the convolution's result, and where `from` names the
+operator right before, v meets itself (`x + x`). With `detach: true` no gradient goes that way. `parameter` takes the tensor of an operator in front once more. A parameter may have any shape
+that broadcasts with the value, whose shape it may change; `view` gives it another one for that, as `[1, -1, 1, 1]` for a vector of channels. `init` is how it starts: a word, or a number
+that all of it is. A `linear` with `init` has a bare parameter as its weight, under `name` itself. Anchors, aliases and tags are refused, and so are numbers that the versions of YAML read differently
 (`010`, `0x1F`, `1_000`, `1:30`); all faults of a file are reported at once, each as `file:line:column: what is wrong`.
 
 A number is checked as the kernels hold it: a bound (`hardtanh`, `clamp`, `softshrink`) in the type of y, any other in float32. One that would become infinite or 0 there, or lose
