@@ -61,10 +61,10 @@ package: ## a wheel of SPEC that needs only torch: no compiler, no runtime (TARG
 	$(need-spec)
 	$(call fsk,run) package $(specs) $(plan-options) $(if $(OUT),--out "$(OUT)") $(if $(VERSION),--version "$(VERSION)")
 
-from-module: ## the spec of a PyTorch file in KernelBench's form, whose code is run (MODULE=path/to/file.py[:Model], NAME=, OUT=, PRECISION=, GENERATE=1, FORCE=1)
-	@test -n '$(MODULE)' || { echo "make $@ needs a file: make $@ MODULE=path/to/file.py[:Model]" >&2; exit 2; }
+from-module: ## the spec of a PyTorch file in KernelBench's form, whose code is run (MODULE=path/to/file.py[:Model] or a folder, NAME=, OUT=, PRECISION=, GENERATE=1, FORCE=1, JOBS=)
+	@test -n '$(MODULE)' || { echo "make $@ needs a file or a folder: make $@ MODULE=path/to/file.py[:Model]" >&2; exit 2; }
 	$(call fsk,run) from-module "$(MODULE)" $(if $(NAME),--name $(NAME)) $(if $(OUT),--out "$(OUT)") $(if $(PRECISION),--precision $(PRECISION)) \
-		$(if $(filter-out 0,$(GENERATE)),--generate) $(if $(filter-out 0,$(FORCE)),--force)
+		$(if $(filter-out 0,$(GENERATE)),--generate) $(if $(filter-out 0,$(FORCE)),--force) $(if $(JOBS),--jobs $(JOBS))
 
 compile-all: ## compile the full matrix of shapes, precisions and targets with nvcc (minutes)
 	$(call python,test) -m tests.compile_matrix

@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -76,44 +78,112 @@ def _write_whole(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def files_of(target: Path) -> list[Path]:
+    """The Python files of a folder, by their numbers, then by name. Raises ClickException where there is none."""
+    found = sorted((path for path in target.glob("*.py") if path.name != "__init__.py"), key=lambda path: (number_of(path) or 0, path.name))
+    if not found:
+        raise click.ClickException(f"{target}: holds no Python file")
+    return found
+
+
+def number_of(path: Path) -> int | None:
+    """The number that a file's name starts with: 30 of `30_Gemm_GroupNorm.py`."""
+    found = re.match(r"[0-9]+", path.stem)
+    return int(found[0]) if found else None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file to read: the class in it, the spec's name, and the file that the spec goes to."""
+
+    path: Path
+    model: str
+    name: str
+    destination: Path
+
+
+def jobs_of(targets: tuple[str, ...], name: str | None, out: Path) -> tuple[Job, ...]:
+    """What the command line asks for. Specs of several files keep their numbers in front: `30_gemm_groupnorm.yaml`. Raises ClickException."""
+    listed: list[tuple[Path, str]] = []
+    for target in targets:
+        if Path(target).is_dir():
+            listed += [(path, "Model") for path in files_of(Path(target))]
+            continue
+        path, model = split_target(target)
+        if not path.is_file():
+            raise click.ClickException(f"{path}: {'is no file' if path.exists() else 'no such file'}")
+        listed.append((path, model))
+    if len(listed) == 1 and not Path(targets[0]).is_dir():
+        ((path, model),) = listed
+        name = name or default_name(path)
+        return (Job(path, model, name, out / f"{name}.yaml"),)
+    if name:
+        raise click.ClickException("--name is for one file; several take their names from the files'")
+    jobs: list[Job] = []
+    for path, model in listed:
+        number, plain = number_of(path), default_name(path)
+        own = plain if plain not in {job.name for job in jobs} else f"{plain}_{len(jobs) if number is None else number}"
+        jobs.append(Job(path, model, own, out / (f"{own}.yaml" if number is None else f"{number:02d}_{plain}.yaml")))
+    return tuple(jobs)
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("target", metavar="FILE.py[:Model]")
-@click.option("--name", help="The spec's name, and its package's.  [default: the file's name without its number]")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("."), help="Folder for the spec.  [default: the current one]")
+@click.argument("targets", metavar="FILE.py[:Model]|FOLDER...", nargs=-1, required=True)
+@click.option("--name", help="The spec's name, and its package's; of one file.  [default: the file's name without its number]")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("."), help="Folder for the specs.  [default: the current one]")
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Write this precision into the spec.  [default: none, which means fp32]")
 @click.option("--generate", is_flag=True, help="Also emit the package into generated/.")
 @click.option("--no-check", is_flag=True, help="Do not compare initial weights and outputs with the file's Model.")
 @click.option("--force", is_flag=True, help="Replace a spec, and with --generate a package, of the same name.")
-def main(target, name, out, precision, generate, no_check, force) -> None:
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Files that are read at a time; each takes up to 3 GB.")
+def main(targets, name, out, precision, generate, no_check, force, jobs) -> None:
     """Write the spec of a PyTorch layer: FILE.py defines Model (an nn.Module), get_inputs() and get_init_inputs(), as KernelBench's problems do.
+    Of several files, or of a FOLDER's, it ends with how many became specs, and why the others did not.
 
     WARNING: the file is imported and its Model constructed and run, so whatever code it holds is executed, with your rights. It runs in a child
     process without a GPU, which protects nothing. Use it on files that you trust.
     """
-    path, model = split_target(target)
-    if not path.is_file():
-        raise click.ClickException(f"{path}: {'is no file' if path.exists() else 'no such file'}")
-    name = name or default_name(path)
-    request = {"path": str(path.resolve()), "model": model, "name": name, "precision": precision, "check": not no_check}
-    with Console(stderr=True).status(f"importing and tracing {path.name}"):
-        found = ask(request)
+    listed = jobs_of(targets, name, out)
+    requests = [{"path": str(job.path.resolve()), "model": job.model, "name": job.name, "precision": precision, "check": not no_check} for job in listed]
+    refused: list[Job] = []
+    with ThreadPoolExecutor(jobs) as pool:
+        for job, found in zip(listed, pool.map(_asked if len(listed) > 1 else ask, requests), strict=True):
+            if not _told(job, found, force):
+                refused.append(job)
+            elif generate:
+                click.echo(str(emit.write_package(emit.make_package(load_spec(job.destination)), Path("generated"), force=force)))
+    if len(listed) > 1:
+        click.echo(f"{len(listed) - len(refused)} of {len(listed)} files became specs" + (f"; refused: {', '.join(job.path.name for job in refused)}" if refused else ""))
+    if refused:
+        sys.exit(2)
+
+
+def _asked(request: dict) -> dict:
+    """`ask`, with the end of a child process as a fault of its file, so that the other files are read."""
+    try:
+        return ask(request)
+    except click.ClickException as error:
+        return {"faults": [{"line": 0, "message": error.message}]}
+
+
+def _told(job: Job, found: dict, force: bool) -> bool:
+    """Write what was found and say so; False for a file that was refused, with every reason."""
     if found["faults"]:
-        click.echo("\n".join(place(path, fault) for fault in found["faults"]), err=True)
+        click.echo("\n".join(place(job.path, fault) for fault in found["faults"]), err=True)
         if any("no operator of the grammar" in fault["message"] for fault in found["faults"]):
             click.echo(f"the grammar has {', '.join(OPERATORS)} (docs/spec.md)", err=True)
-        sys.exit(2)
+        return False
     for note in found["notes"]:
-        click.echo(f"note: {place(path, note)}")
-    destination = out / f"{name}.yaml"
+        click.echo(f"note: {place(job.path, note)}")
     try:
-        changed = write(destination, found["yaml"], force)
-        spec = load_spec(destination)
+        changed = write(job.destination, found["yaml"], force)
+        spec = load_spec(job.destination)
     except SpecError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
-        raise click.ClickException(f"{error.filename or destination}: {error.strerror or error}") from None
+        raise click.ClickException(f"{error.filename or job.destination}: {error.strerror or error}") from None
     chain = " -> ".join(step.operator.name for step in spec.chain)
-    click.echo(f"{destination}: {chain}, x {spec.input_shape} -> y {spec.output_shape}" + ("" if changed else " (unchanged)"))
+    shapes = ", ".join(f"{given.name} {given.shape}" for given in spec.inputs)
+    click.echo(f"{job.destination}: {chain}, {shapes} -> y {spec.output_shape}" + ("" if changed else " (unchanged)"))
     click.echo(found["checked"] or "not checked against the file's Model")
-    if generate:
-        click.echo(str(emit.write_package(emit.make_package(spec), Path("generated"), force=force)))
+    return True

@@ -16,10 +16,10 @@ from codegen.spec import Spec
 
 SAMPLES = 4
 # Of a check, at SAMPLES samples: it goes through the layer forth and back in float64 some twenty times.
-FLOP = 1e8
-VALUES = 1 << 20  # of all results of operators together
+FLOP = 5e7
+VALUES = 1 << 18  # of all results of operators together
 WEIGHTS = 1 << 18
-LEAST = 8  # a spatial axis is not made smaller than that
+LEAST = 4  # a spatial axis is not made smaller than that
 FACTORS = (16, 4, 2)
 
 

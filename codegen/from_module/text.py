@@ -130,7 +130,7 @@ def spec_text(layer: Layer, init_line: int) -> Text:
     for key, listed in (("args", layer.arguments), ("defaults", layer.defaults)):
         if listed:
             rows.append((f"{key}:", 0))
-            rows += [(f"  {name}: {literal(value)}", init_line) for name, value in listed]
+            rows += [(f"  {name}: {_listed(value)}", init_line) for name, value in listed]
     if layer.ignored:
         rows.append((f"ignored: [{', '.join(layer.ignored)}]", init_line))
     for key, listed, first in (("chain", entries, 0), ("unused", layer.unused, len(entries))):

@@ -290,6 +290,7 @@ def read_back(text: Text, name: str) -> Spec:
 
 def main() -> None:
     request, result = map(Path, sys.argv[1:3])
+    torch.set_num_threads(1)  # a check is small, and several may run at once
     found = answer(**json.loads(request.read_text(encoding="utf-8")))
     result.write_text(json.dumps(asdict(found)), encoding="utf-8")
 

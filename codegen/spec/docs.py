@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from codegen.numerics import ARITHMETICS, MATH_CHOICES, PRECISIONS
-from codegen.ops import ALIASES, OPERATORS, REQUIRED, Argument, Kind
+from codegen.ops import ALIASES, FILLS, OPERATORS, REQUIRED, Argument, Kind
 from codegen.spec.reader import resolve
 from codegen.spec.types import MAX_SIZES
 from codegen.targets import DEFAULT_TARGETS, DEVICES, TARGETS
 
 _TYPES = {
-    "size": "integer >= 1", "count": "integer >= 0", "single": "integer >= 1", "count_single": "integer >= 0",
-    "pair": "integer >= 1, or two of them", "count_pair": "integer >= 0, or two of them",
-    "triple": "integer >= 1, or three of them", "count_triple": "integer >= 0, or three of them",
-    "axis": "an axis, negative from the end", "axes": "an axis, or a list of them", "view": "list of sizes, 0 or -1",
-    "number": "finite number", "bound": "finite number, or left out", "flag": "true or false", "shape": "list of integers >= 1", "extents": "integer >= 1, or a list of them",
-    "owner": "the `name` of an operator in front of this one that has parameters",
-    "fill": "`randn`, `rand`, `ones`, `zeros` or a finite number",
-    "tap": "the `name` of an operator in front of this one, or of an input",
+    "size": "integer >= 1", "count": "integer >= 0", "number": "finite number", "bound": "finite number, or left out", "flag": "true or false",
+    **{name: "integer >= 1" + more for name, more in (("single", ""), ("pair", ", or two of them"), ("triple", ", or three of them"))},
+    **{f"count_{name}": "integer >= 0" + more for name, more in (("single", ""), ("pair", ", or two of them"), ("triple", ", or three of them"))},
+    "axis": "an axis, from the end where it is negative", "axes": "an axis or a list of them, from the end where negative; `null` for all",
+    "shape": "list of integers >= 1, `[]` for one value without axes", "extents": "integer >= 1, or a list of them",
+    "view": "list of integers >= 1; 0 keeps the size in its place, -1 is whatever is left", "tap": "the `name` of an operator in front of this one, or of an input",
+    "owner": "the `name` of an operator in front that has a `shape`", "fill": f"{', '.join(f'`{word}`' for word in FILLS)} or a number",
 }  # fmt: skip
 
 _HEAD = """\
@@ -35,11 +34,14 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `batch` | samples in x; or a list of up to {sizes} batches, each with kernels of its own ("Several batches", below) |
 | `pad_batch` | `true`: a batch that is not listed runs the next larger one; default `false`: it is refused |
 | `precision` | {precisions} (default fp32); `PRECISION=` on the command line overrides it |
-| `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; `shape`, or behind a convolution's channels its `height`, `width`, `depth`, `length`: the sizes that follow the batch |
-| `inputs` | instead of `input`, where the layer takes several: a mapping of names, in `forward`'s order, to the same; the chain starts with the first, and operators take others by `from`. `batched: false` says that a shape is whole and has no batch in front |
+| `input` | `values: rand` (uniform on [0, 1), default) or `randn`: how `get_inputs` fills x; and its sizes: `shape`, that of a sample, or where a convolution comes first `length`, `depth`, `height`, `width`, as many as it has |
+| `inputs` | several inputs by the names of forward's arguments, the first of which the chain starts with: `{{x: {{shape: [320, 64, 64]}}, residual: {{shape: [320, 64, 64]}}}}`; each with `values`, and `batched: false` where its shape has no samples |
 | `args` | the constructor's arguments of `ModelNew`, in order; every one is folded into the kernels, and `ModelNew` refuses other values |
 | `defaults` | further arguments behind those, each with its value as its default: `get_init_inputs` leaves them out |
-| `chain` | the operators, in order: any of those below, each of which takes the result of the one in front of it. What has the form producer, element-wise operators, norm, then poolings and a reduction over channels runs in fused kernels; of other chains the parts that have it do, and torch's library computes what is left |
+| `ignored` | arguments that the constructor takes and nothing reads |
+| `chain` | the operators, in order. Each takes the value of the one before it. A producer, element-wise operators, a norm, then poolings and a reduction over channels run in fused kernels; other chains run in parts |
+| `unused` | what `state_dict` holds and no operator reads, as entries of a list: `- parameter: {{name: bias, shape: [64, 1, 1]}}`, or a producer or norm as in the chain, a norm with `takes`, the shape of a sample. They get no gradient |
+| `created` | the names of all that hold parameters, in the order in which the constructor creates them, where that is not the order of the chain with `unused` behind it: random numbers are drawn in that order, and `state_dict` has it |
 | `targets` | a list out of {targets}, of which each has to serve the spec; default: those of {defaults} that do, and what one of them cannot serve is left out |
 | `math` | forces an arithmetic: {maths} |
 | `gemm` | `library` (torch's GEMM in front of our norm kernel) or `generated`, which also keeps every target from being left to a faster one; default: the planner's choice |
@@ -48,9 +50,10 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 A value in the chain, by itself or in a list, is a literal or the name of an entry in `args`. `name` is the attribute that holds an operator's parameters: `state_dict` has
 the keys of the PyTorch module, in the same order.
 
-`from` gives `add`, `sub`, `mul` and `div` the result of an operator in front of them once more, or another input: `- add: {{from: conv}}` adds the convolution's result, and where `from` names the
-operator right before, v meets itself (`x + x`). A second value, like a parameter, may have any shape that broadcasts with the value, whose shape it may change.
-Anchors, aliases and tags are refused, and so are numbers that the versions of YAML read differently
+`from` gives arithmetic the result of an operator in front of it once more, or an input: `- add: {{from: conv}}` adds the convolution's result, and where `from` names the
+operator right before, v meets itself (`x + x`). With `detach: true` no gradient goes that way. `parameter` takes the tensor of an operator in front once more. A parameter may have any shape
+that broadcasts with the value, whose shape it may change; `view` gives it another one for that, as `[1, -1, 1, 1]` for a vector of channels. `init` is how it starts: a word, or a number
+that all of it is. A `linear` with `init` has a bare parameter as its weight, under `name` itself. Anchors, aliases and tags are refused, and so are numbers that the versions of YAML read differently
 (`010`, `0x1F`, `1_000`, `1:30`); all faults of a file are reported at once, each as `file:line:column: what is wrong`.
 
 A number is checked as the kernels hold it: a bound (`hardtanh`, `clamp`, `softshrink`) in the type of y, any other in float32. One that would become infinite or 0 there, or lose

@@ -70,6 +70,12 @@ def shipped() -> list[str]:
     return sorted(f"specs/{p.name}" for p in (Path(__file__).parent.parent / "specs").glob("*.yaml"))
 
 
+def benchmark() -> list[str]:
+    """The specs of KernelBench's second level that come with the generator, by number, as `specs/kernelbench/level2/<number>_<name>.yaml`."""
+    folder = Path(__file__).parent.parent / "specs" / "kernelbench" / "level2"
+    return [f"specs/kernelbench/level2/{p.name}" for p in sorted(folder.glob("*.yaml"), key=lambda p: int(p.name.split("_")[0]))]
+
+
 def read_spec(path: Path, shown: str, precision: str | None) -> Spec:
     """Read the file at `path`, named `shown` in messages. Raises SpecError with all problems."""
     try:
