@@ -28,14 +28,12 @@ from bench.peers import CHOICES, EVIDENCE
 from bench.records import NOT_PREPARED, PREPARED, find, keep, with_backward_of, with_peers_of
 from bench.run import ceilings_line
 from bench.store import RESULTS, Record, bundle
-from bench.subject import Emitted, emit, target_to_emit
+from bench.subject import emit, target_for, target_to_emit
 from bench.timing import measure_ceilings
 from codegen import index
 from codegen.numerics import PRECISIONS
 from codegen.spec import load_spec
 from codegen.targets import TARGETS
-from runtime import Package, RuntimeFailure
-from runtime.load import best_target
 from runtime.resources import usable_cores
 
 INDEX = Path("generated")  # where index.yaml lists the shipped packages
@@ -48,17 +46,6 @@ def up_to_date(record: Record | None, key: str, torch_version: str, peers: tuple
     if record is None or record["key"] != key or record["torch"] != torch_version or "verification" not in record:
         return False
     return set(peers) <= set(record.get("asked", ())) and (not autotuned or record.get("autotuned", False))
-
-
-def _target_for(emitted: Emitted, device: torch.device, target: str | None) -> str:
-    """The target that the loader would choose."""
-    if target or device.type == "cpu":
-        return target or "cpu"
-    package = next(size for size in Package(emitted.folder).sizes if size.manifest.batch == emitted.spec.batch)
-    best = best_target(package, torch.cuda.get_device_capability(device))
-    if best is None:
-        raise RuntimeFailure(f"no target of {emitted.label} runs on this card")
-    return best.name
 
 
 @dataclass(frozen=True)
@@ -120,7 +107,7 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
     if not jobs:
         raise click.UsageError("nothing to measure: name a spec, or call it where generated/index.yaml lists packages (the root of a clone)")
     for path, precision, emitted in [(path, precision, size) for path, precision in jobs for size in emit(path, precision, target_to_emit(path, where, target), out, prepack).sizes]:
-        name = _target_for(emitted, where, target)
+        name = target_for(emitted, torch.cuda.get_device_capability(where) if where.type == "cuda" else None, target)
         if prepack and not emitted.prepares(name):
             console.print(f"{emitted.label} ({name}): this target prepares no weights for it")
             continue

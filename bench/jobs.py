@@ -16,6 +16,8 @@ from bench.machine import precision_flags
 from bench.measure import INPUT_SEED
 from bench.peers import build
 from bench.subject import Subject
+from codegen.plan import PlanError
+from codegen.spec import SpecError
 from runtime import Package, RuntimeFailure
 from runtime.build import ensure_built, plan_build
 from runtime.resources import usable_cores
@@ -27,7 +29,7 @@ def guarded(job: Mapping[str, Any], setting: Mapping[str, Any], work: Callable[[
     """`work(job, setting)`; a failure of ours becomes {"failure": why}, a lost CUDA context ends the process."""
     try:
         return work(job, setting)
-    except (RuntimeFailure, RuntimeError) as error:
+    except (RuntimeFailure, RuntimeError, SpecError, PlanError) as error:
         result = {"failure": f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')[:300]}"}
         if "CUDA error" in str(error) or "CUDA error" in repr(error.__cause__):
             raise ProcessLost(result) from error
@@ -38,14 +40,14 @@ def guarded(job: Mapping[str, Any], setting: Mapping[str, Any], work: Callable[[
             torch.cuda.empty_cache()
 
 
-def compile_peers(subject: Subject, peers: Iterable[str]) -> None:
+def compile_peers(subject: Subject, peers: Iterable[str], training: bool = False) -> None:
     """Leave what torch.compile makes of the peer "compile", where it is among `peers`, in Inductor's cache.
 
     What it tries on the card meanwhile is not kept: beside other processes it would choose by chance, and the process that times chooses alone.
     """
     names = tuple(name for name in peers if name == "compile")
     if names:
-        subject.load({}, training=False)
+        subject.load({}, training)
         torch.manual_seed(INPUT_SEED)
         inputs = tuple(given.to(subject.device) for given in subject.emitted.module.get_inputs())
         with torch.no_grad(), precision_flags(subject.spec.precision.name), inductor.patch(autotune_local_cache=False):

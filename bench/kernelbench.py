@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +23,8 @@ import click
 import torch
 from rich.console import Console
 
-from bench import store
-from bench.machine import cards, describe
+from bench import level2, store
+from bench.machine import cards, choose_device, describe
 from bench.store import FORMAT, KERNELBENCH, RESULTS
 from codegen.emit import make_package
 from codegen.render import render
@@ -104,13 +107,13 @@ class Model(nn.Module):
         super().__init__()
 {body}
 
-    def forward(self, x):
+    def forward(self, {", ".join(given.name for given in spec.inputs)}):
 {forward}
         return v
 
 
 def get_inputs():
-    return [torch.{spec.values}({", ".join(map(str, spec.input_shape))})]
+    return [{", ".join(f"torch.{given.values}({', '.join(map(str, given.shape))})" for given in spec.inputs)}]
 
 
 def get_init_inputs():
@@ -134,14 +137,36 @@ def write_standalone(spec: Spec, work: Path) -> tuple[Path, str, str]:
 def reference_path(run: Run, checkout: Path, work: Path) -> Path:
     """The problem's own file in the checkout, or for first-version shapes a reference emitted from our spec."""
     if run.shapes == "current":
-        found = sorted((checkout / "KernelBench" / "level2").glob(f"{run.problem}_*.py"))
-        if not found:
-            raise click.ClickException(f"{checkout}/KernelBench/level2 has no problem {run.problem}")
-        return found[0]
+        return problem_file(checkout, run.problem)
     path = work / run.spec.name / "reference.py"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(reference_source(run.spec), encoding="utf-8")
     return path
+
+
+def problem_file(checkout: Path, problem: int) -> Path:
+    """A level-2 problem's own file. Raises click.ClickException."""
+    found = sorted((checkout / "KernelBench" / "level2").glob(f"{problem}_*.py"))
+    if not found:
+        raise click.ClickException(f"{checkout}/KernelBench/level2 has no problem {problem}")
+    return found[0]
+
+
+def work_tree(checkout: Path, work: Path) -> Path:
+    """The checkout, or where it is a git directory without files, what the harness needs of it, written under `work`. Raises click.ClickException."""
+    if (checkout / SCRIPT).is_file():
+        return checkout
+    if not (checkout / "objects").is_dir():
+        raise click.ClickException(f"{checkout} is no checkout of KernelBench: it has no {SCRIPT}")
+    tree = work / "checkout"
+    tree.mkdir(parents=True, exist_ok=True)
+    git = ["git", f"--git-dir={checkout}", "archive", "HEAD", "--", "src", "scripts", "KernelBench/level2", "pyproject.toml"]
+    archived = subprocess.run(git, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if archived.returncode:
+        raise click.ClickException(f"{checkout}: git cannot read it ({archived.stderr.decode(errors='replace').strip()})")
+    with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as tar:
+        tar.extractall(tree, filter="data")
+    return tree
 
 
 def environment(checkout: Path, work: Path) -> dict[str, str]:
@@ -197,8 +222,44 @@ def measure(command: list[str], checkout: Path, work: Path, env: dict[str, str],
     return found | ({"first_output": verbatim(earlier, *folders)} if earlier is not None else {})
 
 
+def in_lanes(
+    runs: Sequence[Any], perform: Callable[[Any, dict[str, str]], dict[str, Any]], take: Callable[[Any, dict[str, Any]], None],
+    places: list[dict[str, str]], deadline: float | None,
+) -> bool:  # fmt: skip
+    """Perform `runs` in their order, one at a time in each of `places` (environments, one a card), and `take` each result, one at a time.
+
+    Ends where the next run may outlast the deadline (time.perf_counter()); True when all were performed.
+    """
+    taking, waiting = Lock(), SimpleQueue()
+    for run in runs:
+        waiting.put(run)
+
+    def lane(place: dict[str, str]) -> None:
+        longest = 0.0
+        while deadline is None or deadline - time.perf_counter() >= longest * 1.1:
+            try:
+                run = waiting.get_nowait()
+            except Empty:
+                return
+            began = time.perf_counter()
+            found = perform(run, place)
+            longest = max(longest, time.perf_counter() - began)
+            with taking:
+                take(run, found)
+
+    with ThreadPoolExecutor(len(places)) as lanes:
+        list(lanes.map(lane, places))
+    return waiting.empty()
+
+
+def told(found: dict[str, Any]) -> str:
+    """A run's outcome in a line."""
+    again = ", noisy, so run twice" if found["noisy"] else ""
+    return f"{found['verdict']}, {found['speedup_eager']}x eager, {found['speedup_compile']}x torch.compile{again}"
+
+
 def command_line(run: Run, reference: Path, standalone: Path, architecture: str, builds: Path) -> list[str]:
-    """The harness's own command line."""
+    """The harness's own command line, for a run or anything else of a precision."""
     return [
         sys.executable, str(SCRIPT), "ref_origin=local", f"ref_arch_src_path={reference.resolve()}", f"kernel_src_path={standalone.resolve()}", "eval_mode=local",
         f'gpu_arch=["{architecture}"]', f"precision={run.precision}", "backend=cuda", f"build_dir_prefix={builds.resolve()}",
@@ -246,26 +307,68 @@ def verbatim(output: str, *folders: Path) -> list[str]:
     return [line for line in lines if line.strip()][-60:]
 
 
+def whole_level(checkout, problems, precisions, results, work, budget_s, timeout_s, force, own, timing, folder, device, seconds) -> None:
+    """Both phases of a level, or one: our own where `own`, the harness's where there is a `checkout`."""
+    where = choose_device(device)
+    if checkout is not None and where.type != "cuda":
+        raise click.ClickException("the harness needs a CUDA GPU; --no-harness verifies and times on the CPU")
+    chosen = level2.problems_in(folder, problems, precisions)
+    console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
+    deadline = time.time() + budget_s if budget_s else None
+    level = level2.Level(describe(where), where, results, console, deadline, timeout_s, seconds, work / "packages")
+    complete = level2.measure_all(level, chosen, timing, force) if own else True
+    if checkout is not None and (deadline is None or time.time() < deadline):
+        complete &= level2.run_harness(level, chosen, checkout, work, timeout_s, sys.modules[__name__], force)
+    records = [level.record(problem) for problem in chosen]
+    right = sum(bool(record.get("verified")) for record in records)
+    mean = level2.geometric_mean(list(level2.speedups([record for record in records if "verified" in record])))
+    console.print(f"{right} of {len(records)} verified" + (f"; {mean:.3f}x the fastest of PyTorch's own, the geometric mean of the ordinary ones" if mean else ""))
+    if not complete:
+        console.print("stopped for lack of time; run again to go on")
+    sys.exit(own and right < len(records))
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--checkout", type=click.Path(exists=True, file_okay=False, path_type=Path), envvar="KERNELBENCH", required=True, help="A checkout of KernelBench ($KERNELBENCH).")
-@click.option("--problem", "problems", multiple=True, type=click.Choice([str(p) for p in PROBLEMS]), help="Only this problem (repeatable).")
+@click.option("--checkout", type=click.Path(exists=True, file_okay=False, path_type=Path), envvar="KERNELBENCH", help="A checkout of KernelBench, or its git directory ($KERNELBENCH); only --level 2 --no-harness needs none.")
+@click.option("--level", type=click.Choice(["2"]), help="All problems of the level that there are specs for, verified and timed by us too: <gpu>/level2.jsonl.")
+@click.option("--problem", "problems", multiple=True, type=click.IntRange(1, 100), help="Only this problem (repeatable).")
 @click.option("--shapes", type=click.Choice(["current", "first version"]), help="Only these shapes.")
-@click.option("--precision", "precisions", multiple=True, type=click.Choice(PRECISIONS), help="Only this precision (repeatable).")
+@click.option("--precision", "precisions", multiple=True, type=click.Choice([*PRECISIONS, "tf32"]), help="Only this precision (repeatable); of a level fp32 without.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Folder for the record; default bench/results.")
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), default=Path("build/kernelbench"), show_default=True)
 @click.option("--budget-s", default=0.0, help="Stop cleanly before this many seconds are over; 0 means no limit.")
 @click.option("--timeout-s", default=240.0, show_default=True, help="For one run of the harness.")
 @click.option("--force", is_flag=True, help="Run again what is recorded for today's sources.")
 @click.option("--warm", is_flag=True, help="First run every case once, several at once, and discard the results: the caches are full when the measuring begins.")
+@click.option("--no-harness", is_flag=True, help="Of a level: verify and time by ourselves alone.")
+@click.option("--harness-only", is_flag=True, help="Of a level: the harness alone.")
+@click.option("--verify-only", is_flag=True, help="Of a level: verify by ourselves, time nothing.")
+@click.option("--specs", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Of a level: the folder of its specs, <number>_<name>.yaml.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Of a level: where to run; else the GPU where one is visible.")
+@click.option("--seconds", default=1.0, show_default=True, help="Of a level: time for our own trials of one problem.")
 @click.option("--prepare-only", is_flag=True, help="Write the standalone files, references and stubs, print the command lines and run nothing.")
-def main(checkout, problems, shapes, precisions, results, work, budget_s, timeout_s, force, warm, prepare_only) -> None:
-    """Run KernelBench's run_and_check.py on standalone.py of the nine systems and record what it says."""
+def main(checkout, level, problems, shapes, precisions, results, work, budget_s, timeout_s, force, warm, no_harness, harness_only, verify_only, folder, device, seconds, prepare_only) -> None:
+    """Run KernelBench's run_and_check.py on standalone.py of the nine systems, or of a whole level, and record what it says."""
+    if level:
+        needs_harness = not no_harness and not verify_only
+        if needs_harness and checkout is None:
+            raise click.UsageError("the harness needs --checkout; --no-harness verifies and times without it")
+        whole_level(
+            work_tree(checkout.resolve(), work.resolve()) if needs_harness else None, tuple(problems), precisions or ("fp32",), results, work, budget_s, timeout_s, force,
+            not harness_only, not verify_only, folder or level2.SPECS, device, seconds,
+        )  # fmt: skip
+        return
+    if checkout is None:
+        raise click.UsageError("Missing option '--checkout': a checkout of KernelBench ($KERNELBENCH)")
+    checkout = work_tree(checkout.resolve(), work.resolve())
+    for number in problems:
+        if number not in PROBLEMS:
+            raise click.UsageError(f"problem {number} is none of the nine systems ({', '.join(map(str, PROBLEMS))}); --level 2 has all")
     runs = [
         Run(number, which, precision)
         for which in ("current", "first version") for number in PROBLEMS for precision in PRECISIONS
-        if (not problems or str(number) in problems) and (not shapes or which == shapes) and (not precisions or precision in precisions)
+        if (not problems or number in problems) and (not shapes or which == shapes) and (not precisions or precision in precisions)
     ]  # fmt: skip
-    checkout = checkout.resolve()
     env, builds = environment(checkout, work.resolve()), work / "build"
     written = {run: write_standalone(run.spec, work) for run in runs}
     if prepare_only:
@@ -289,31 +392,15 @@ def main(checkout, problems, shapes, precisions, results, work, budget_s, timeou
     if warm:
         warm_up(list(commands.values()), checkout, places, min(timeout_s, budget_s or timeout_s))
         click.echo(f"{len(commands)} cases run once, results discarded ({time.perf_counter() - start:.0f} s)")
-    recording, waiting = Lock(), SimpleQueue()
-    for run in runs:
-        waiting.put(run)
 
-    def lane(place: dict[str, str]) -> None:
-        """Measure on one card, a run at a time, until none waits or the next may outlast the budget."""
-        longest = 0.0
-        while not (budget_s and budget_s - (time.perf_counter() - start) < longest * 1.1):
-            try:
-                run = waiting.get_nowait()
-            except Empty:
-                return
-            began, (_, target, key) = time.perf_counter(), written[run]
-            found = measure(commands[run], checkout, work, place, timeout_s)
-            longest = max(longest, time.perf_counter() - began)
-            with recording:
-                done[(run.problem, run.shapes, run.precision)] = {
-                    "format": FORMAT, **machine.facts, "problem": run.problem, "shapes": run.shapes, "precision": run.precision, "package": run.spec.package, "target": target, "key": key, **found,
-                }  # fmt: skip
-                store.replace(KERNELBENCH, results, machine.slug, done.values())
-            click.echo(f"{run.name}: {found['verdict']}, {found['speedup_eager']}x eager, {found['speedup_compile']}x torch.compile"
-                       f"{', noisy, so run twice' if found['noisy'] else ''} ({time.perf_counter() - began:.0f} s)")
+    def take(run: Run, found: dict[str, Any]) -> None:
+        _, target, key = written[run]
+        done[(run.problem, run.shapes, run.precision)] = {
+            "format": FORMAT, **machine.facts, "problem": run.problem, "shapes": run.shapes, "precision": run.precision, "package": run.spec.package, "target": target, "key": key, **found,
+        }  # fmt: skip
+        store.replace(KERNELBENCH, results, machine.slug, done.values())
+        click.echo(f"{run.name}: {told(found)}")
 
-    with ThreadPoolExecutor(len(places)) as lanes:
-        list(lanes.map(lane, places))
-    if not waiting.empty():
+    if not in_lanes(runs, lambda run, place: measure(commands[run], checkout, work, place, timeout_s), take, places, start + budget_s if budget_s else None):
         click.echo("stopped for lack of time; run again to go on")
     sys.exit(not all(r["correct"] for r in done.values()))

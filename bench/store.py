@@ -55,9 +55,10 @@ class Kind:
 EVIDENCE = Kind("evidence", ("spec", "precision", "batch", "weights", "asked_target"), ("batch", "asked_target"))
 SANITIZE = Kind("sanitize", ("spec", "precision", "target", "tool"))
 KERNELBENCH = Kind("kernelbench", ("shapes", "problem", "precision"))
+LEVEL2 = Kind("level2", ("problem", "precision"))  # one of KernelBench's level-2 problems
 SWEEP = Kind("sweep", ("small", "seed", "index"))
 MACHINE = Kind("machine", ("measured_by",))  # the rates of the card as the command of that name last measured them
-KINDS = (EVIDENCE, SANITIZE, KERNELBENCH, SWEEP, MACHINE)
+KINDS = (EVIDENCE, SANITIZE, KERNELBENCH, LEVEL2, SWEEP, MACHINE)
 
 
 def read(kind: Kind, results: Path, card: str) -> list[Record]:

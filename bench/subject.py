@@ -23,7 +23,9 @@ from codegen.ops import Kind
 from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import Spec, load_spec
+from runtime import Package, RuntimeFailure
 from runtime.launch import ALLOCATION
+from runtime.load import best_target
 
 SEED = 42
 CONV_CHUNK = 16  # samples whose float64 gradients are computed at once
@@ -114,6 +116,20 @@ def target_to_emit(spec_path: str, device: torch.device, asked: str | None) -> s
     if spec.targets and "cpu" not in spec.targets:
         raise Refusal(f"{spec.path} is for {', '.join(spec.targets)} alone and this runs on the CPU; it needs a GPU, or TARGETS=cpu to override the spec")
     return "cpu"
+
+
+def target_for(emitted: Emitted, capability: tuple[int, int] | None, target: str | None) -> str:
+    """The target that the loader would choose on a card of that capability; without one, the CPU's. One that was asked for is that one.
+
+    Raises RuntimeFailure where none runs there.
+    """
+    if target or capability is None:
+        return target or "cpu"
+    package = next(size for size in Package(emitted.folder).sizes if size.manifest.batch == emitted.spec.batch)
+    best = best_target(package, capability)
+    if best is None:
+        raise RuntimeFailure(f"no target of {emitted.label} runs on this card")
+    return best.name
 
 
 def emit_variant(spec: Spec, target: str, label: str, **changes) -> Emitted:
