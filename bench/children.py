@@ -9,19 +9,32 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.records import write_json
+from bench.store import write_text
 
 GRACE = 20.0  # seconds that a job in hand may run on behind the deadline
 _POLL = 0.2
 _LOST = 70
 
+TOP = Path(__file__).resolve().parents[1]
+
 Result = dict[str, Any]
+
+
+def child_command(module: str, *arguments: object) -> list[str]:
+    """The call of a module of ours, whatever the current folder holds under its name."""
+    return [sys.executable, "-P", "-m", module, *map(str, arguments)]
+
+
+def child_environment() -> dict[str, str]:
+    """The environment in which `child_command` finds the same modules as this process."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(TOP), os.environ.get("PYTHONPATH")]))}
 
 
 class ProcessLost(Exception):
@@ -44,7 +57,7 @@ def run_jobs(
     """
     with tempfile.TemporaryDirectory(prefix="jobs-") as name:
         folder = Path(name)
-        write_json(folder / "jobs.json", {"setting": dict(setting), "jobs": dict(jobs), "deadline": deadline})
+        write_text(folder / "jobs.json", json.dumps({"setting": dict(setting), "jobs": dict(jobs), "deadline": deadline}))
         crew = _Crew(folder, command, dict(environment or {}), jobs, limit_s, deadline, on_result, cards)
         try:
             crew.work(min(workers, len(jobs)))
@@ -94,7 +107,7 @@ class _Crew:
 
     def hire(self, card: str | None) -> None:
         own = {} if card is None else {"CUDA_VISIBLE_DEVICES": card}
-        self.running[subprocess.Popen(self.command(self.folder), env={**os.environ, **self.environment, **own})] = card
+        self.running[subprocess.Popen(self.command(self.folder), env={**child_environment(), **self.environment, **own})] = card
 
     def dismiss(self) -> None:
         for child in self.running:
@@ -127,9 +140,9 @@ def take_jobs(folder: Path, work: Callable[[Any, Mapping[str, Any]], Result]) ->
             continue
         begun = time.time()
         try:
-            write_json(folder / f"{name}.json", work(job, plan["setting"]))
+            write_text(folder / f"{name}.json", json.dumps(work(job, plan["setting"])))
         except ProcessLost as lost:
-            write_json(folder / f"{name}.json", lost.result)
+            write_text(folder / f"{name}.json", json.dumps(lost.result))
             os._exit(_LOST)  # an ordinary exit would wait for the device
         longest = max(longest, time.time() - begun)
 

@@ -1,4 +1,4 @@
-"""`make evidence`, `make evidence-peers`: verify and time every checked-in package on this card and write bench/results/<gpu>/.
+"""`make evidence`, `make evidence-peers`: verify and time every shipped package on this card and write bench/results/<gpu>/.
 
 First all packages are built and verified and their peers compiled, several at once; then each is timed, alone on a card. Both are done in child processes
 (bench.children): a package that crashes its child or hangs it is reported, and a new child goes on with the rest. Each record is written as soon as
@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,14 @@ import click
 import torch
 from rich.console import Console
 
-from bench.children import Result, run_jobs
-from bench.faults import sentences
+from bench.children import Result, child_command, run_jobs
 from bench.jobs import EXAMINED
 from bench.machine import cards, choose_device, describe
 from bench.measure import save_machine
 from bench.peers import CHOICES, EVIDENCE
-from bench.records import NOT_PREPARED, PREPARED, RESULTS, Record, bundle, path_of, read, with_backward_of, with_peers_of, write_json
+from bench.records import NOT_PREPARED, PREPARED, find, keep, with_backward_of, with_peers_of
 from bench.run import ceilings_line
+from bench.store import RESULTS, Record, bundle
 from bench.subject import Emitted, emit, target_to_emit
 from bench.timing import measure_ceilings
 from codegen import index
@@ -36,6 +38,7 @@ from runtime import Package, RuntimeFailure
 from runtime.load import best_target
 from runtime.resources import usable_cores
 
+INDEX = Path("generated")  # where index.yaml lists the shipped packages
 EXAMINERS = 6  # children that verify at once on a card, at most: each holds a float64 reference on the card
 Job = tuple[str, str]  # (spec path, precision)
 
@@ -60,11 +63,11 @@ def _target_for(emitted: Emitted, device: torch.device, target: str | None) -> s
 
 @dataclass(frozen=True)
 class Pending:
-    """A package to measure: what a child needs to know of it, and where its record goes."""
+    """A package to measure: what a child needs to know of it, and how its earlier record is found."""
 
     package: str
     task: dict[str, Any]
-    at: Path
+    before: Callable[[], Record | None]
 
 
 def _line(record: Record) -> str:
@@ -77,9 +80,9 @@ def _line(record: Record) -> str:
     )
 
 
-def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...]) -> list[Job]:
-    """The checked-in packages of `specs` (all without any), then the packages of specs that are not checked in."""
-    entries = index.entries(Path("generated"))
+def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...], prepack: bool = False) -> list[Job]:
+    """The packages of generated/index.yaml of `specs` (all without any; with `prepack` those listed as prepared), then those of specs that are not in it."""
+    entries = index.prepared(INDEX) if prepack and not specs else index.entries(INDEX)
     paths = {load_spec(spec).path for spec in specs}
     jobs = [job for job in entries if (not specs or load_spec(job[0]).path in paths) and (not precisions or job[1] in precisions)]
     known = {load_spec(path).path for path, _ in entries}
@@ -101,10 +104,9 @@ def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...]) -> list[Job
 @click.option("--force", is_flag=True, help="Measure again what is up to date.")
 @click.option("--times-again", is_flag=True, help="Time again what is up to date; its verdict stays. Records with autotuned peers need --autotuned too.")
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), envvar="PEERS_CACHE", help="Keep Inductor's and Triton's caches here ($PEERS_CACHE).")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
-@sentences()
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("build/packages"), show_default=True, help="Folder for the packages, all of which are generated.")
 def main(specs, precisions, autotuned, prepack, device, target, results, archive, budget_s, limit_s, seconds, force, times_again, cache, out) -> None:
-    """Measure SPECS (all packages of generated/index.yaml when none is named) and write the records."""
+    """Measure SPECS (all packages of generated/index.yaml when none is named, with --prepack those with prepared weights) and write the records."""
     deadline = time.time() + budget_s if budget_s else None
     console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
     peers = CHOICES if autotuned else EVIDENCE
@@ -114,14 +116,16 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
     machine, emitted_for = describe(where), target or ("cpu" if where.type == "cpu" else None)
     wrong = failed = 0
     pending: dict[str, Pending] = {}
-    jobs = wanted_jobs(specs, precisions)
+    jobs = wanted_jobs(specs, precisions, prepack)
+    if not jobs:
+        raise click.UsageError("nothing to measure: name a spec, or call it where generated/index.yaml lists packages (the root of a clone)")
     for path, precision, emitted in [(path, precision, size) for path, precision in jobs for size in emit(path, precision, target_to_emit(path, where, target), out, prepack).sizes]:
         name = _target_for(emitted, where, target)
         if prepack and not emitted.prepares(name):
             console.print(f"{emitted.label} ({name}): this target prepares no weights for it")
             continue
-        at = path_of(results, machine.slug, emitted.spec.name, precision, target, PREPARED if prepack else NOT_PREPARED, emitted.batch)
-        old = read(at)
+        before = partial(find, results, machine.slug, emitted.spec.name, precision, target, PREPARED if prepack else NOT_PREPARED, emitted.batch)
+        old = before()
         if not (force or times_again) and up_to_date(old, emitted.key(name), machine.torch, peers, autotuned):
             console.print(f"{emitted.label} ({name}): up to date" + ("" if old["verified"] else ", [bold red]WRONG[/]"))
             wrong += not old["verified"]
@@ -131,12 +135,21 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
             continue
         known = old and old["key"] == emitted.key(name) and old.get("verification") and (autotuned or times_again)
         task = {"path": path, "precision": precision, "batch": emitted.spec.batch, "verdict": {k: old[k] for k in ("verified", "verification")} if known else None}
-        pending[f"{len(pending):03}"] = Pending(emitted.label, task, at)
+        pending[f"{len(pending):03}"] = Pending(emitted.label, task, before)
     setting = {"device": where.type, "target": emitted_for, "out": str(out), "peers": list(peers), "seconds": seconds, "autotuned": autotuned, "prepack": prepack}
 
     def run(work: str, tasks: dict[str, Any], workers: int, until: float | None, more: dict[str, Any], take) -> bool:
-        command = lambda folder: [sys.executable, "-m", "bench.evidence_case", str(folder)]  # noqa: E731
-        return run_jobs(command, {"work": work, **setting, **more}, tasks, workers, limit_s, until, take, cards=cards(where))
+        command = lambda folder: child_command("bench.evidence_case", folder)  # noqa: E731
+        ended = 0
+        with console.status(f"{work}: {len(tasks)} packages") as status:
+
+            def told(job: str, result: Result) -> None:
+                nonlocal ended
+                ended += 1
+                status.update(f"{work}: {ended} of {len(tasks)} packages done")
+                take(job, result)
+
+            return run_jobs(command, {"work": work, **setting, **more}, tasks, workers, limit_s, until, told, cards=cards(where))
 
     def fail(job: str, why: str) -> None:
         nonlocal failed
@@ -158,8 +171,8 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         nonlocal wrong
         if "failure" in result:
             return fail(job, result["failure"])
-        before = read(pending[job].at)
-        write_json(pending[job].at, with_backward_of(with_peers_of(result, before), before))
+        before = pending[job].before()
+        keep(results, machine.slug, with_backward_of(with_peers_of(result, before), before), target)
         wrong += not result["verified"]
         if archive:
             bundle(results, machine.slug, archive)
@@ -183,7 +196,3 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         if not complete:
             console.print("stopped for lack of time; run again to go on")
     sys.exit(bool(wrong or failed))
-
-
-if __name__ == "__main__":
-    main()

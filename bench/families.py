@@ -31,16 +31,25 @@ _LOSSY = {"fp32": 1.7e12, "tf32": 1.7e12, "bf16": 1.7e12, "fp16": 6e4}
 _FAINT = {"fp32": 2.0**20, "tf32": 2.0**20, "bf16": 2.0**20, "fp16": 2.0**8}
 # Magnitudes around the largest fp16 value, where a split into fp16 parts overflows unless it is scaled.
 _HIGH = {"fp32": (2.0**15, 2.0**17), "tf32": (2.0**15, 2.0**17), "bf16": (2.0**15, 2.0**17), "fp16": (2.0**5, 2.0**7)}
+# Values that fp32 holds without their leading bit; of fp16, for 16 bits of range.
+_SUBNORMAL = {"fp32": 1e-39, "tf32": 1e-39, "bf16": 1e-39, "fp16": 2.0**-16}
+# Values whose squares, and one value whose products' squares, exceed fp32's range.
+_BEYOND_SQUARES, _BEYOND_OUTLIER = 2.0**118, 3e38
+# Exponents, from the least to the greatest, that scale the channels of x and of the weight, and the weight's rows.
+_SCALES = {"fp32": (-12, 12), "tf32": (-12, 12), "bf16": (-12, 12), "fp16": (-4, 2)}
+_ROWS = {"fp32": 8.0, "tf32": 8.0, "bf16": 8.0, "fp16": 2.0}  # decades on both sides of 1
 
 
 @dataclass(frozen=True)
 class Family:
-    """`make(draw)` returns x and the parameters; `initial` families keep the weights the constructor drew."""
+    """`make(draw)` returns x and the parameters; `initial` families keep the weights the constructor drew. `beyond`: squares exceed fp32's range, so that
+    eager's norm is no yardstick, and its product with an exact norm is."""
 
     name: str
     summary: str
     make: Callable[[Draw], tuple[torch.Tensor, Parameters]]
     initial: bool = False
+    beyond: bool = False
     applies: Callable[[Spec], bool] = lambda spec: True
 
 
@@ -341,6 +350,70 @@ def _faint_weights(d: Draw):
     return x, parameters
 
 
+def _random_scales(d: Draw):
+    """Input channels of x and of the weight are scaled by powers of two of their own, and a third of them is zero in the one, in the other or in both: what
+    an operand's largest values are says nothing of those that meet something. The weight's rows have scales of their own, too."""
+    x, parameters = d.x(), d.parameters()
+    weight, (low, high) = parameters[d.weight], _SCALES[d.precision]
+    inputs = weight.shape[1]
+    dead = d.integers(0, 9, inputs)  # 0: in x, 1: in the weight, 2: in both
+    dead[d.integers(0, inputs, 1)] = 3  # one lives
+    channels = torch.arange(x.shape[1], device=d.device) % inputs
+    spread = [1] * (x.dim() - 2)
+    x = torch.ldexp(x, d.integers(low, high + 1, inputs)[channels].view(1, -1, *spread)).masked_fill(((dead == 0) | (dead == 2))[channels].view(1, -1, *spread), 0.0)
+    weight = torch.ldexp(weight, d.integers(low, high + 1, inputs).view(1, -1, *spread)).masked_fill(((dead == 1) | (dead == 2)).view(1, -1, *spread), 0.0)
+    parameters[d.weight] = torch.ldexp(weight, d.integers(low // 2, high // 2 + 1, weight.shape[0]).view(-1, 1, *spread))
+    return x, parameters
+
+
+def _subnormal(d: Draw):
+    parameters = d.parameters()
+    for key in d.shifts:
+        parameters[key].zero_()
+    if len(d.spec.norm.parameters) == 2:
+        parameters[d.spec.norm.key(d.spec.norm.parameters[1])].zero_()
+    return d.x() * _SUBNORMAL[d.precision], parameters
+
+
+def _beyond_squares(d: Draw):
+    return d.x() * _BEYOND_SQUARES, d.parameters()
+
+
+def _beyond_outlier(d: Draw):
+    """Every other sample holds one value near the largest of fp32, at a random place."""
+    x = d.x()
+    flat = x.view(x.shape[0], -1)
+    rows = torch.arange(0, len(flat), 2, device=d.device)
+    flat[rows, d.integers(0, flat.shape[1], len(rows))] = _BEYOND_OUTLIER
+    return x, d.parameters()
+
+
+def _beyond_sums(d: Draw):
+    """All values of a group are large and of one sign, so that their sum exceeds fp32's range; those of neighbouring channels differ by a quarter, about.
+
+    Equal ones, far above what is added to them, would be constant in float64 too, whose mean is then off by more than their spread.
+    """
+    parameters = d.parameters()
+    bias = d.spec.producer.key(d.spec.producer.parameters[1])
+    size = torch.finfo(torch.float32).max / 64
+    odd = torch.arange(d.spec.channels, device=d.device) % 2
+    parameters[bias] = d.rand(d.spec.channels).mul_(0.2).add_(0.8).add_(odd, alpha=0.25).mul_(size)
+    return d.x(), parameters
+
+
+def _wide_rows(d: Draw):
+    """Rows of the weight lie anywhere within decades."""
+    parameters, decades = d.parameters(), _ROWS[d.precision]
+    scales = 10.0 ** (d.rand(d.spec.channels).mul_(2 * decades).sub_(decades))
+    parameters[d.weight] *= scales.view(-1, *[1] * (parameters[d.weight].dim() - 1))
+    return d.x(), parameters
+
+
+def _reaches_beyond(spec: Spec) -> bool:
+    """Whether the storage type holds values whose squares fp32 does not."""
+    return spec.precision.name != "fp16"
+
+
 def _has_spare_input(spec: Spec) -> bool:
     return spec.producer.parameters[0].shape[1] > 1
 
@@ -365,6 +438,15 @@ FAMILIES: dict[str, Family] = {
         Family("outlier anywhere", "one value of each group far off", _outlier_anywhere, applies=_has_spare_input),
         Family("huge", "scaled up by a large power of two", _huge),
         Family("tiny", "scaled down by a large power of two, beta = 0", _tiny),
+        Family("random scales", "x's and the weight's channels scaled and masked at random", _random_scales, applies=_has_spare_input),
+        Family("wide rows", "rows of the weight anywhere within decades", _wide_rows),
+        Family("subnormal", "x without its leading bit, beta = 0", _subnormal),
+        Family("squares overflow", "squares of the norm's input beyond fp32", _beyond_squares, beyond=True, applies=_reaches_beyond),
+        Family("one square overflows", "one value near fp32's largest in every other sample", _beyond_outlier, beyond=True, applies=_reaches_beyond),
+        Family(
+            "sums overflow", "sums of the norm's input beyond fp32", _beyond_sums, beyond=True,
+            applies=lambda spec: _reaches_beyond(spec) and len(spec.producer.parameters) > 1 and spec.group_channels > 1,
+        ),
         Family("nonfinite", "NaN and infinities in four samples", _nonfinite),
         Family("nan channel", "NaN in one output channel's weights", _nan_channel),
     )

@@ -1,24 +1,26 @@
-"""The figures of docs/kernels.md that repeat files of bench/results: rows that begin with a file's name, and the card's ceilings."""
+"""The figures of docs/kernels.md that repeat records of bench/results: rows that begin with a record's name, and the card's ceilings."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from bench.records import Record, lend_fastest_peers, read
+from bench import store
+from bench.records import lend_fastest_peers, name_of
+from bench.store import EVIDENCE, MACHINE, Record
 
-CARD = "h100"  # whose files the document repeats
-ROW = re.compile(r"^\| `([a-z0-9_.]+\.json)` \|.*$", re.MULTILINE)
+CARD = "h100"  # whose records the document repeats
+ROW = re.compile(r"^\| `(\w+\.(?:fp32|tf32|fp16|bf16)(?:\.\w+)*)` \|.*$", re.MULTILINE)
 RATES = re.compile(r"[\d.]+ TFLOP/s in fp16, [\d.]+ in TF32, [\d.]+ in fp32, [\d.]+ GB/s")
 
 
 def renewed(text: str, results: Path) -> str:
-    """The document with today's figures. A peer's time is the fastest of the package's files, as in the README; a row without a file stays."""
-    folder = results / CARD
-    records = {name: record for name in ROW.findall(text) if (record := read(folder / name))}
-    lend_fastest_peers(list(records.values()) + [r for p in sorted(folder.glob("*.json")) if p.name not in records and "ours" in (r := read(p))])
+    """The document with today's figures. A peer's time is the fastest of the package's records, as in docs/results.md; a row without a record stays."""
+    found = store.read(EVIDENCE, results, CARD)
+    lend_fastest_peers(found)
+    records = {name_of(record): record for record in found}
     text = ROW.sub(lambda row: _row(row[1], records[row[1]]) if row[1] in records else row[0], text)
-    machine = read(folder / "machine.json")
+    machine = store.find(MACHINE, results, CARD, measured_by="evidence")
     if machine is None:
         return text
     rates = [_digits(machine["ceilings"][name]) for name in ("fp16_tflops", "tf32_tflops", "fp32_tflops")]

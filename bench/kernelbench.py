@@ -18,9 +18,11 @@ from typing import Any
 
 import click
 import torch
+from rich.console import Console
 
+from bench import store
 from bench.machine import cards, describe
-from bench.records import FORMAT, RESULTS, read, write_json
+from bench.store import FORMAT, KERNELBENCH, RESULTS
 from codegen.emit import make_package
 from codegen.render import render
 from codegen.spec import Spec, load_spec
@@ -274,20 +276,19 @@ def main(checkout, problems, shapes, precisions, results, work, budget_s, timeou
         raise click.ClickException("the harness needs a CUDA GPU; --prepare-only writes what it needs and prints its command lines")
     machine = describe(torch.device("cuda", 0))
     architecture = ARCHITECTURES.get(torch.cuda.get_device_capability(0), "Hopper")
-    at = results / machine.slug / "kernelbench.json"
-    record = read(at) or read(RESULTS / machine.slug / "kernelbench.json") or {"format": FORMAT, "runs": []}
-    if (record.get("gpu"), record.get("torch")) != (machine.gpu, machine.torch):
-        record = {"format": FORMAT, **machine.facts, "runs": []}
+    recorded = store.read(KERNELBENCH, results, machine.slug) or store.read(KERNELBENCH, RESULTS, machine.slug)
+    # Runs of another card or torch are no evidence beside these, and leave the file with the first new one.
+    recorded = [record for record in recorded if (record["gpu"], record["torch"]) == (machine.gpu, machine.torch)]
     start = time.perf_counter()
-    done = {(r["problem"], r["shapes"], r["precision"]): r for r in record["runs"]}
+    done = {(r["problem"], r["shapes"], r["precision"]): r for r in recorded}
     runs = [run for run in runs if force or done.get((run.problem, run.shapes, run.precision), {}).get("key") != written[run][2]]
-    prebuild([written[run][0] for run in runs], env, builds)
+    with Console(stderr=True).status("compiling"):
+        prebuild([written[run][0] for run in runs], env, builds)
     commands = {run: command_line(run, reference_path(run, checkout, work), written[run][0], architecture, builds) for run in runs}
     places = on_cards(env, cards(torch.device("cuda", 0)))
     if warm:
         warm_up(list(commands.values()), checkout, places, min(timeout_s, budget_s or timeout_s))
         click.echo(f"{len(commands)} cases run once, results discarded ({time.perf_counter() - start:.0f} s)")
-    order = {"current": 0, "first version": 1}
     recording, waiting = Lock(), SimpleQueue()
     for run in runs:
         waiting.put(run)
@@ -305,10 +306,9 @@ def main(checkout, problems, shapes, precisions, results, work, budget_s, timeou
             longest = max(longest, time.perf_counter() - began)
             with recording:
                 done[(run.problem, run.shapes, run.precision)] = {
-                    "problem": run.problem, "shapes": run.shapes, "precision": run.precision, "package": run.spec.package, "target": target, "key": key, **found,
+                    "format": FORMAT, **machine.facts, "problem": run.problem, "shapes": run.shapes, "precision": run.precision, "package": run.spec.package, "target": target, "key": key, **found,
                 }  # fmt: skip
-                record["runs"] = sorted(done.values(), key=lambda r: (order[r["shapes"]], list(PROBLEMS).index(r["problem"]), PRECISIONS.index(r["precision"])))
-                write_json(at, record)
+                store.replace(KERNELBENCH, results, machine.slug, done.values())
             click.echo(f"{run.name}: {found['verdict']}, {found['speedup_eager']}x eager, {found['speedup_compile']}x torch.compile"
                        f"{', noisy, so run twice' if found['noisy'] else ''} ({time.perf_counter() - began:.0f} s)")
 
@@ -316,8 +316,4 @@ def main(checkout, problems, shapes, precisions, results, work, budget_s, timeou
         list(lanes.map(lane, places))
     if not waiting.empty():
         click.echo("stopped for lack of time; run again to go on")
-    sys.exit(not all(r["correct"] for r in record["runs"]))
-
-
-if __name__ == "__main__":
-    main()
+    sys.exit(not all(r["correct"] for r in done.values()))

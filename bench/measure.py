@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from bench import peers as peers_module
+from bench import store
 from bench.machine import Machine, precision_flags
 from bench.metrics import Errors, compare
 from bench.peers import Peer
-from bench.records import FORMAT, NOT_PREPARED, PREPARED, Record, conclude, write_json
+from bench.records import NOT_PREPARED, PREPARED, conclude, system
+from bench.store import FORMAT, MACHINE, Record
 from bench.subject import Emitted, Subject, built_target
 from bench.timing import Ceilings, Time, interleaved, overhead
 from bench.verify import rounded
@@ -57,7 +59,7 @@ def measure(
     floor = emitted.floor(target)
     compute, memory = ceilings.floor_ms(spec.precision.name, floor["flop"], floor["bytes"])
     record: Record = {
-        "format": FORMAT, "spec": spec.name if emitted.batch is None else f"{spec.name}, batch {emitted.batch}", "path": spec.path,
+        "format": FORMAT, "spec": system(spec.name, emitted.batch), "path": spec.path,
         "package": emitted.label, "precision": spec.precision.name, "target": target,
         **({} if emitted.batch is None else {"batch": emitted.batch}),
         "key": emitted.key(target), **machine.facts, "weights": PREPARED if prepare else NOT_PREPARED, "flags": flags, "verified": False,
@@ -100,11 +102,7 @@ def _row(measured: Time, errors: Errors | None, floor: dict) -> dict:
     }  # fmt: skip
 
 
-def machine_record(machine: Machine, ceilings: Ceilings) -> dict:
-    """machine.json of a card's folder."""
-    return {"format": FORMAT, **machine.facts, "ceilings": ceilings_record(ceilings)}
-
-
-def save_machine(results: Path, machine: Machine, ceilings: Ceilings) -> None:
-    """Write machine.json."""
-    write_json(results / machine.slug / "machine.json", machine_record(machine, ceilings))
+def save_machine(results: Path, machine: Machine, ceilings: Ceilings, measured_by: str = "evidence") -> None:
+    """Record the card and its measured rates; `measured_by` names the command, whose last rates alone are kept."""
+    record = {"format": FORMAT, "measured_by": measured_by, **machine.facts, "ceilings": ceilings_record(ceilings)}
+    store.put(MACHINE, results, machine.slug, [record])

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: E402
 from matplotlib.transforms import Bbox  # noqa: E402
 
-from bench.records import Record  # noqa: E402
+from bench.store import Record  # noqa: E402
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 COLOURS = {"fp32": "#2b6cb0", "tf32": "#2c7a7b", "fp16": "#b7791f", "bf16": "#9b2c2c"}

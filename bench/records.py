@@ -1,4 +1,4 @@
-"""bench/results/<gpu>/<spec>.<precision>.json: one measured package, and the ledger that says which records still hold.
+"""Records of measured packages, and the ledger that says which of them still hold.
 
 A record is evidence for the sources it was measured on, named by `key`. When today's sources have another key, the package is unverified.
 """
@@ -6,80 +6,56 @@ A record is evidence for the sources it was measured on, named by `key`. When to
 from __future__ import annotations
 
 import json
-import os
-import tarfile
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from bench import store
+from bench.store import EVIDENCE, RESULTS, Record
 from codegen import index
 from codegen.emit import make_package
 from codegen.manifest import source_key
 from codegen.render import render
 from codegen.spec import load_spec
 
-FORMAT = 1
-RESULTS = Path(__file__).parent / "results"
-SWEEP = "sweep.json"
-NOT_RECORDS = ("machine.json", "kernelbench.json", "sanitize.json", SWEEP)
 TORCH_PEERS = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")
 PREFERENCE = ("sm_90a", "sm_80", "cpu")  # the loader's order, the best first
 ACCURACY_MARGIN = 1.1
 PREPARED, NOT_PREPARED = "prepared", "not prepared"  # a record's weights
 
-Record = dict[str, Any]
+
+def system(spec: str, batch: int | None = None) -> str:
+    """What a record calls its spec: of a range of batches, with the batch."""
+    return spec if batch is None else f"{spec}, batch {batch}"
 
 
-def path_of(results: Path, slug: str, spec: str, precision: str, target: str | None = None, weights: str = NOT_PREPARED, batch: int | None = None) -> Path:
-    """Where a record lies; `target` is named only for a target other than the loader's choice, `weights` only where they are prepared, `batch` only
-    for one of a range."""
-    parts = [spec, *([f"b{batch}"] if batch is not None else []), precision, *([target] if target else []), *([weights] if weights == PREPARED else [])]
-    return results / slug / f"{'.'.join(parts)}.json"
+def find(
+    results: Path, card: str, spec: str, precision: str, asked_target: str | None = None, weights: str = NOT_PREPARED, batch: int | None = None
+) -> Record | None:
+    """The record of a package; `asked_target` is named only for a target other than the loader's choice, `batch` only for one of a range."""
+    return store.find(
+        EVIDENCE, results, card, spec=system(spec, batch), precision=precision, batch=batch, weights=weights, asked_target=asked_target
+    )  # fmt: skip
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Write `data` whole or not at all; equal data gives equal bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(json.dumps(data, indent=1, ensure_ascii=True) + "\n")
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def name_of(record: Record) -> str:
+    """The record's short name: spec, precision, and what sets it apart from others of the package, such as `layer.fp32.sm_80`."""
+    parts = [record["spec"], record["precision"], record.get("asked_target"), PREPARED if record["weights"] == PREPARED else None]
+    return ".".join(part for part in parts if part)
 
 
-def bundle(results: Path, slug: str, archive: Path) -> None:
-    """All JSON of one card in one tar, to be unpacked in bench/results/."""
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    temporary = archive.with_name(f".{archive.name}.tmp")
-    with tarfile.open(temporary, "w") as tar:
-        for path in sorted((results / slug).glob("*.json")):
-            tar.add(path, arcname=f"{slug}/{path.name}")
-    os.replace(temporary, archive)
-
-
-def read(path: Path) -> Record | None:
-    """A record, or None where there is none that this version reads."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return data if isinstance(data, dict) and data.get("format") == FORMAT else None
+def keep(results: Path, card: str, record: Record, asked_target: str | None = None) -> None:
+    """Write a package's record in place of an older one."""
+    store.put(EVIDENCE, results, card, [record | ({"asked_target": asked_target} if asked_target else {})])
 
 
 def read_all(results: Path = RESULTS) -> dict[str, list[Record]]:
     """All records by card, in the order of generated/index.yaml, others behind."""
     order = {(load_spec(path).name, precision): i for i, (path, precision) in enumerate(index.entries(Path("generated")))}
     found: dict[str, list[Record]] = {}
-    for folder in sorted(results.glob("*/")):
-        records = [r for p in sorted(folder.glob("*.json")) if p.name not in NOT_RECORDS and (r := read(p))]
-        if records:
-            lend_fastest_peers(records)
-            found[folder.name] = sorted(records, key=lambda r: (order.get((r["spec"], r["precision"]), len(order)), r["spec"], r["precision"], r["target"]))
+    for card in store.cards(results, EVIDENCE):
+        records = store.read(EVIDENCE, results, card)
+        lend_fastest_peers(records)
+        found[card] = sorted(records, key=lambda r: (order.get((r["spec"], r["precision"]), len(order)), r["spec"], r["precision"], r["target"]))
     return found
 
 
@@ -124,16 +100,17 @@ def conclude(record: Record) -> Record:
     rows = {name: peer["ms"] / peer.get("ours_ms", ours["ms"]) for name, peer in peers.items() if peer["rel_error"] is not None}
     equal = {name: ratio for name, ratio in rows.items() if peers[name]["rel_error"] <= limit}
     torchs = {name: ratio for name, ratio in rows.items() if name in TORCH_PEERS}
-    record["best_peer"] = min(equal, key=equal.get, default=None)
+    first = lambda rows: min(rows, key=lambda name: (rows[name], name), default=None)  # noqa: E731
+    record["best_peer"] = first(equal)
     record["speedup"] = round(equal[record["best_peer"]], 3) if equal else None
-    record["best_torch"] = min(torchs, key=torchs.get, default=None)
+    record["best_torch"] = first(torchs)
     record["speedup_torch"] = round(torchs[record["best_torch"]], 3) if torchs else None
     return record
 
 
 @dataclass(frozen=True)
 class Status:
-    """What the ledger says of one checked-in package on one card."""
+    """What the ledger says of one shipped package on one card."""
 
     spec: str
     precision: str

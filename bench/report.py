@@ -1,4 +1,4 @@
-"""`make report`: bench/results/ as a static page with pictures, as the README's table and in docs/kernels.md."""
+"""`make report`: bench/results/ as a static page with pictures, in docs/results.md, as the README's table and in docs/kernels.md."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from pathlib import Path
 
 import click
 import jinja2
+from rich.console import Console
 
-from bench import pictures
+from bench import pictures, store
 from bench.kernel_tables import renewed
-from bench.records import PREPARED, RESULTS, SWEEP, Record, backward_keys, ledger, loaders_choice, read, read_all
+from bench.records import PREPARED, backward_keys, ledger, loaders_choice, read_all
+from bench.store import KERNELBENCH, RESULTS, SWEEP, Record
 from bench.sweep import summary
-from bench.tables import not_measured, put_table, readme_table, state_today
+from bench.tables import cards_of, machine_of, not_measured, put_table, readme_table, results_page, state_today
+from codegen.numerics import PRECISIONS
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -42,14 +45,8 @@ def _pictures(records: list[Record], machine: dict, folder: Path) -> list[dict]:
     return made
 
 
-def _machine(record: Record) -> dict:
-    """What machine.json would say, from a record made there."""
-    return {key: record[key] for key in ("gpu", "torch", "cuda", "driver", "ceilings")}
-
-
-def _sweep(results: Path, slug: str, folder: Path) -> dict | None:
+def _sweep(cases: list[Record], folder: Path) -> dict | None:
     """The sweep's part of a card's page; None where there was none."""
-    cases = summary.load(results, slug)["cases"]
     if not cases:
         return None
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,24 +64,25 @@ def build(results: Path, out: Path) -> Path:
     states = {(s.gpu, s.spec, s.precision, s.target): s.state for s in statuses}
     cards = []
     measured = read_all(results)
-    swept = [path.parent.name for path in results.glob(f"*/{SWEEP}")]
-    for slug in sorted({*measured, *swept}):
-        records = measured.get(slug, [])
-        machine = read(results / slug / "machine.json") or _machine(records[0] if records else summary.load(results, slug))
+    for slug in sorted({*measured, *store.cards(results, SWEEP)}):
+        records, cases = measured.get(slug, []), store.read(SWEEP, results, slug)
+        machine = machine_of(results, slug, records or cases)
         for record in records:
             known = None if record["weights"] == PREPARED else states.get((slug, record["spec"], record["precision"], record["target"]))
             record["state"] = known or (state_today(record) if record["weights"] == PREPARED else "verified" if record["verified"] else "wrong")
+            record["overhead_us"] = dict(sorted(record["overhead_us"].items(), key=lambda item: item[0] != "ours"))
             record["sorted_peers"] = sorted(record["peers"].items(), key=lambda item: item[1]["ms"])
             record.setdefault("verification", [])
             record.setdefault("backward", None)
             if record["backward"]:
                 today = backward_keys(record["path"], record["precision"], record["weights"] == PREPARED)
                 record["backward"]["changed"] = today.get(record["backward"]["target"]) != record["backward"]["key"]
-        kernelbench = read(results / slug / "kernelbench.json")
+        order = list(PRECISIONS)
+        runs = sorted(store.read(KERNELBENCH, results, slug), key=lambda run: (run["shapes"], run["problem"], order.index(run["precision"])))
         cards.append({
             "slug": slug, "name": machine["gpu"], "machine": machine, "records": records, "pictures": _pictures(loaders_choice(records), machine, out / slug) if records else [],
             "missing": not_measured(slug, statuses) if records else [],
-            "kernelbench": kernelbench["runs"] if kernelbench else [], "sweep": _sweep(results, slug, out / slug),
+            "kernelbench": runs, "sweep": _sweep(cases, out / slug),
         })  # fmt: skip
     cards.sort(key=lambda card: -sum(record["state"] == "verified" for record in card["records"]))
     out.mkdir(parents=True, exist_ok=True)
@@ -96,25 +94,33 @@ def build(results: Path, out: Path) -> Path:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Folder of the records; default bench/results.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("build/report"), show_default=True)
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), default=Path("docs/results.md"), show_default=True, help="Write every table here.")
 @click.option("--readme", type=click.Path(dir_okay=False, path_type=Path), default=Path("README.md"), show_default=True, help="Put the table between its markers here.")
-@click.option("--kernels", type=click.Path(dir_okay=False, path_type=Path), default=Path("docs/kernels.md"), show_default=True, help="Renew the rows that name files here.")
-def main(results, out, readme, kernels) -> None:
-    """Write the page, the pictures, the README's table and the figures of docs/kernels.md."""
-    page = build(results, out)
-    click.echo(f"{page} and pictures beside it")
+@click.option("--kernels", type=click.Path(dir_okay=False, path_type=Path), default=Path("docs/kernels.md"), show_default=True, help="Renew the rows that name records here.")
+def main(results, out, page, readme, kernels) -> None:
+    """Write the page with pictures, docs/results.md, the README's table and the figures of docs/kernels.md."""
+    with Console(stderr=True).status("drawing"):
+        drawn = build(results, out)
+    click.echo(f"{drawn} and pictures beside it")
     statuses = ledger(results)
     for status in statuses:
         if not status.verified:
             click.echo(f"{status.gpu}: {status.spec} {status.precision} ({status.target}) is unverified: {status.state}")
+    cards = cards_of(read_all(results), statuses, results)
+    _renew(page, results_page(cards))
     if readme.is_file():
         try:
-            changed = put_table(readme, readme_table(read_all(results), statuses))
+            changed = put_table(readme, readme_table(cards))
             click.echo(f"{readme}: table {'renewed' if changed else 'unchanged'}")
         except ValueError as error:
             raise click.ClickException(str(error)) from None
     if kernels.is_file():
-        kernels.write_text(renewed(kernels.read_text(encoding="utf-8"), results), encoding="utf-8")
+        _renew(kernels, renewed(kernels.read_text(encoding="utf-8"), results))
 
 
-if __name__ == "__main__":
-    main()
+def _renew(path: Path, text: str) -> None:
+    """Write a text where it differs from what is there, and say so."""
+    changed = not path.is_file() or path.read_text(encoding="utf-8") != text
+    if changed:
+        store.write_text(path, text)
+    click.echo(f"{path}: {'renewed' if changed else 'unchanged'}")

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from bench.backward import measure_backward, needs_backward
 from bench.backward import table_of as table_of_backward
-from bench.faults import sentences
 from bench.machine import Machine, choose_device, describe
 from bench.measure import measure, save_machine
 from bench.peers import AUTOTUNED, CHOICES, EVIDENCE
-from bench.records import NOT_PREPARED, PREPARED, Record, path_of, read, with_backward_of, with_peers_of, write_json
+from bench.records import NOT_PREPARED, PREPARED, find, keep, with_backward_of, with_peers_of
+from bench.store import Record
 from bench.subject import Subject, built_target, construct, emit, target_to_emit
 from bench.timing import Ceilings, measure_ceilings
 from bench.verify import verdict, verify
@@ -108,38 +108,32 @@ def show_backward(console: Console, package: str, precision: str, gpu: str, made
 def main(specs, precisions, prepack, target, device, peers, seconds, out, results, verifying, backward) -> None:
     """Time the generated models of SPECS beside PyTorch and other peers."""
     console = Console(width=None if sys.stdout.isatty() else 180)
-    with sentences():
-        names = chosen_peers(peers)
-        where = choose_device("cpu" if target == "cpu" else device)
-        made = [emit(path, p, target_to_emit(path, where, target), out, prepack) for path in specs for p in precisions or (None,)]
-        for emitted in made if backward else ():
-            needs_backward(emitted, where)
-        machine, ceilings = describe(where), measure_ceilings(where)
-        console.print(ceilings_line(ceilings, machine))
-        for emitted in made:
-            ours = construct(emitted, where, target)
-            for size in emitted.sizes:
-                spec, runs = size.spec, built_target(ours, size.spec.batch)
-                weights = PREPARED if size.prepares(runs) else NOT_PREPARED
-                at = path_of(results, machine.slug, spec.name, spec.precision.name, target, weights, size.batch) if results else None
-                before = read(at) if at else None
-                current = before is not None and (before["target"], before["key"]) == (runs, size.key(runs))
-                record = before if backward and current else {}
-                with console.status(size.label) as status:
-                    report = lambda what: status.update(f"{size.label}: {what}")  # noqa: E731, B023
-                    if not backward or (at and not current):
-                        findings = verify(Subject(size, ours, where)) if verifying else []
-                        record = measure(size, ours, where, machine, ceilings, names, seconds, report) | (verdict(findings) if verifying else {})
-                        show(console, record)
-                        record = with_backward_of(with_peers_of(record, before), before)
-                    if backward:
-                        timed = measure_backward(size, ours, where, machine, names, seconds, report)
-                        show_backward(console, size.label, spec.precision.name, machine.gpu, timed)
-                        record = {**record, "backward": timed}
-                if at:
-                    write_json(at, record)
-                    save_machine(results, machine, ceilings)
-
-
-if __name__ == "__main__":
-    main()
+    names = chosen_peers(peers)
+    where = choose_device("cpu" if target == "cpu" else device)
+    made = [emit(path, p, target_to_emit(path, where, target), out, prepack) for path in specs for p in precisions or (None,)]
+    for emitted in made if backward else ():
+        needs_backward(emitted, where)
+    machine, ceilings = describe(where), measure_ceilings(where)
+    console.print(ceilings_line(ceilings, machine))
+    for emitted in made:
+        ours = construct(emitted, where, target)
+        for size in emitted.sizes:
+            spec, runs = size.spec, built_target(ours, size.spec.batch)
+            weights = PREPARED if size.prepares(runs) else NOT_PREPARED
+            before = find(results, machine.slug, spec.name, spec.precision.name, target, weights, size.batch) if results else None
+            current = before is not None and (before["target"], before["key"]) == (runs, size.key(runs))
+            record = before if backward and current else {}
+            with console.status(size.label) as status:
+                report = lambda what: status.update(f"{size.label}: {what}")  # noqa: E731, B023
+                if not backward or (results and not current):
+                    findings = verify(Subject(size, ours, where)) if verifying else []
+                    record = measure(size, ours, where, machine, ceilings, names, seconds, report) | (verdict(findings) if verifying else {})
+                    show(console, record)
+                    record = with_backward_of(with_peers_of(record, before), before)
+                if backward:
+                    timed = measure_backward(size, ours, where, machine, names, seconds, report)
+                    show_backward(console, size.label, spec.precision.name, machine.gpu, timed)
+                    record = {**record, "backward": timed}
+            if results:
+                keep(results, machine.slug, record, target)
+                save_machine(results, machine, ceilings)

@@ -13,23 +13,26 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import groupby, product
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 from rich.console import Console
 from rich.markup import escape
 
-from bench.faults import sentences
+from bench import store
+from bench.children import child_command, child_environment
 from bench.jobs import build_all
 from bench.machine import choose_device, describe
 from bench.packages import load_package
-from bench.records import FORMAT, RESULTS, present_keys, read, write_json
+from bench.records import present_keys
 from bench.shrink import BATCHES, shrink
+from bench.store import FORMAT, RESULTS, SANITIZE
 from codegen import index
 from codegen.emit import make_package, write_if_different
 from codegen.manifest import Package
@@ -45,6 +48,7 @@ from runtime.devices import visible_capabilities
 
 TOOLS = ("racecheck", "initcheck", "memcheck", "synccheck")  # the slowest first, so that the last to finish is short
 FEW_SMS = (4, 16)  # of the card that a small shape is planned for: beside more it would go to another kernel than the full one
+READ, UNREAD = "read", "unread"  # whether the child looks at its results
 _HOME = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda")
 
 
@@ -71,6 +75,11 @@ class Job:
     @property
     def identity(self) -> tuple[str, str, str, str]:
         return self.spec.name, self.spec.precision.name, self.target, self.tool
+
+    def record(self, facts: Mapping[str, Any], found: Mapping[str, Any]) -> store.Record:
+        """What was `found`, as a record; `facts` are the machine's."""
+        spec, precision, target, tool = self.identity
+        return {"format": FORMAT, **facts, "spec": spec, "precision": precision, "target": target, "tool": tool, "key": self.key, **found}
 
 
 def compute_library_steps_on_the_cpu() -> None:
@@ -120,8 +129,8 @@ def examine(sanitizer: str, jobs: list[Job], timeout_s: float, threads: int) -> 
     tool, target = jobs[0].tool, jobs[0].target
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", *_only(tuple(sorted({name for job in jobs for name in job.kernels})))]
     command += ["--leak-check", "no", "--report-api-errors", "no"] if tool == "memcheck" else []
-    command += [sys.executable, "-m", "bench.sanitize", *(word for job in jobs for word in ("--child", str(job.folder))), *(["--unread"] if tool == "initcheck" else [])]
-    env = {**os.environ, "TARGETS": target, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
+    command += child_command("bench.sanitize", UNREAD if tool == "initcheck" else READ, *(job.folder for job in jobs))
+    env = {**child_environment(), "TARGETS": target, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "OMP_NUM_THREADS": str(threads)}
     start = time.perf_counter()
     try:
         finished = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
@@ -189,32 +198,25 @@ def _shape(plan: Plan) -> list[tuple]:
 @click.option("--timeout-s", default=180.0, show_default=True, help="For one tool on one package.")
 @click.option("--force", is_flag=True, help="Examine again what is recorded for today's sources.")
 @click.option("--together", default=6, show_default=True, type=click.IntRange(1), help="Packages that one child process examines.")
-@click.option("--child", "folders", multiple=True, type=click.Path(path_type=Path), hidden=True)
-@click.option("--unread", is_flag=True, hidden=True)
-def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, together, folders, unread) -> None:
-    """Run compute-sanitizer over the kernels of SPECS (all checked-in packages without any) at small shapes."""
-    if folders:
-        child(list(folders), 2, not unread)
-        return
-    with sentences():
-        wanted = {load_spec(spec).path for spec in specs}
-        if not torch.cuda.is_available():
-            raise click.ClickException("compute-sanitizer watches kernels on a CUDA GPU, and none is visible here")
-        where = choose_device(device)
-        sanitizer = find_sanitizer()
+def main(specs, precisions, targets, tools, device, results, budget_s, workers, timeout_s, force, together) -> None:
+    """Run compute-sanitizer over the kernels of SPECS (all shipped packages without any) at small shapes."""
+    wanted = {load_spec(spec).path for spec in specs}
+    if not torch.cuda.is_available():
+        raise click.ClickException("compute-sanitizer watches kernels on a CUDA GPU, and none is visible here")
+    where = choose_device(device)
+    sanitizer = find_sanitizer()
     start = time.perf_counter()
     machine, console = describe(where), Console(soft_wrap=True, highlight=False)
     able = [t for t in targets or DEFAULT_TARGETS if t != "cpu" and _runs_on(t, torch.cuda.get_device_capability(where))]
     packages = [e for e in index.entries(Path("generated")) if (not specs or load_spec(e[0]).path in wanted) and (not precisions or e[1] in precisions)]
     if not packages:
-        raise click.ClickException("none of these is among the checked-in packages (generated/index.yaml), and only those are examined")
-    at = results / machine.slug / "sanitize.json"
-    record = read(at) or read(RESULTS / machine.slug / "sanitize.json") or {"format": FORMAT, **machine.facts, "runs": []}
-    done = {(r["spec"], r["precision"], r["target"], r["tool"]): r for r in record["runs"]}
-    with sentences():
-        jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]
+        raise click.ClickException("none of these is among the shipped packages (generated/index.yaml), and only those are examined")
+    recorded = store.read(SANITIZE, results, machine.slug) or store.read(SANITIZE, RESULTS, machine.slug)
+    done = {SANITIZE.key(record): record for record in recorded}
+    jobs = [job for job in _jobs(packages, able, tools or TOOLS) if force or done.get(job.identity, {}).get("key") != job.key or not done[job.identity]["clean"]]
     # What cannot be built shows when a tool's child meets it.
-    build_all([(job.folder, job.target) for job in jobs], visible_capabilities()[where.index or 0], workers)
+    with console.status("compiling"):
+        build_all([(job.folder, job.target) for job in jobs], visible_capabilities()[where.index or 0], workers)
     console.print(f"{len(jobs)} examinations to do, their kernels compiled in {time.perf_counter() - start:.0f} s")
     longest = 0.0
 
@@ -231,17 +233,16 @@ def main(specs, precisions, targets, tools, device, results, budget_s, workers, 
             longest = max(longest, sum(found["seconds"] for _, found in found_of))
             for job, found in found_of:
                 number += 1
-                done[job.identity] = {"spec": job.spec.name, "precision": job.spec.precision.name, "target": job.target, "key": job.key, **found}
+                done[job.identity] = job.record(machine.facts, found)
                 verdict = "[green]clean[/]" if found["clean"] else "[bold red]errors[/]"
                 console.print(f"[{number}/{len(jobs)}] {job.spec.package} {job.target} {job.tool}: {verdict} ({found['seconds']:.0f} s) {escape(found['summary'])}")
                 for line in found["errors"][:4]:
                     console.print(f"    {line}", markup=False)
-            record["runs"] = [done[k] for k in sorted(done)]
-            write_json(at, record)
+            store.put(SANITIZE, results, machine.slug, done.values())
     if number < len(jobs):
         console.print(f"stopped for lack of time with {len(jobs) - number} left; run again to go on")
-    console.print(f"{sum(r['clean'] for r in record['runs'])} of {len(record['runs'])} recorded examinations are clean; {time.perf_counter() - start:.0f} s")
-    sys.exit(not all(r["clean"] for r in record["runs"]))
+    console.print(f"{sum(r['clean'] for r in done.values())} of {len(done)} recorded examinations are clean; {time.perf_counter() - start:.0f} s")
+    sys.exit(not all(r["clean"] for r in done.values()))
 
 
 def _groups(jobs: list[Job], together: int) -> Iterator[list[Job]]:
@@ -264,5 +265,5 @@ def _jobs(packages: list[tuple[str, str]], targets: list[str], tools: tuple[str,
     return [Job(spec, target, tool, key, folder, kernels) for tool in tools for spec, target, key, folder, kernels in emitted]
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # the process that a tool watches
+    child([Path(folder) for folder in sys.argv[2:]], 2, sys.argv[1] == READ)

@@ -161,6 +161,17 @@ class Subject:
         with torch.no_grad(), precision_flags(precision or self.spec.precision.name):
             return self.eager(x)
 
+    def run_eager_product(self, x: torch.Tensor, precision: str | None = None) -> torch.Tensor:
+        """PyTorch's product at that precision with the rest of the chain in float64, rounded to the storage type: what a norm whose squares cannot exceed their range makes of it."""
+        producer = self.spec.producer.name
+        product = self.eager.get_submodule(producer)
+        handle = self._exact.get_submodule(producer).register_forward_hook(lambda module, inputs, exact: product(inputs[0].to(x.dtype)).double())
+        try:
+            with precision_flags(precision or self.spec.precision.name):
+                return self._chunked(x.double()).to(getattr(torch, self.spec.precision.dtype))
+        finally:
+            handle.remove()
+
     def run_exact(self, x: torch.Tensor) -> torch.Tensor:
         """The float64 result for any number of rows."""
         return self._chunked(x.double())

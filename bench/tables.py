@@ -1,101 +1,128 @@
-"""The README's results table, from the records and the ledger."""
+"""The results as Markdown: docs/results.md with every table, and the few rows between the README's markers."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench.records import PREPARED, Record, Status, loaders_choice, present_keys, state_of
+import jinja2
+
+from bench import store
+from bench.records import PREPARED, Status, loaders_choice, present_keys, state_of
+from bench.store import MACHINE, SWEEP, Record
+from bench.sweep import summary
+from codegen.numerics import PRECISIONS
 from codegen.spec import SpecError
 
 HEADLINE = ("gemm_groupnorm_hardtanh", "gemm_biasadd_hardtanh_mish_groupnorm", "conv2d_groupnorm_scale_maxpool_clamp")  # at the shapes of either version
-HEAD = [
-    "| system | precision | target | ours | error | torch's best | times as fast | best peer of equal or better accuracy | times as fast | verified |",
-    "|--|--|--|--|--|--|--|--|--|--|",
-]
+# The README's rows: the three systems in fp32, one of them in every other precision, a small shape. The least speed-up of all follows.
+SHOWN = (
+    *((name, "fp32") for name in HEADLINE), *((HEADLINE[0], precision) for precision in ("tf32", "fp16", "bf16")), (f"{HEADLINE[0]}_small", "fp32"),
+)  # fmt: skip
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+TEMPLATES = Path(__file__).parent / "templates"
 _WORDS = {"verified": "yes", "wrong": "**no: wrong**", "changed": "unverified (sources changed since)", "missing": "unverified"}
+_CARD = re.compile(r"^(?:## (.+)|\*\*(.+?)\*\*, torch .*)$")
 
 
-def readme_table(cards: dict[str, list[Record]], statuses: list[Status]) -> str:
-    """Markdown: two tables, of the systems that this project exists for and of the others, on the card with the most verified packages. A row for every
-    package that has a record, of the target that the loader picks there; then what has none, and the other cards by name."""
+@dataclass(frozen=True)
+class Card:
+    """A card with its records, each with the state that today's sources give it, and the packages that have none there."""
+
+    slug: str
+    records: list[Record]
+    states: list[str]
+    missing: list[tuple[str, str]]
+    results: Path
+
+    @property
+    def gpu(self) -> str:
+        return self.records[0]["gpu"]
+
+    @property
+    def machine(self) -> Record:
+        """The machine and its rates as they were last measured; what a record says of them where that is not known."""
+        return machine_of(self.results, self.slug, self.records)
+
+    @property
+    def shown(self) -> list[tuple[Record, str]]:
+        """(record, state) of the target that the loader picks, of every package."""
+        chosen = [id(record) for record in loaders_choice(self.records)]
+        return [(record, state) for record, state in zip(self.records, self.states, strict=True) if id(record) in chosen]
+
+    @property
+    def verified(self) -> int:
+        """The number of packages whose record holds for today's sources."""
+        return sum(state == "verified" for _, state in self.shown)
+
+    def section(self, name: str) -> list[tuple[Record, str]]:
+        """The rows of a table: "headline", "others" or, for records of targets that the loader does not pick, "named"."""
+        if name == "named":
+            chosen = [id(record) for record, _ in self.shown]
+            return [(record, state) for record, state in zip(self.records, self.states, strict=True) if id(record) not in chosen]
+        return [(record, state) for record, state in self.shown if _headline(record["spec"]) == (name == "headline")]
+
+    @property
+    def not_measured(self) -> list[str]:
+        """The shipped packages without a record, as `name (precisions)`."""
+        return _by_name(self.missing)
+
+    @property
+    def sweep(self) -> dict | None:
+        """The sweep's counts and classes; None where there was none."""
+        cases = store.read(SWEEP, self.results, self.slug)
+        return {"cases": len(cases), "counts": summary.counts(cases), "classes": summary.classes(cases)} if cases else None
+
+
+def machine_of(results: Path, card: str, records: list[Record]) -> Record:
+    """The machine of a card's folder with its rates as last measured, else as one of `records` says."""
+    known = {record["measured_by"]: record for record in store.read(MACHINE, results, card)}
+    found = known.get("evidence") or known.get("sweep") or records[0]
+    return {key: found.get(key) for key in ("gpu", "torch", "cuda", "driver", "ceilings")}
+
+
+def cards_of(measured: dict[str, list[Record]], statuses: list[Status], results: Path) -> list[Card]:
+    """Every measured GPU, the one with the most verified packages first."""
     states = {(s.gpu, s.spec, s.precision, s.target): s.state for s in statuses}
-    lines: list[str] = []
-    verified = {card: sum(_state(card, r, states) == "verified" for r in loaders_choice(records)) for card, records in cards.items() if card != "cpu"}
-    chosen = max(verified, key=verified.get, default=None)
-    if chosen is None:
-        return "No GPU has been measured yet: every kernel is unverified there. `make evidence` on a GPU fills this table."
-    records = cards[chosen]
-    first = records[0]
-    lines += [
-        f"**{first['gpu']}**, torch {first['torch']}, times in milliseconds (median, L2 flushed before each call), errors relative to float64:",
-        "",
-    ]
-    shown = loaders_choice(records)
-    for title, rows in (("", [r for r in shown if _headline(r["spec"])]), ("Other shipped systems:", [r for r in shown if not _headline(r["spec"])])):
-        if rows:
-            lines += [*([title, ""] if title else []), *HEAD, *(_row(chosen, r, states) for r in rows), ""]
-    missing = not_measured(chosen, statuses)
-    lines += [f"Not measured yet on this card, so unverified: {'; '.join(missing)}.", ""] if missing else []
-    others = [f"{cards[card][0]['gpu']} ({count} packages verified)" for card, count in verified.items() if card != chosen]
-    lines += [f"Also measured, and on `make report`'s page: {', '.join(others)}.", ""] if others else []
-    lines += [
-        "*Torch's best* is the fastest of eager, eager in a CUDA graph and torch.compile at that precision. *Best peer* is the fastest of those that were timed (`make "
-        "evidence-peers` adds max-autotune, Triton and the library with our tail) and that compute the whole chain with equal or better accuracy: an error of at most 1.1 times the larger of ours and eager's. "
-        "A peer's time is the fastest that any record of the package on that card has; one that was not timed again with new sources keeps its time. "
-        f"Weights are not prepared beforehand{_exception(shown)}. *Target* is what the loader picks on that card; `make report` also shows "
-        "what was measured of the others."
-    ]
-    return "\n".join(lines)
+    made = []
+    for slug, records in measured.items():
+        if slug != "cpu":
+            missing = [(s.spec, s.precision) for s in statuses if s.gpu == slug and s.state == "missing"]
+            made.append(Card(slug, records, [_state(slug, record, states) for record in records], missing, results))
+    return sorted(made, key=lambda card: (-card.verified, card.slug))
+
+
+def results_page(cards: list[Card]) -> str:
+    """docs/results.md: of every card all that was measured there."""
+    return _environment().get_template("results.md.j2").render(cards=cards)
+
+
+def readme_table(cards: list[Card]) -> str:
+    """The README's table: at most eight rows, of the card with the most verified packages."""
+    if not cards:
+        return _environment().get_template("readme.md.j2").render(card=None, others=[])
+    best = cards[0]
+    rows = [row for name in SHOWN for row in best.shown if (row[0]["spec"], row[0]["precision"]) == name and row[0]["weights"] != PREPARED]
+    compared = [row for row in best.shown if row[0]["speedup"]]
+    least = min(compared, key=lambda row: row[0]["speedup"], default=None)
+    missing = _by_name([name for name in best.missing if name in SHOWN])
+    return _environment().get_template("readme.md.j2").render(
+        card=best, rows=rows + [row for row in [least] if row and row not in rows], least=least, missing=missing, others=cards[1:]
+    )  # fmt: skip
 
 
 def not_measured(card: str, statuses: list[Status]) -> list[str]:
-    """The checked-in packages without a record on a card, as `name (precisions)`."""
-    missing: dict[str, list[str]] = {}
-    for status in statuses:
-        if status.gpu == card and status.state == "missing":
-            missing.setdefault(status.spec, []).append(status.precision)
-    return [f"{spec} ({', '.join(precisions)})" for spec, precisions in missing.items()]
-
-
-def _headline(spec: str) -> bool:
-    return spec.removesuffix("_small") in HEADLINE
-
-
-def _row(card: str, r: Record, states: dict[tuple[str, str, str, str], str]) -> str:
-    state = _state(card, r, states)
-    return (
-        f"| {r['spec']}{', weights prepared' if r['weights'] == PREPARED else ''} | {r['precision']} | {r['target']} | {r['ours']['ms']:.4f} | {r['ours']['rel_error']:.1e} | {_peer(r, 'best_torch')} "
-        f"| {_times(r['speedup_torch'])} | {_peer(r, 'best_peer')} | {_times(r['speedup'])} | {_WORDS[state]} |"
-    )
-
-
-def _state(card: str, r: Record, states: dict[tuple[str, str, str, str], str]) -> str:
-    known = None if r["weights"] == PREPARED else states.get((card, r["spec"], r["precision"], r["target"]))
-    return known or state_today(r)
-
-
-def _exception(shown: list[Record]) -> str:
-    prepared = any(r["weights"] == PREPARED for r in shown)
-    return ", except where a row says so: the time that takes is not in it (`make report`)" if prepared else ""
+    """The shipped packages without a record on a card, as `name (precisions)`."""
+    return _by_name([(status.spec, status.precision) for status in statuses if status.gpu == card and status.state == "missing"])
 
 
 def state_today(record: Record) -> str:
-    """The state of a package that is not checked in: its spec is read again where it still exists."""
+    """The state of a package that is not in the index: its spec is read again where it still exists."""
     try:
         return state_of(record, present_keys(record["path"], record["precision"], record["weights"] == PREPARED, record.get("batch")))
     except SpecError:
         return "changed"
-
-
-def _peer(record: Record, which: str) -> str:
-    name = record[which]
-    return "-" if name is None else f"{name}, {record['peers'][name]['ms']:.4f}"
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"**{value:.2f}x**"
 
 
 def put_table(readme: Path, table: str) -> bool:
@@ -109,14 +136,46 @@ def put_table(readme: Path, table: str) -> bool:
     return new != text
 
 
-def claims(readme: Path) -> list[tuple[str, str, str, bool]]:
-    """(system, precision, target, claimed to be verified) of every row between the markers."""
-    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
-    if BEGIN not in text:
-        return []
-    found = []
-    for line in text.split(BEGIN, 1)[1].split(END, 1)[0].splitlines():
+def claims(text: str) -> list[tuple[str, str, str, str, bool]]:
+    """(card, system, precision, target, claimed to be verified) of every row of results in a Markdown text."""
+    found, card = [], ""
+    for line in text.splitlines():
+        if heading := _CARD.match(line):
+            card = heading[1] or heading[2]
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 10 and cells[1] in ("fp32", "tf32", "fp16", "bf16"):
-            found.append((cells[0], cells[1], cells[2], cells[9] == "yes"))
+        if len(cells) in (10, 12) and cells[1] in PRECISIONS:
+            found.append((card, *cells[:3], cells[-1] == "yes"))
     return found
+
+
+def _environment() -> jinja2.Environment:
+    env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    times = lambda value: "-" if value is None else f"**{value:.2f}x**"  # noqa: E731
+    env.filters.update(times=times, state=_WORDS.get, peer=_peer, exp=lambda value: "-" if value is None else f"{value:.1e}")
+    env.globals["PREPARED"] = PREPARED
+    return env
+
+
+def _peer(record: Record, which: str, field: str) -> str:
+    """The name and time in milliseconds, or the error, of the peer that a record calls `which`."""
+    name = record[which]
+    if name is None:
+        return "-"
+    row = record["peers"][name]
+    return f"{name}, {row['ms']:.4f}" if field == "ms" else f"{row['rel_error']:.1e}"
+
+
+def _by_name(packages: list[tuple[str, str]]) -> list[str]:
+    found: dict[str, list[str]] = {}
+    for spec, precision in packages:
+        found.setdefault(spec, []).append(precision)
+    return [f"{spec} ({', '.join(precisions)})" for spec, precisions in found.items()]
+
+
+def _headline(spec: str) -> bool:
+    return spec.removesuffix("_small") in HEADLINE
+
+
+def _state(card: str, record: Record, states: dict[tuple[str, str, str, str], str]) -> str:
+    known = None if record["weights"] == PREPARED else states.get((card, record["spec"], record["precision"], record["target"]))
+    return known or state_today(record)

@@ -30,18 +30,25 @@ class Time:
         return (self.high - self.low) / self.ms if self.ms else 0.0
 
 
-def _summary(samples: list[float]) -> Time:
+def summary(samples: list[float]) -> Time:
     ordered = sorted(samples)
     pick = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]  # noqa: E731
     return Time(pick(0.5), pick(0.25), pick(0.75), len(ordered))
 
 
 def interleaved(calls: dict[str, Call], device: torch.device, budget_s: float = 3.0, trials: int = 60, least: int = 5) -> dict[str, Time]:
-    """Time all calls in turn, in an order drawn anew each round, so that heat and clocks meet them alike.
+    """The summary of `rounds` by call."""
+    return {name: summary(values) for name, values in rounds(calls, device, budget_s, trials, least).items()}
+
+
+def rounds(
+    calls: dict[str, Call], device: torch.device, budget_s: float = 3.0, trials: int = 60, least: int = 5, report: Callable[[int], None] = lambda done: None
+) -> dict[str, list[float]]:  # fmt: skip
+    """Time all calls in turn, in an order drawn anew each round, so that heat and clocks meet them alike. Milliseconds by call, one a round.
 
     On a GPU: CUDA events around each call, the L2 overwritten before it as often as it takes the device longer than the host takes to
     issue the call, so the host's time is not in the figure unless a call waits for the device. Stops after `trials` rounds, or when the
-    budget is used up and `least` rounds are done.
+    budget is used up and `least` rounds are done; `report` is told how many are.
     """
     for call in calls.values():
         for _ in range(3 if device.type == "cuda" else 1):
@@ -56,7 +63,8 @@ def interleaved(calls: dict[str, Call], device: torch.device, budget_s: float = 
         draw.shuffle(order)
         for name in order:
             samples[name].append(once(name))
-    return {name: _summary(values) for name, values in samples.items()}
+        report(done + 1)
+    return samples
 
 
 def _cuda_trial(device: torch.device, calls: dict[str, Call]):

@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.families import FAMILIES, Draw, Family
-from bench.faults import sentences
 from bench.machine import choose_device, describe
 from bench.metrics import Errors, compare, same_bits
 from bench.promise import Yardsticks, allowed_error, allowed_outside, broken, by_chance, draws_for, independent, pooled, pooled_errors
@@ -117,7 +116,8 @@ def _examine(subject: Subject, family: Family, repeats: int, seed: int) -> Findi
     part = x if rows is None else x[rows]
     y = y if rows is None else y[rows]
     exact = subject.run_exact(part)
-    eager_y = subject.run_eager(part)
+    run_eager = subject.run_eager_product if family.beyond else subject.run_eager
+    eager_y = run_eager(part)
     groups = spec.num_groups if spec.output_shape[1:2] == (spec.channels,) else None
     measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, eager_y)  # noqa: E731
     ours, eager = measure(y), measure(eager_y)
@@ -125,7 +125,7 @@ def _examine(subject: Subject, family: Family, repeats: int, seed: int) -> Findi
     finite = torch.isfinite(exact)
     by = Yardsticks(
         eager=eager,
-        eager_fp32=measure(subject.run_eager(part, "fp32")) if tf32 else eager,
+        eager_fp32=measure(run_eager(part, "fp32")) if tf32 else eager,
         tf32=measure(subject.run_tf32_model(part)) if tf32 else None,
         rounded=compare(exact.to(y.dtype), exact, spec.precision.tolerance, None).relative,
         rms=float(exact[finite].square().mean().sqrt()) if bool(finite.any()) else 0.0,
@@ -195,26 +195,21 @@ def _share(errors: Errors) -> str:
 def main(specs, precision, prepack, target, device, families, repeats, seed, out, json_path) -> None:
     """Verify the generated models of SPECS (YAML files). Exit code 1 says that one is wrong, 2 that a spec is."""
     console = Console(width=None if sys.stdout.isatty() else 180)
-    with sentences():
-        where = choose_device("cpu" if target == "cpu" else device)
-        results = {}
-        for path in specs:
-            emitted = emit(path, precision, target_to_emit(path, where, target), out, prepack)
-            ours = construct(emitted, where, target)
-            for size in emitted.sizes:
-                subject = Subject(size, ours, where)
-                with console.status(f"{size.label}: verifying") as status:
-                    findings = verify(subject, families, repeats, seed, lambda f, name=size.label: status.update(f"{name}: {f.family.name} done"))
-                console.print(table_of(findings, f"{size.label}, {size.spec.precision.name}, {built_target(ours, size.spec.batch)} on {describe(where).gpu}"))
-                results[size.label] = findings
-                del subject
-            del ours
+    where = choose_device("cpu" if target == "cpu" else device)
+    results = {}
+    for path in specs:
+        emitted = emit(path, precision, target_to_emit(path, where, target), out, prepack)
+        ours = construct(emitted, where, target)
+        for size in emitted.sizes:
+            subject = Subject(size, ours, where)
+            with console.status(f"{size.label}: verifying") as status:
+                findings = verify(subject, families, repeats, seed, lambda f, name=size.label: status.update(f"{name}: {f.family.name} done"))
+            console.print(table_of(findings, f"{size.label}, {size.spec.precision.name}, {built_target(ours, size.spec.batch)} on {describe(where).gpu}"))
+            results[size.label] = findings
+            del subject
+        del ours
     if json_path:
         json_path.write_text(json.dumps({name: [f.record() for f in found] for name, found in results.items()}, indent=1) + "\n")
     wrong = [name for name, found in results.items() if not all(f.ok for f in found)]
     console.print(f"[bold red]wrong: {', '.join(wrong)}[/]" if wrong else "[green]all promises kept[/]")
     sys.exit(bool(wrong))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,28 +1,22 @@
-"""The generator's command: YAML specs in, packages of sources out.
+"""The steps from a spec to a folder of sources, and what a folder holds already.
 
     load_spec -> Spec -> plan -> Plan -> render -> {path: text} -> write_if_different
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
-import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import click
-
-from codegen import index
 from codegen.manifest import Package
-from codegen.numerics import PRECISIONS
 from codegen.plan import Refusal, plan
 from codegen.render import render
-from codegen.report import explain
-from codegen.spec import Spec, SpecError, load_spec, shipped
+from codegen.source_text import is_source_text
+from codegen.spec import Spec, SpecError, load_spec
 from codegen.standalone import render_standalone
 from codegen.targets import DEFAULT_TARGETS, DEVICES, TARGETS
 
@@ -121,12 +115,13 @@ def is_emitted(path: Path) -> bool:
 
 
 def _record(folder: Path) -> tuple[str, str] | None:
-    """(spec, command) that the manifest of the package in `folder` gives; None where there is none."""
+    """(spec, command) that the manifest of the package in `folder` gives; None where there is none, or one that this generator cannot have written."""
     try:
         data = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return str(data["spec"]), str(data["regenerate"])
-    except (OSError, ValueError, KeyError, TypeError):
+        spec, command = str(data["spec"]), str(data["regenerate"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    return (spec, command) if is_source_text(spec) else None
 
 
 def owner(folder: Path) -> str | None:
@@ -146,10 +141,10 @@ def is_foreign(folder: Path) -> bool:
 def refuse_foreign(folder: Path) -> None:
     """Raises Refusal where what is in `folder` is not ours to replace."""
     if is_foreign(folder):
-        raise Refusal(f"{folder} is not empty and holds no generated package; move what is in it, choose another OUT, or pass --force (make: FORCE=1)")
+        raise Refusal(f"{folder} is not empty and holds no generated package; move what is in it, choose another --out (make: OUT=), or pass --force (make: FORCE=1)")
 
 
-def _read(path: str, precision: str | None, prepack: bool) -> Spec:
+def read_spec_or_package(path: str, precision: str | None = None, prepack: bool = False) -> Spec:
     """The spec at `path`. The spec.yaml of a package, unchanged, is the spec that the package was generated from: what it emits is the same."""
     spec = load_spec(path, precision, prepack)
     folder = Path(spec.named).parent
@@ -158,10 +153,10 @@ def _read(path: str, precision: str | None, prepack: bool) -> Spec:
         return spec
     spec_of_package, command = record
     asked = "PREPACK=1" in command
-    device = re.search(r" DEVICE=(\w+)", command)
+    device = next((name for name in re.findall(r" DEVICE=(\w+)", command) if name in DEVICES), None)
     try:
         plain = load_spec(path)
-        files = render(make_package(replace(plain, path=spec_of_package, prepack_asked=asked and plain.prepack), (), device and device[1]))
+        files = render(make_package(replace(plain, path=spec_of_package, prepack_asked=asked and plain.prepack), (), device))
     except (SpecError, Refusal):
         return spec
     present = [name for name in files if name != "manifest.json" and (folder / name).is_file()]  # the manifest has the targets of a command line, too
@@ -176,7 +171,7 @@ def _claim(folder: Path, spec: Spec) -> None:
     held = owner(folder)
     if held not in (None, spec.path) and Path(spec.named).resolve() != (folder / "spec.yaml").resolve():
         raise Refusal(
-            f"{folder} holds the package of {held}, and {spec.named} has the same name; change its name, choose another OUT, or pass --force (make: FORCE=1)"
+            f"{folder} holds the package of {held}, and {spec.named} has the same name; change its name, choose another --out (make: OUT=), or pass --force (make: FORCE=1)"
         )
 
 
@@ -186,74 +181,29 @@ def _umask() -> int:
     return mask
 
 
-def check(out: Path) -> list[str]:
-    """Compare the checked-in packages listed in generated/index.yaml with what their specs emit; returns what differs, as text."""
-    differences = []
-    if not index.entries(out):
-        raise click.ClickException(f"{out}/index.yaml lists no packages to check")
-    for spec_path, precision in index.entries(out):
-        package = make_package(load_spec(spec_path, precision))
-        files = render(package)
-        folder = out / package.spec.package
-        stale = [p for p in sorted(folder.glob("*")) if p.name not in files and p.name != "standalone.py" and is_emitted(p)]
-        differences += [f"{path}: is no longer emitted" for path in stale]
-        for name, text in files.items():
-            path = out / package.spec.package / name
-            present = path.read_text(encoding="utf-8") if path.is_file() else ""
-            if present != text:
-                diff = difflib.unified_diff(present.splitlines(), text.splitlines(), f"{path} (checked in)", f"{path} (emitted)", lineterm="", n=1)
-                differences.append("\n".join(list(diff)[:40]))
-    return differences
+@dataclass(frozen=True)
+class Written:
+    """A package on disk: its folder, the names of its files, and the paths that were written or removed this time."""
+
+    folder: Path
+    files: tuple[str, ...]
+    changed: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        names = ", ".join(sorted(name for name in self.files if name not in ("__init__.py", "spec.yaml", "manifest.json")))
+        return f"{self.folder}: {names}" + (f" ({len(self.changed)} files changed)" if self.changed else " (unchanged)")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("specs", nargs=-1)
-@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision; the package is then <name>_<precision>.")
-@click.option("--prepack", is_flag=True, help="Prepared weights whatever the spec says; the package is then <name>_prepacked.")
-@click.option("--target", "targets", multiple=True, type=click.Choice(list(TARGETS)), help="Emit for this target only (may be repeated).")
-@click.option("--device", type=click.Choice(list(DEVICES)), help="Plan for this class of card instead of each target's default.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder for the packages.  [default: generated, with --debug build/debug]")
-@click.option("--explain", "explaining", is_flag=True, help="Print the plan and write nothing.")
-@click.option("--standalone", is_flag=True, help="Also write standalone.py: one file that imports nothing of ours.")
-@click.option("--debug", is_flag=True, help="Bounded waits that trap and name their barrier (sm_90a; the others wait for nothing).")
-@click.option("--force", is_flag=True, help="Replace a package that was generated from another spec, and files that are no package.")
-@click.option("--all", "everything", is_flag=True, help="Every package listed in <out>/index.yaml.")
-@click.option("--check", "checking", is_flag=True, help="Fail when a checked-in package differs from what its spec emits.")
-def main(specs, precision, prepack, targets, device, out, explaining, standalone, debug, force, everything, checking) -> None:
-    """Generate specialised kernels from SPECS (YAML files; `specs/default.yaml` finds the shipped one)."""
-    out = out or Path("build/debug" if debug else "generated")
-    try:
-        if checking:
-            differences = check(out)
-            if differences:
-                raise click.ClickException("checked-in packages differ from what their specs emit; run make generate-all\n" + "\n".join(differences))
-            click.echo(f"{len(index.entries(out))} checked-in packages are what their specs emit")
-            return
-        jobs = index.entries(out) if everything else [(spec, precision) for spec in specs]
-        if not jobs:
-            raise click.UsageError(f"name at least one spec; shipped: {', '.join(shipped())}")
-        packages = [make_package(_read(path, chosen, prepack and not everything), targets, device, debug) for path, chosen in jobs]
-        for package in packages:
-            if explaining:
-                click.echo("\n".join([explain(p) for p in package.plans] + [f"not for {name}: {reason}" for name, reason in package.skipped]))
-                continue
-            folder = out / package.spec.package
-            if not force:
-                _claim(folder, package.spec)
-            files = render(package)
-            if standalone:
-                files["standalone.py"] = render_standalone(package, files)
-            changed = write_if_different(folder, files)
-            names = ", ".join(sorted(f for f in files if f not in ("__init__.py", "spec.yaml", "manifest.json")))
-            click.echo(f"{folder}: {names}" + (f" ({len(changed)} files changed)" if changed else " (unchanged)"))
-    except SpecError as error:
-        click.echo(str(error), err=True)
-        sys.exit(2)
-    except Refusal as error:
-        raise click.ClickException(str(error)) from None
-    except OSError as error:
-        raise click.ClickException(f"{error.filename or out}: {error.strerror or error}; nothing half-written was left") from None
+def write_package(package: Package, out: Path, standalone: bool = False, force: bool = False) -> Written:
+    """Write the sources of `package` into a folder of its name under `out`; `standalone` adds standalone.py.
 
-
-if __name__ == "__main__":
-    main()
+    Raises Refusal where the folder holds the package of another spec, or files that are no package, unless `force` is set; OSError where it
+    cannot be written.
+    """
+    folder = out / package.spec.package
+    if not force:
+        _claim(folder, package.spec)
+    files = render(package)
+    if standalone:
+        files["standalone.py"] = render_standalone(package, files)
+    return Written(folder, tuple(files), tuple(write_if_different(folder, files)))

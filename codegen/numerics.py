@@ -85,6 +85,13 @@ FAINT = {2: -6, 1: -14}
 FAINT_SHARE = 8
 
 _LARGEST = {"float16": 65504.0, "bfloat16": 255 * 2.0**120}
+# The least magnitude that a constant keeps: in float32 that of a normal number, below which digits are lost. A bound in float16 is compared with values
+# as coarse as itself, so it may be any number but what becomes 0.
+SMALLEST = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-24}
+
+
+class ConstantError(ValueError):
+    """A number that is none in the type which kernels hold it in; the message is the end of a sentence that begins with the number."""
 
 
 def to_float32(value: float) -> float:
@@ -107,6 +114,22 @@ def round_to(precision: Precision, value: float) -> float:
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         return struct.unpack("<f", struct.pack("<I", bits))[0]
     return single
+
+
+def constant(value: float, precision: Precision, bound: bool) -> float:
+    """`value` as kernels hold it: a bound in the storage type, as PyTorch compares with it, any other number in float32.
+
+    Raises ConstantError where the type has no such number: where it would become infinite, 0, or one of the last few before 0, which differ from it by
+    more than rounding and of which the reciprocal may be infinite.
+    """
+    dtype = precision.dtype if bound else "float32"
+    try:
+        rounded = round_to(precision, value) if bound else to_float32(value)
+    except OverflowError:
+        raise ConstantError(f"is beyond the range of {dtype}") from None
+    if value and abs(rounded) < SMALLEST[dtype]:
+        raise ConstantError(f"is too small for {dtype}, whose numbers begin at {SMALLEST[dtype]:.3g}")
+    return rounded
 
 
 def float_literal(value: float) -> str:

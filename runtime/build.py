@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import cache as cache_module
-from .cache import Cache, Record, build_key, default_cache, sha256_of
-from .diagnostics import explain_failure
+from .cache import Cache, Record, build_key, default_cache, find_built, sha256_of
+from .diagnostics import explain_failure, ran_out_of_room
 from .errors import BuildError, PackageError
+from .files import cause_of
+from .folders import cannot_write
 from .manifest import TargetManifest
 from .package import Package
 from .prebuilt import open_library
@@ -66,7 +68,7 @@ class Build:
                 return ctypes.CDLL(str(path))
             except OSError as error:
                 if path.exists():
-                    raise BuildError(f"{self.label} cannot be loaded: {error}; python -m runtime cache clear removes it.") from error
+                    raise BuildError(f"{self.label} cannot be loaded: {error}; python -m fixed_shape_kernels cache clear removes it.") from error
         raise BuildError(f"{self.label} was removed from the cache each time it was built; stop what is clearing the cache.")
 
 
@@ -80,10 +82,11 @@ def plan_build(
     Raises ToolchainError where a tool is missing, half installed or too old, PackageError where a source is missing.
     """
     cuda = target.arch is not None
-    own = portable_flags(target.flags) if portable else target.flags
     tools = toolchain(cuda)
     arch = arch_flags(target.arch, target.least_capability, capability) if cuda else ()
-    flags = compile_flags(cuda, own, arch)
+    flags = compile_flags(tools, cuda, target.flags, arch)
+    if portable:
+        flags = portable_flags(flags)
     sources = package.read_sources(target)
     return Build(
         package=package.manifest.name,
@@ -94,7 +97,7 @@ def plan_build(
         flags=flags,
         functions=tuple(target.functions),
         tools=tools,
-        key=build_key(sources, flags + inherited_flags(cuda) + portable * ("portable",), tools.identity),
+        key=build_key(sources, flags + inherited_flags(tools, cuda) + portable * ("portable",), tools.identity),
         portable=portable,
     )
 
@@ -102,10 +105,14 @@ def plan_build(
 def ensure_built(build: Build, cache: Cache | None = None) -> Path:
     """The path of the build's library: from the cache, or built now.
 
-    Any number of processes and threads may ask at once: one builds, the others wait for it. Raises BuildError.
+    Any number of processes and threads may ask at once: one builds, the others wait for it. A cache that holds the
+    library need not be writable. Raises BuildError.
     """
-    cache = cache or default_cache()
     try:
+        found = find_built(build.key) if cache is None else None
+        if found is not None:
+            return found
+        cache = cache or default_cache()
         found = cache.find(build.key)
         if found is not None:
             return found
@@ -113,7 +120,7 @@ def ensure_built(build: Build, cache: Cache | None = None) -> Path:
             found = cache.find(build.key, warn=False)  # somebody else may have built it while this process waited
             return found or _build(build, cache)
     except OSError as error:
-        raise cache_module.cannot_write(error) from error
+        raise cannot_write(error) from error
 
 
 def _build(build: Build, cache: Cache) -> Path:
@@ -163,17 +170,25 @@ def _run_ninja(build: Build, folder: Path, cache: Cache) -> None:
     progress = _Progress(build.label)
     # Temporary files go into the private folder: nvcc cannot quote every path, and a killed nvcc cleans nothing up.
     environment = {"NINJA_STATUS": "[%f/%t] ", "TMPDIR": "."}
-    finished = run_program(argv, cwd=folder, env=environment, on_line=progress.show)
-    progress.end()
+    try:
+        finished = run_program(argv, cwd=folder, env=environment, on_line=progress.show)
+    except OSError as error:
+        raise BuildError(f"{build.label} did not build: {argv[0]} could not be started ({cause_of(error)}).") from error
+    finally:
+        progress.end()
     if finished.status == 0:
         return
+    explained = f"{build.label} did not build: {explain_failure(finished, build.sources)}"
+    if ran_out_of_room(finished):
+        raise BuildError(explained)  # what is kept would take the room that is missing
     (folder / LOG_FILE).write_text(finished.output, encoding="utf-8")
+    raise _failure(explained, f"\nThe sources, {NINJA_FILE} and the whole {LOG_FILE} are kept in", build, folder, cache)
+
+
+def _failure(sentence: str, where: str, build: Build, folder: Path, cache: Cache) -> BuildError:
+    """The error of a failed build: ``sentence``, and behind ``where`` the folder that keeps it, if one could be made."""
     kept = cache.keep_failed(f"{build.package}-{build.target}", folder)
-    raise BuildError(
-        f"{build.label} did not build: {explain_failure(finished, build.sources)}\n"
-        f"The sources, {NINJA_FILE} and the whole {LOG_FILE} are kept in {kept}",
-        kept,
-    )
+    return BuildError(sentence if kept is None else f"{sentence}{where} {kept}", kept)
 
 
 def _prove(build: Build, folder: Path, cache: Cache) -> None:
@@ -183,15 +198,13 @@ def _prove(build: Build, folder: Path, cache: Cache) -> None:
         library = open_it(folder / cache_module.LIBRARY)
         missing = [name for name in build.functions if not hasattr(library, name)]
     except (OSError, PackageError) as error:
-        kept = cache.keep_failed(f"{build.package}-{build.target}", folder)
-        raise BuildError(f"{build.label} was built but cannot be loaded: {error}. It is kept in {kept}", kept) from error
+        raise _failure(f"{build.label} was built but cannot be loaded: {error}.", " It is kept in", build, folder, cache) from error
     if missing:
-        kept = cache.keep_failed(f"{build.package}-{build.target}", folder)
-        raise BuildError(
+        raise _failure(
             f"{build.label} was built but has no function {', '.join(missing)}: the manifest and the sources do not "
-            f"belong together; generate the package again. The build is kept in {kept}",
-            kept,
-        )
+            "belong together; generate the package again.",
+            " The build is kept in", build, folder, cache,
+        )  # fmt: skip
 
 
 class _Progress:

@@ -1,4 +1,4 @@
-"""The folder of built libraries: where it is, what an entry is, and how one is published and checked.
+"""The folder of built libraries: what an entry is, and how one is published and checked. Where it is: folders.py.
 
     <base>/v1/                     0700, made by this user
         entries/<key>/             library.so and record.json, published whole by one rename
@@ -19,18 +19,17 @@ import shutil
 import stat
 import tempfile
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from .errors import BuildError
+from .files import can_be_loaded, read_json
+from .folders import readable_root, usable_place
 
-LAYOUT = "v1"
 LIBRARY = "library.so"
 RECORD = "record.json"
-ENVIRONMENT = "CODEGEN_CACHE"
 
 _KEY = re.compile(r"[0-9a-f]{64}")
 
@@ -95,7 +94,7 @@ class Cache:
     def find(self, key: str, warn: bool = True) -> Path | None:
         """The library published under ``key``, or None. A damaged or foreign entry gives a warning and None."""
         folder = self.entries / key
-        if not folder.exists():
+        if not os.path.exists(folder):  # Path.exists raises where the drive fails
             return None
         problem = self.problem_of(key)
         if problem is None:
@@ -125,7 +124,7 @@ class Cache:
 
     def record(self, key: str) -> Record:
         """The record of an entry; OSError, ValueError, KeyError or TypeError where it has none that can be read."""
-        data = json.loads((self.entries / key / RECORD).read_text())
+        data = read_json(self.entries / key / RECORD)
         return Record(data["key"], data["sha256"], data["package"], data["target"], tuple(data["flags"]))
 
     def keys(self) -> list[str]:
@@ -173,15 +172,22 @@ class Cache:
         (self.entries / key).rename(aside / "removed")
         shutil.rmtree(aside, ignore_errors=True)
 
-    def keep_failed(self, name: str, built: Path) -> Path:
-        """Moves a failed build to where its user can look at it, in place of the one that was kept before."""
-        self._make(self.failed)
+    def keep_failed(self, name: str, built: Path) -> Path | None:
+        """Moves a failed build to where its user can look at it, in place of the one that was kept before.
+
+        Returns None where it cannot be kept.
+        """
         kept = self.failed / name
-        shutil.rmtree(kept, ignore_errors=True)
         try:
+            self._make(self.failed)
+            shutil.rmtree(kept, ignore_errors=True)
             return built.rename(kept)
-        except OSError:  # another process just kept the same failure
-            return kept if kept.exists() else built
+        except OSError:  # another process has just kept the same failure, or nothing can be written
+            if os.path.exists(kept):
+                return kept
+            with suppress(OSError):
+                self.failed.rmdir()  # where it is empty
+            return None
 
     def clear(self) -> int:
         """Removes everything that no build is using; returns how many entries were removed."""
@@ -230,54 +236,37 @@ class Cache:
 
 
 def default_cache() -> Cache:
-    """The cache of this process: below CODEGEN_CACHE, else XDG_CACHE_HOME, else ~/.cache.
+    """The cache that this process writes to: below CODEGEN_CACHE, else XDG_CACHE_HOME, else ~/.cache.
 
-    Where that cannot be used, one warning and a folder of this user in the system's temporary folder.
+    Where that cannot be used, one warning and a folder of this user in the system's temporary folder. Raises BuildError
+    where neither can.
     """
-    root = wanted_root()
-    problem = _make_private(root) if root.is_absolute() else "this user has no home folder"
-    if problem is None:
-        return Cache(root)
-    fallback = Path(tempfile.gettempdir()) / f"codegen-cache-{os.geteuid()}" / LAYOUT
-    if _make_private(fallback) is not None or not _is_private(fallback.parent):
-        fallback = Path(tempfile.mkdtemp(prefix="codegen-cache-")) / LAYOUT
-        _make_private(fallback)
-    warnings.warn(
-        f"the build cache {root} cannot be used ({problem}), so {fallback} is used instead; "
-        f"set {ENVIRONMENT} to a folder that you can write.",
-        CacheWarning,
-        stacklevel=2,
-    )
-    return Cache(fallback)
+    place = usable_place()
+    if place.notice:
+        warnings.warn(place.notice, CacheWarning, stacklevel=2)
+    return Cache(place.root)
 
 
-def wanted_root() -> Path:
-    """Where the cache should be; relative (``~/...``) where the user has no home folder."""
-    named = os.environ.get(ENVIRONMENT)
-    if named:
-        return Path(os.path.abspath(os.path.expanduser(named))) / LAYOUT
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base) / "codegen" / LAYOUT
+def readable_cache() -> Cache | None:
+    """The wanted cache where it can be read; it need not be writable."""
+    root = readable_root()
+    return None if root is None else Cache(root)
 
 
-def _make_private(root: Path) -> str | None:
-    """Makes ``root`` a folder that only this user can use; says why where that is impossible."""
-    try:
-        root.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        root.mkdir(exist_ok=True, mode=0o700)
-        if not _is_private(root):
-            if root.lstat().st_uid != os.geteuid():
-                return "it belongs to another user"
-            root.chmod(0o700)
-        with tempfile.TemporaryFile(dir=root):
-            return None
-    except OSError as error:
-        return error.strerror or str(error)
+def caches_in_use() -> list[Cache]:
+    """The caches that libraries are loaded from: the wanted one where it can be read, and the one that is written to."""
+    caches = {cache.root: cache for cache in (readable_cache(), default_cache()) if cache is not None}
+    return list(caches.values())
 
 
-def _is_private(folder: Path) -> bool:
-    status = folder.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+def find_built(key: str) -> Path | None:
+    """The library under ``key`` in the wanted cache, also in one that is read-only, or None. Nothing is written.
+
+    What is damaged or cannot be loaded from where it lies counts as absent: the build that follows tells of it.
+    """
+    cache = readable_cache()
+    found = None if cache is None else cache.find(key, warn=False)
+    return found if found is not None and can_be_loaded(found) else None
 
 
 def sha256_of(path: Path) -> str:
@@ -289,11 +278,3 @@ def sha256_of(path: Path) -> str:
 def _write_through(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def cannot_write(error: OSError) -> BuildError:
-    """The sentence for a cache that stopped being writable, as on a full disk."""
-    reason = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-    return BuildError(
-        f"the build cache cannot be written ({reason}); free some space, or set {ENVIRONMENT} to a folder with room."
-    )

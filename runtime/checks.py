@@ -11,6 +11,20 @@ from .manifest import Manifest, TensorSpec
 ALIGNMENT = 16  # bytes; the kernels read and write 16 bytes at a time
 
 
+def not_dense(key: str, tensor: torch.Tensor) -> CallError | None:
+    """What is wrong with a tensor that is no dense array in memory, be it x or the parameter ``key``; None where it is one."""
+    if tensor.is_nested:
+        found, made = "a nested tensor", "one dense tensor"
+    elif tensor.layout is not torch.strided:
+        found, made = f"layout {tensor.layout}", f"{key}.to_dense()"
+    elif tensor.is_quantized:
+        found, made = f"a quantised tensor ({_dtype_text(tensor.dtype)})", f"{key}.dequantize()"
+    else:
+        return None
+    remedy = f"pass {made}" if key == "x" else f"replace the parameter by nn.Parameter({made})"
+    return CallError(f"{key}: expected a dense tensor, got {found}; {remedy}.")
+
+
 def check_tensor(manifest: Manifest, spec: TensorSpec, tensor: torch.Tensor, device: torch.device) -> None:
     """Raises CallError where ``tensor`` is not what ``spec`` says, on ``device``; fit for tensors that hold no values."""
     wanted = dtype_named(spec.dtype)
@@ -23,7 +37,8 @@ def check_tensor(manifest: Manifest, spec: TensorSpec, tensor: torch.Tensor, dev
 
 def is_usable(tensor: torch.Tensor) -> bool:
     """Can kernels read the tensor as it lies?"""
-    return tensor.is_contiguous() and not tensor.data_ptr() % ALIGNMENT and not tensor.is_neg()
+    address = tensor.data_ptr()  # 0: autograd's zeros, which have no memory
+    return address != 0 and not address % ALIGNMENT and tensor.is_contiguous() and not tensor.is_neg()
 
 
 def usable(tensor: torch.Tensor) -> torch.Tensor:
@@ -108,6 +123,8 @@ def wrong_tensor(manifest: Manifest, key: str, found: Any, device: torch.device,
         remedy = f"the shape was fixed by {manifest.spec}; change it there and run {manifest.regenerate}"
     elif found.dtype is not dtype:
         remedy = f"convert the model with model.to({dtype}), or {_other_precision(manifest, found.dtype)}"
+    elif found.is_meta:
+        remedy = f"it has no values yet: give it some with model.load_state_dict(..., assign=True), or memory with model.to_empty(device={str(device)!r})"
     else:
         remedy = f"move the model with model.to({str(device)!r})"
     return CallError(f"{text}; {remedy}.")

@@ -13,13 +13,21 @@ _NVCC_ERROR = re.compile(r"^(?P<file>[^\s():]+)\((?P<line>\d+)\): (?:catastrophi
 _GXX_ERROR = re.compile(r"^(?P<file>[^\s():]+):(?P<line>\d+):(?P<column>\d+): (?:fatal )?error: (?P<text>.*)$")
 _OTHER_ERROR = re.compile(r"\b(error|undefined reference|fatal)\b", re.IGNORECASE)
 
+NO_ROOM = r"No space left on device"
+
 HINTS = {
     r"unsupported GNU version": "this nvcc does not accept this g++: set CXX to an older g++, or install a newer CUDA toolkit",
     r"Killed|signal 9|terminated by signal": "a compiler was killed, probably for lack of memory: set MAX_JOBS=1",
-    r"No space left on device": "the disk is full: free some space, or set CODEGEN_CACHE (and TMPDIR) to another disk",
+    NO_ROOM: "the disk is full: free some space, or set CODEGEN_CACHE (and TMPDIR) to another disk",
+    r"Disk quota exceeded": "this user's disk quota is used up: remove some of this user's files, or set CODEGEN_CACHE (and TMPDIR) to another disk",
     r"Unsupported gpu architecture": "this nvcc does not know this device: install a newer CUDA toolkit",
     r"cannot find -lgomp|libgomp.spec": "g++ lacks its OpenMP library: install libgomp",
 }
+
+
+def ran_out_of_room(finished: Finished) -> bool:
+    """Whether a compiler says that it could not write, for lack of room on the disk or of quota."""
+    return re.search(rf"{NO_ROOM}|Disk quota exceeded", finished.output) is not None
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,15 @@ from typing import Callable
 import torch
 
 from .build import plan_build
-from .cache import default_cache
+from .cache import Cache, default_cache, find_built, readable_cache
 from .devices import check_driver, driver_version, visible_capabilities
-from .errors import RuntimeFailure, ToolchainError
+from .errors import BuildError, RuntimeFailure, ToolchainError
+from .folders import usable_place
 from .load import libraries_for, with_backwards
 from .manifest import TargetManifest
 from .package import Package
 from .resources import free_memory, parallel_jobs, usable_cores
-from .toolchain import Tool, find_cuobjdump, find_gxx, find_ninja, find_nvcc
+from .toolchain import Tool, find_cuobjdump, find_gxx, find_host_compiler, find_ninja, find_nvcc
 
 # The targets that the generator knows, as far as a machine is concerned: name, arch, least compute capability.
 KNOWN_TARGETS = (("cpu", None, None), ("sm_80", "native", (8, 0)), ("sm_90a", "sm_90a", (9, 0)))
@@ -40,14 +41,16 @@ def examine() -> list[Finding]:
         _tool("g++", find_gxx, needed=True),
         _tool("ninja", find_ninja, needed=True),
         nvcc,
+        *_host_compiler(),
         _tool("cuobjdump", find_cuobjdump, needed=False),
         _driver(capabilities),
         *_gpus(capabilities),
         _cache(),
         Finding("parallel jobs", "ok", f"{parallel_jobs(1000)} ({usable_cores()} cores, {free_memory() / 1e9:.1f} GB free)"),
     ]
-    compilers = {finding.what: finding.state == "ok" for finding in findings}
-    return findings + [_target(*target, capabilities, compilers) for target in KNOWN_TARGETS]
+    found = {finding.what: finding.state == "ok" for finding in findings}
+    found["cache"] = all(finding.state != "missing" for finding in findings if finding.what == "cache")  # another folder will do
+    return findings + [_target(*target, capabilities, found) for target in KNOWN_TARGETS]
 
 
 def _tool(name: str, find: Callable[[], Tool], needed: bool) -> Finding:
@@ -55,7 +58,16 @@ def _tool(name: str, find: Callable[[], Tool], needed: bool) -> Finding:
         tool = find()
     except ToolchainError as error:
         return Finding(name, "missing" if needed else "optional", str(error))
-    return Finding(name, "ok", f"{tool.version_text}, {tool.path} (from {tool.origin})")
+    with_flags = f", with {' '.join(tool.flags)}" if tool.flags else ""
+    behind = f", behind {' '.join(tool.launcher)}" if tool.launcher else ""
+    behind += f", without {' and '.join(tool.left_out)}, which is not installed" if tool.left_out else ""
+    return Finding(name, "ok", f"{tool.version_text}, {tool.path} (from {tool.origin}){with_flags}{behind}")
+
+
+def _host_compiler() -> list[Finding]:
+    """The g++ that nvcc calls, where it is named apart."""
+    finding = _tool("g++ for CUDA", find_host_compiler, needed=False)
+    return [] if finding.detail == _tool("g++", find_gxx, needed=True).detail else [finding]
 
 
 def _driver(capabilities) -> Finding:
@@ -79,14 +91,26 @@ def _gpus(capabilities) -> list[Finding]:
 
 
 def _cache() -> Finding:
-    cache = default_cache()
+    """The cache that is written to; where that is not the wanted one, why, and whether the wanted one is still read."""
     named = "CODEGEN_CACHE" if os.environ.get("CODEGEN_CACHE") else "default"
-    return Finding("cache", "ok", f"{cache.root} ({named}), {len(cache.keys())} entries")
+    readable = readable_cache()
+    try:
+        place = usable_place()
+    except BuildError as error:
+        entries = 0 if readable is None else len(readable.keys())
+        return Finding("cache", "missing", f"{error} {entries} entries in {readable.root} can be used." if entries else str(error))
+    if not place.notice:
+        return Finding("cache", "ok", f"{place.root} ({named}), {len(Cache(place.root).keys())} entries")
+    detail = f"{place.root}, {len(Cache(place.root).keys())} entries: {place.notice}"
+    if readable is not None and readable.root != place.root and readable.keys():
+        detail += f" {len(readable.keys())} entries in {readable.root} are used."
+    return Finding("cache", "optional", detail)
 
 
 def _target(name, arch, least, capabilities, found: dict[str, bool]) -> Finding:
     target = TargetManifest(name, (), (), "", arch, least, (), ())
-    tools = ["g++", "ninja"] if arch is None else ["g++", "ninja", "nvcc"]
+    host = "g++ for CUDA" if "g++ for CUDA" in found else "g++"
+    tools = ["g++", "ninja", "cache"] if arch is None else [host, "ninja", "nvcc", "cache"]
     absent = [tool for tool in tools if not found[tool]]
     builds = f"cannot be built ({', '.join(absent)})" if absent else "can be built"
     if arch is None:
@@ -122,6 +146,6 @@ def _library(package: Package, target: TargetManifest, capability, forward: bool
         package.prebuilt.library(target.name, capability)
         return "ok", "came with the package"
     build = plan_build(package, target, capability)
-    if default_cache().find(build.key) is not None:
+    if (find_built(build.key) or default_cache().find(build.key)) is not None:
         return "ok", f"built: {build.key[:12]} in the cache"
     return "optional", f"not built yet: {'constructing a model' if forward else 'the first forward that asks for gradients'} does it"

@@ -1,7 +1,8 @@
 """Compiles one CUDA source and reports what ptxas made of it; no GPU needed.
 
-The tests of the generator and ``python -m runtime show --resources`` ask the same question here. An answer is kept in
-the cache under everything that determines it, so asking again compiles nothing.
+The tests of the generator and ``fsk show --resources`` ask the same question here. A report without
+warnings is kept in the cache under everything that determines it, so asking again compiles nothing. Comments do not
+determine it: an edited comment compiles nothing either.
 """
 
 import json
@@ -9,18 +10,21 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .cache import Cache, build_key, default_cache
+from .cache import Cache, CacheWarning, build_key, default_cache
 from .diagnostics import explain_failure
 from .errors import BuildError
+from .files import cause_of, read_json
 from .process import run_program
 from .toolchain import Toolchain, arch_flags, compile_command, compile_flags, inherited_flags, toolchain
 
 REPORT_VERSION = "kernel-report-2"
 VERBOSE = ("-Xptxas", "-v")
 
+_COMMENT_OR_LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\[^\'\n]+|[^\'\\\n])\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
@@ -66,21 +70,29 @@ def compile_report(source: Path, flags: tuple[str, ...], arch: str, cache: Cache
     the error where it does not compile, ToolchainError where nvcc or g++ is amiss.
     """
     tools = toolchain(cuda=True)
-    complete = compile_flags(True, tuple(flags) + VERBOSE, arch_flags(arch, (0, 0), None))
+    complete = compile_flags(tools, True, tuple(flags) + VERBOSE, arch_flags(arch, (0, 0), None))
     text = source.read_bytes()
     cache = cache or default_cache()
-    key = build_key({source.name: text}, (*complete, *inherited_flags(True), REPORT_VERSION), tools.identity)
-    kept = _read(cache, key)
-    if kept is None:
-        kept = _compile(source.name, text, tools, complete)
-        _write(cache, key, kept)
-    return kept
+    bare = without_comments(text.decode(errors="replace")).encode()
+    key = build_key({source.name: bare}, (*complete, *inherited_flags(tools, True), REPORT_VERSION), tools.identity)
+    report = _read(cache, key)
+    if report is None:
+        report = _compile(source.name, text, tools, complete)
+        if not report.warnings:  # they name lines, which comments move
+            _write(cache, key, report)
+    return report
+
+
+def without_comments(text: str) -> str:
+    """C++ or CUDA text without comments, trailing blanks and empty lines: what a compiler makes the same code of."""
+    bare = _COMMENT_OR_LITERAL.sub(lambda found: " " if found[0].startswith("/") else found[0], text)
+    return "\n".join(line for line in map(str.rstrip, bare.splitlines()) if line)
 
 
 def device_code(source: Path, flags: tuple[str, ...], arch: str, form: str) -> Path:
     """Compiles only the device code to ``form`` (``ptx`` or ``cubin``); returns the file, in a new temporary folder."""
     tools = toolchain(cuda=True)
-    complete = compile_flags(True, tuple(flags), arch_flags(arch, (0, 0), None))
+    complete = compile_flags(tools, True, tuple(flags), arch_flags(arch, (0, 0), None))
     folder = Path(tempfile.mkdtemp(prefix="codegen-show-"))
     (folder / source.name).write_bytes(source.read_bytes())
     made = source.name + "." + form
@@ -126,7 +138,7 @@ def parse_ptxas(output: str) -> list[KernelReport]:
 
 def _read(cache: Cache, key: str) -> CompileReport | None:
     try:
-        data = json.loads((cache.reports / f"{key}.json").read_text())
+        data = read_json(cache.reports / f"{key}.json")
         kernels = tuple(KernelReport(**kernel) for kernel in data["kernels"])
         return CompileReport(kernels, tuple(data["warnings"]), data["uses_double"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -134,8 +146,15 @@ def _read(cache: Cache, key: str) -> CompileReport | None:
 
 
 def _write(cache: Cache, key: str, report: CompileReport) -> None:
-    cache.reports.mkdir(mode=0o700, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=cache.reports)
-    with open(handle, "w") as file:
-        json.dump(asdict(report), file)
-    os.replace(temporary, cache.reports / f"{key}.json")
+    """Keeps the report; one that cannot be kept costs time alone."""
+    temporary = None
+    try:
+        cache.reports.mkdir(mode=0o700, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=cache.reports)
+        with open(handle, "w") as file:
+            json.dump(asdict(report), file)
+        os.replace(temporary, cache.reports / f"{key}.json")
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        warnings.warn(f"the report cannot be kept in {cache.reports}: {cause_of(error)}.", CacheWarning, stacklevel=3)

@@ -8,20 +8,24 @@ from typing import Any, Sequence
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
+from torch.fx import Proxy
 from torch.nn import functional
 
-from .checks import ALIGNMENT, expected, usable, wrong_input, wrong_tensor
+from .checks import ALIGNMENT, expected, not_dense, usable, wrong_input, wrong_tensor
+from .children import Child, check_child, children_of, run_pre_hooks
 from .errors import ArgumentError, CallError, GradientError, PackageError, PreparationError, UnsupportedDeviceError
 from .gradients import ByReference, refuse_tangents
 from .launch import dtype_named
 from .load import Loaded, describe_targets, load
 from .manifest import Manifest
-from .operators import Operators, import_path, operators_for
+from .operators import Operators, operators_for
 from .package import Package
 from .prepared import PreparedWeights, is_written_unseen, key_of
 
-_PLAIN = (torch.Tensor, nn.Parameter)
+_PLAIN = (nn.Parameter, torch.Tensor)
+_DEFINED = ("_operators", "_sizes", "_size_of_shape", "_pads", "_parameter_table", "_owners")  # by GeneratedModule._define
 _strided = torch.strided
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
@@ -49,13 +53,20 @@ class GeneratedModule(nn.Module):
     ``build()`` does it later. The subclass creates the parameters that the manifest lists.
     """
 
+    _origin: "tuple[Package, type | None] | None" = None  # of a package's ModelNew and what is derived from it: its PACKAGE and its Model
+
     def __init_subclass__(cls, **kwargs: Any):
-        """Importing a package defines its operators, which a captured program needs before any model is constructed."""
+        """Importing a package defines its operators, which a captured program needs before any model is constructed.
+
+        The class keeps the package and the ``Model`` that its module has now: another import may put others in their place.
+        """
         super().__init_subclass__(**kwargs)
-        package = getattr(sys.modules.get(cls.__module__), "PACKAGE", None)
-        if isinstance(package, Package):
+        beside = getattr(vars(cls).get("__init__"), "__globals__", {})
+        package, reference = beside.get("PACKAGE"), beside.get("Model")
+        if cls._origin is None and isinstance(package, Package):
+            cls._origin = package, reference if isinstance(reference, type) and issubclass(reference, nn.Module) else None
             try:
-                _sizes_of(cls, package)
+                _sizes_of(package)
             except PackageError:
                 pass  # the constructor says so
 
@@ -69,21 +80,25 @@ class GeneratedModule(nn.Module):
         self._prepared = PreparedWeights()
         self._by_reference = False
         self._dtype = dtype_named(manifest.input.dtype)
-        self._parameter_table = tuple(
-            (*_split(entry.name), torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in manifest.parameters
-        )
-        groups = itertools.groupby(self._parameter_table, key=lambda entry: entry[0])
-        self._owners = tuple((path, tuple(entry[1:] for entry in group)) for path, group in groups)  # the same, by the module that holds them
         self._names = tuple(entry.name for entry in manifest.parameters)
         if torch.get_default_device().type != "meta":
             self.build()
 
     def _define(self, package: Package) -> None:
         """The sizes of the package, in ascending order, and their operators. ``_operators`` are those of the only one, or of the largest."""
-        self._sizes = _sizes_of(type(self), package)
+        self._sizes = _sizes_of(package)
         self._size_of_shape = {size.shape: size for size in self._sizes}
         self._operators = self._sizes[-1].operators
         self._pads = package.manifest.pad_batch
+        self._parameter_table = tuple(
+            (*_split(entry.name), torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in package.manifest.parameters
+        )
+        children = {child.path: child for child in _children_of(type(self), package)}
+        groups = itertools.groupby(self._parameter_table, key=lambda entry: entry[0])
+        owners = [(path, tuple(entry[1:] for entry in group), children.pop(path, None)) for path, group in groups]
+        owners += ((path, (), child) for path, child in children.items())
+        # The same by the module that holds them, then modules that hold none; of a child also what each call compares.
+        self._owners = tuple((*owner, *((None,) * 3 if owner[2] is None else owner[2].compared)) for owner in owners)
 
     def build(self, backward: bool = False) -> None:
         """Builds and loads the kernels that the devices visible now need; the constructor has done so already,
@@ -102,7 +117,7 @@ class GeneratedModule(nn.Module):
         targets without a generated backward, and nothing falls back to it unasked. Eager only: compilers see the operator.
         """
         if asked:
-            _reference_of(type(self), self._package)
+            _reference_for_gradients(type(self), self._package)
         self._by_reference = asked
         return self
 
@@ -119,7 +134,9 @@ class GeneratedModule(nn.Module):
             raise PreparationError(f"{manifest.name} was generated without prepared weights; run {manifest.regenerate} PREPACK=1, or set prepack: true in {manifest.spec}.")
         if _watched():
             raise PreparationError("prepare() launches kernels, and a mode, a transform or a trace is active; call it outside.")
-        device = self._gather()[0].device
+        if not self._loaded.programs:
+            self.build()
+        device = next(self.parameters()).device
         if device not in self._loaded.devices:
             raise PreparationError(
                 f"the parameters are on {device}, and {manifest.name} has no build for it here (built: {', '.join(self._loaded.built) or 'nothing'}); "
@@ -156,8 +173,13 @@ class GeneratedModule(nn.Module):
         if _is_compiling():
             return self._captured(x)
         plain = type(x) in _PLAIN
-        size = self._size_of_shape.get(x.shape) if plain else None
+        try:
+            size = self._size_of_shape.get(x.shape) if plain else None
+        except RuntimeError:  # a nested tensor
+            size = None
         if size is None or x.dtype is not self._dtype or x.layout is not _strided:
+            if isinstance(x, Proxy):
+                return self._symbolic(x)
             size = self._admit(x)
             if x.shape != size.shape:
                 return self.forward(_padded(x, size.batch))[: x.shape[0]].clone()
@@ -165,7 +187,9 @@ class GeneratedModule(nn.Module):
         device, loaded = x.device, self._loaded
         program = loaded.programs.get((size.batch, device))
         if program is None and plain and not self._is_meta(device):
-            raise self._no_program(x)
+            if loaded.programs:
+                raise self._no_program(x)
+            return self._build_late(x)
         direct = plain and program is not None and not (_dispatch_modes() or _function_modes() or _transforms()) and _tracing() is None
         parameters, addresses = self._collect(device, direct)
         if forward_ad._current_level >= 0:
@@ -174,11 +198,12 @@ class GeneratedModule(nn.Module):
             return self._through_operator(operators, x, parameters)
         if _grad_enabled() and (x.requires_grad or any(parameter.requires_grad for parameter in parameters)):
             if self._by_reference:
-                reference = _reference_of(type(self), self._package)
+                reference = _reference_for_gradients(type(self), self._package)
                 return ByReference.apply(reference, self._names, operators.forward, x, *parameters)
             return operators.forward(x, *parameters)
         address = x.data_ptr()
-        if address % ALIGNMENT or not x.is_contiguous() or x.is_neg():
+        if not address or address % ALIGNMENT or not x.is_contiguous() or x.is_neg():
+            self._refuse_not_dense("x", x)
             x = usable(x)
             address = x.data_ptr()
         tensors = parameters
@@ -194,12 +219,52 @@ class GeneratedModule(nn.Module):
 
     def _through_operator(self, operators: Operators, x: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
         """What a subclass, a mode or a trace has to see, or what asks about shapes alone."""
-        if not all(type(parameter) in _PLAIN for parameter in parameters):
-            self._refuse_sharded(parameters)
-        return operators.forward(x, *parameters)
+        special = [(name, parameter) for name, parameter in zip(self._names, parameters) if type(parameter) not in _PLAIN]
+        _refuse_sharded(special)
+        wrappers = [(name, tensor) for name, tensor in (("x", x), *special) if not isinstance(tensor, FakeTensor) and _dispatches(tensor)]
+        if not wrappers:
+            return operators.forward(x, *parameters)
+        try:
+            return operators.forward(x, *parameters)
+        except (NotImplementedError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
+            name, tensor = wrappers[0]
+            raise CallError(
+                f"{name} is a {type(tensor).__name__}, which does not know the operator {operators.name('forward')} "
+                f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); pass a plain dense tensor in its place."
+            ) from error
+
+    def _symbolic(self, x: Proxy) -> Proxy:
+        """The call of the operator that a symbolic trace writes down."""
+        manifest = self._package.manifest
+        if len(self._sizes) > 1 or self._pads:
+            raise CallError(
+                f"{manifest.name} chooses its kernels by the batch of x, which a symbolic trace does not know: trace with torch.export, "
+                f"make the model a leaf of the tracer (is_leaf_module), or set one batch in {manifest.spec} and run {manifest.regenerate}."
+            )
+        _refuse(self)
+        before = [(owner.__dict__, dict(owner.__dict__)) for owner in self.modules() if owner is not self and owner._forward_pre_hooks]
+        try:
+            return self._operators.forward(x, *self._gather())
+        finally:
+            for state, values in before:  # what the hooks set are the trace's own
+                state.clear()
+                state.update(values)
+
+    def _build_late(self, x: torch.Tensor) -> torch.Tensor:
+        """The forward of a model that was constructed under the meta device and has its parameters now."""
+        for path, entries, *_ in self._owners:
+            for name, shape, dtype in entries:
+                parameter = self.get_submodule(".".join(path))._parameters.get(name)
+                if parameter is not None and parameter.is_meta:
+                    raise wrong_tensor(self._package.manifest, ".".join((*path, name)), parameter, x.device, shape, dtype)
+        self.build()
+        return self.forward(x)
 
     def _captured(self, x: torch.Tensor) -> torch.Tensor:
         """The forward by statements that a compiler can follow. What fits no size is refused by an operator."""
+        fault = _fault_of(self)
+        if fault:
+            raise CallError(fault)
         parameters = self._gather()
         if len(self._sizes) > 1 or self._pads:
             rows = x.shape[0]
@@ -224,16 +289,24 @@ class GeneratedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_operators", "_sizes", "_size_of_shape"):  # definitions in the dispatcher cannot leave the process
+        for name in _DEFINED:  # definitions in the dispatcher cannot leave the process, and the rest follows from the class
             del state[name]
+        state["_meaning"] = self._package.meaning
         return state
 
     def __setstate__(self, state):
         """Unpickling constructs: what the pickle could not carry is loaded again from the class's own package."""
+        state = dict(state)
+        meaning = state.pop("_meaning", None)
         super().__setstate__(state)
-        own = getattr(sys.modules.get(type(self).__module__), "PACKAGE", None)
-        if isinstance(own, Package):
-            self._package = own  # the folder may lie elsewhere on this machine
+        if self._origin is not None:
+            self._package = self._origin[0]  # the folder may lie elsewhere on this machine
+        manifest = self._package.manifest
+        if meaning not in (None, self._package.meaning):
+            raise PackageError(
+                f"the pickled model is of another {manifest.name} than {self._package.path}, which was generated from another spec: unpickle it "
+                "where its own package is imported, or construct this one and load the other's state_dict."
+            )
         self._define(self._package)
         if not self._loaded.programs and torch.get_default_device().type != "meta":
             self.build()
@@ -243,16 +316,34 @@ class GeneratedModule(nn.Module):
     def _collect(self, device: torch.device, direct: bool = False) -> tuple[list[torch.Tensor], list[int] | None]:
         """The parameters in the manifest's order, each checked; for a ``direct`` launch also their addresses, None in place of these unless
         all are plain tensors that kernels can read as they lie."""
+        try:
+            return self._read(device, direct)
+        except (AttributeError, KeyError, RuntimeError, TypeError):
+            _refuse(self)  # what is known to have no shape, memory or module there
+            raise
+
+    def _read(self, device: torch.device, direct: bool) -> tuple[list[torch.Tensor], list[int] | None]:
         collected, addresses, together = [], [], 0
-        for path, entries in self._owners:
+        for path, entries, child, kind, pick, values in self._owners:
             owner = self
             for part in path:
                 owner = owner._modules[part]
-            held = owner._parameters
+            state = owner.__dict__
+            if kind is not None and (
+                type(owner) is not kind
+                or state["_forward_hooks"]
+                or state["_forward_pre_hooks"]
+                or state["_backward_hooks"]
+                or state["_backward_pre_hooks"]
+                or "forward" in state
+                or (pick is not None and pick(state) != values)
+            ):
+                self._settle(child, owner)
+            held = state["_parameters"]
             for name, shape, dtype in entries:
                 parameter = held.get(name)
                 if parameter is None:
-                    parameter = getattr(owner, name, None)  # a parametrization computes it
+                    parameter = getattr(owner, name, None)  # a parametrization or a pre-hook computes it
                 plain = type(parameter) in _PLAIN
                 if (
                     not (plain or isinstance(parameter, torch.Tensor))
@@ -260,34 +351,55 @@ class GeneratedModule(nn.Module):
                     or parameter.dtype is not dtype
                     or parameter.device != device
                 ):
-                    raise wrong_tensor(self._package.manifest, ".".join((*path, name)), parameter, device, shape, dtype)
+                    key = ".".join((*path, name))
+                    self._refuse_not_dense(key, parameter)
+                    raise wrong_tensor(self._package.manifest, key, parameter, device, shape, dtype)
                 collected.append(parameter)
-                if direct and plain and parameter.is_contiguous() and not parameter.is_neg():
-                    address = parameter.data_ptr()
-                    addresses.append(address)
-                    together |= address
+                if direct and plain:
+                    if parameter.is_contiguous() and not parameter.is_neg() and (address := parameter.data_ptr()):
+                        addresses.append(address)
+                        together |= address
+                    else:
+                        self._refuse_not_dense(".".join((*path, name)), parameter)
         return collected, addresses if direct and len(addresses) == len(collected) and not together % ALIGNMENT else None
 
-    def _gather(self) -> list[torch.Tensor]:
-        """The parameters in the manifest's order, by statements that a compiler can follow; the operator checks them."""
-        collected = []
-        for path, name, _, _ in self._parameter_table:
-            module = self
-            for part in path:
-                module = getattr(module, part)
-            collected.append(getattr(module, name))
-        return collected
+    @torch.compiler.disable
+    def _settle(self, child: Child, owner: nn.Module) -> None:
+        """Lets take effect what a child does that is more than holding parameters, or refuses it."""
+        manifest = self._package.manifest
+        try:
+            check_child(child, owner, manifest.name, manifest.regenerate)
+        except CallError:
+            _refuse_sharded([(".".join((*child.path, name)), tensor) for name, tensor in owner._parameters.items()])
+            raise
+        run_pre_hooks(owner)
 
-    def _refuse_sharded(self, parameters: list[torch.Tensor]) -> None:
-        """FSDP2 puts a module's parameters together when that module is called, and nobody calls those inside this one."""
-        distributed = sys.modules.get("torch.distributed.tensor")
-        sharded = distributed and [entry for entry in zip(self._parameter_table, parameters) if isinstance(entry[1], distributed.DTensor)]
-        if sharded:
-            (path, name, _, _), _ = sharded[0]
-            raise CallError(
-                f"{'.'.join((*path, name))} is a DTensor, and the kernels need it whole; shard this model as one, with "
-                "fully_shard(model), and none of the modules inside it."
-            )
+    @staticmethod
+    @torch.compiler.disable
+    def _refuse_not_dense(key: str, tensor: Any) -> None:
+        fault = not_dense(key, tensor) if isinstance(tensor, torch.Tensor) else None
+        if fault is not None:
+            raise fault
+
+    def _gather(self) -> list[torch.Tensor]:
+        """The parameters in the manifest's order, by statements that a compiler can follow; the operator checks them.
+
+        The numbers of children are compared for the compiler's guards: a change after the capture brings it back here.
+        """
+        collected = []
+        for path, entries, child, *_ in self._owners:
+            owner = self
+            for part in path:
+                owner = getattr(owner, part)
+            if child is not None:
+                for name, value in child.numbers:
+                    if getattr(owner, name) != value:
+                        raise CallError(_fault_of(self))
+                for hook in owner._forward_pre_hooks.values():
+                    hook(owner, ())
+            for name, _, _ in entries:
+                collected.append(getattr(owner, name))
+        return collected
 
     def _is_meta(self, device: torch.device) -> bool:
         """Is this a question about shapes, asked of a model that is on the meta device as a whole?"""
@@ -299,8 +411,7 @@ class GeneratedModule(nn.Module):
         wanted = expected(manifest, self._places())
         if not isinstance(x, torch.Tensor):
             raise CallError(f"{wanted}, got {type(x).__name__}; pass a torch.Tensor.")
-        if x.layout is not torch.strided:
-            raise CallError(f"{wanted}, got layout {x.layout}; pass x.to_dense().")
+        self._refuse_not_dense("x", x)
         fitting = (size for size in self._sizes if x.shape == size.shape)
         if self._pads:
             fitting = (size for size in self._sizes if x.dim() and x.shape[1:] == size.shape[1:] and x.shape[0] <= size.batch)
@@ -332,10 +443,8 @@ class GeneratedModule(nn.Module):
         )
 
 
-def _sizes_of(model_class: type, package: Package) -> tuple[_Size, ...]:
-    path = import_path(model_class, package)
-    inputs = [(size, size.manifest.input.shape) for size in package.sizes]
-    return tuple(_Size(size.manifest.batch, torch.Size(shape), operators_for(size, path)) for size, shape in inputs)
+def _sizes_of(package: Package) -> tuple[_Size, ...]:
+    return tuple(_Size(size.manifest.batch, torch.Size(size.manifest.input.shape), operators_for(size)) for size in package.sizes)
 
 
 def _padded(x: torch.Tensor, batch: int) -> torch.Tensor:
@@ -344,15 +453,73 @@ def _padded(x: torch.Tensor, batch: int) -> torch.Tensor:
 
 
 @functools.cache
-def _reference_of(model_class: type, package: Package) -> nn.Module:
-    """The package's ``Model`` without memory of its own, for functional calls."""
-    for base in reversed(model_class.__mro__[: model_class.__mro__.index(GeneratedModule)]):  # ModelNew before classes derived from it
-        beside = getattr(vars(base).get("__init__"), "__globals__", {})  # those of its module, which sys.modules need not hold any more
-        found = beside.get("Model")
-        if isinstance(found, type) and issubclass(found, nn.Module):
-            with torch.device("meta"):
-                return found(*(value for _, value in package.manifest.init_args))
-    raise GradientError(f"{package.manifest.name} has no Model beside its ModelNew to differentiate; generate the package again.")
+def _reference_of(model_class: type, package: Package) -> nn.Module | None:
+    """The package's ``Model`` without memory of its own, for functional calls; None where the package has none."""
+    reference = model_class._origin and model_class._origin[1]
+    if reference is None:
+        return None
+    with torch.device("meta"):
+        return reference(*(value for _, value in package.manifest.init_args))
+
+
+@functools.cache
+def _children_of(model_class: type, package: Package) -> tuple[Child, ...]:
+    reference = _reference_of(model_class, package)
+    return () if reference is None else children_of(reference)
+
+
+def _reference_for_gradients(model_class: type, package: Package) -> nn.Module:
+    reference = _reference_of(model_class, package)
+    if reference is None:
+        raise GradientError(f"{package.manifest.name} has no Model beside its ModelNew to differentiate; generate the package again.")
+    return reference
+
+
+@torch.compiler.assume_constant_result
+def _fault_of(model: GeneratedModule) -> str:
+    """What a forward cannot keep of the children and parameters of ``model``, as a sentence; empty where there is nothing.
+
+    A compiler runs it while it captures, as it cannot put such a sentence together itself. No hook is run, no parameter computed.
+    """
+    manifest = model._package.manifest
+    for path, entries, child, *_ in model._owners:
+        owner = model
+        for part in path:
+            owner = None if owner is None else owner._modules.get(part)
+        try:
+            if child is not None:
+                check_child(child, owner, manifest.name, manifest.regenerate)
+        except CallError as error:
+            return str(error)
+        for name, _, _ in entries if owner is not None else ():
+            parameter = owner._parameters.get(name)
+            fault = not_dense(".".join((*path, name)), parameter) if type(parameter) in _PLAIN else None
+            if fault is not None:
+                return str(fault)
+    return ""
+
+
+@torch.compiler.disable
+def _refuse(model: GeneratedModule) -> None:
+    fault = _fault_of(model)
+    if fault:
+        raise CallError(fault)
+
+
+def _refuse_sharded(tensors: list[tuple[str, Any]]) -> None:
+    """FSDP2 puts a module's parameters together when that module is called, and nobody calls those inside a generated one."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    for name, tensor in tensors if distributed else ():
+        if isinstance(tensor, distributed.DTensor):
+            raise CallError(
+                f"{name} is a DTensor, and the kernels need it whole; shard this model as one, with "
+                "fully_shard(model), and none of the modules inside it."
+            )
+
+
+def _dispatches(tensor: torch.Tensor) -> bool:
+    """Does the tensor's class run operators itself?"""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
 
 
 def _watched() -> bool:

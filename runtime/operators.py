@@ -1,6 +1,6 @@
 """The operators of a generated package in torch's dispatcher: what lets compilers, exporters and autograd see a model.
 
-For a package imported as ``generated.layer`` the namespace is ``generated__layer`` and holds
+A package has a namespace, named by it and by a digest of its content (``layer_3f2a...``), which holds
 
     forward          (x, parameters...) -> y
     forward_saving   (x, parameters...) -> (y, saved), where a gradient will be asked for
@@ -8,20 +8,19 @@ For a package imported as ``generated.layer`` the namespace is ``generated__laye
     produce          (x, weight, bias) -> saved, where a backward computes it again
     derive           (grad_saved, x, weight, wanted) -> (grad_x, grad_weight, grad_bias), there too; empty if not wanted
 
-Each has an overload named by the spec, so that a package which is generated again with other numbers and imported again
-does not change what programs captured before mean. Definitions last as long as the process.
+Each has an overload for each batch of the package. As the content names them, a package that is generated again, or another of
+the same name, changes nothing for models and captured programs of this one. Definitions last as long as the process.
 """
 
-import hashlib
 import re
-import sys
 import threading
 
 import torch
 
 from . import gradients, products
-from .checks import check_tensor, usable
-from .errors import PackageError, UnsupportedDeviceError
+from .checks import check_tensor, not_dense, usable
+from .errors import CallError, UnsupportedDeviceError
+from .flops import register_formulas
 from .launch import Program, dtype_named
 from .load import Loaded, backward_for, describe_targets, load, load_backward
 from .manifest import TensorSpec, gradient_of
@@ -29,9 +28,10 @@ from .package import Package
 
 TAGS = (torch.Tag.pt2_compliant_tag,)
 DEVICE_KEYS = ("CPU", "CUDA")
+FOREIGN_KEYS = ("MkldnnCPU", *(f"{kind}{device}" for kind in ("Sparse", "SparseCsr", "NestedTensor", "Quantized") for device in DEVICE_KEYS))
 
-_registered: dict[str, "Operators"] = {}  # by namespace and overload
-_schemas: dict[str, str] = {}  # of forward, by namespace
+_registered: dict[tuple[str, str], "Operators"] = {}  # by namespace and overload
+_namespaces: dict[tuple[str, str], str] = {}  # by name and content of a package
 _lock = threading.RLock()
 
 
@@ -41,10 +41,9 @@ class Operators:
     ``whole`` is the package in either case.
     """
 
-    def __init__(self, package: Package, path: str, overload: str):
+    def __init__(self, package: Package, namespace: str, overload: str):
         self.package = package
-        self.path = path
-        self.namespace = _namespace(path)
+        self.namespace = namespace
         self.overload = overload
         self.programs: dict[torch.device, Program] = {}
         self._backwards: dict[torch.device, object] = {}
@@ -72,7 +71,11 @@ class Operators:
             self.produce = self._define("produce", schema, self._run_produce, self._fake_produce)
             schema = "(Tensor grad_saved, Tensor x, Tensor weight, bool[] wanted) -> (Tensor, Tensor, Tensor)"
             self.derive = self._define("derive", schema, self._run_derive, self._fake_derive)
+        for key in FOREIGN_KEYS:
+            for name in ("forward", "forward_saving"):
+                self._library.impl(f"{name}.{overload}", self._refuse, key)
         gradients.register(self, self._library)
+        register_formulas(namespace, manifest, ["forward", "forward_saving", *self.parts_of_backward])
 
     @property
     def whole(self) -> Package:
@@ -98,6 +101,11 @@ class Operators:
             self._library.impl(f"{name}.{self.overload}", run, key)
         torch.library.register_fake(self.name(name), fake, lib=self._library)
         return getattr(getattr(getattr(torch.ops, self.namespace), name), self.overload)
+
+    def _refuse(self, x, *parameters):
+        """The implementation for tensors that are no dense arrays in memory."""
+        self._check_dense(x, parameters)
+        raise CallError(f"{self.package.manifest.name} takes dense tensors in memory, as x and as parameters, and was given another kind.")
 
     # ---- what the operators do ---------------------------------------------------------------------------------------
 
@@ -132,6 +140,7 @@ class Operators:
         return self.package.manifest.precision == "fp32"
 
     def _fake(self, x, *parameters):
+        self._check_dense(x, parameters)
         self._check(x, parameters)
         output = self.package.manifest.output
         return torch.empty(output.shape, dtype=dtype_named(output.dtype), device=x.device)
@@ -151,6 +160,13 @@ class Operators:
     def _fake_derive(self, grad_saved, x, weight, wanted):
         shapes = (x.shape, weight.shape, grad_saved.shape[1:2])
         return tuple(grad_saved.new_empty(shape if asked else 0) for shape, asked in zip(shapes, wanted))
+
+    def _check_dense(self, x, parameters) -> None:
+        manifest = self.package.manifest
+        for spec, tensor in zip((manifest.input, *manifest.parameters), (x, *parameters)):
+            fault = not_dense(spec.name, tensor)
+            if fault is not None:
+                raise fault
 
     def _check(self, x, parameters) -> None:
         manifest = self.package.manifest
@@ -189,57 +205,35 @@ class Operators:
         return self._backwards[device]
 
 
-def operators_for(package: Package, path: str) -> Operators:
-    """The operators of the package that was imported as ``path``, defined at the first call.
-
-    Raises PackageError where another package was imported under the same path in this process with other parameters.
-    """
-    schema = _schema([package.manifest.input, *package.manifest.parameters])
-    overload = _digest(package)
+def operators_for(package: Package) -> Operators:
+    """The operators of a package for one batch, or of one size of a package for several, defined at the first call."""
+    whole = getattr(package, "whole", package)
+    overload = f"batch_{package.manifest.batch}"
     with _lock:
-        namespace = _namespace(path)
-        present = _schemas.setdefault(namespace, schema)
-        if present != schema:
-            raise PackageError(
-                f"{path} was imported before in this process with the operator forward{present}, and {package.path} would define "
-                f"forward{schema}; start a new process, or import this package under another name."
-            )
-        name = f"{namespace}.{overload}"
-        if name not in _registered:
-            _registered[name] = Operators(package, path, overload)
-        _registered[name].package = package  # the folder may lie elsewhere now
-        return _registered[name]
+        namespace = _namespace(whole)
+        found = _registered.get((namespace, overload))
+        if found is None:
+            found = _registered[namespace, overload] = Operators(package, namespace, overload)
+        found.package = package  # of the same content; its folder may lie elsewhere now
+        return found
 
 
-def import_path(module_class: type, package: Package) -> str:
-    """The path under which the package of a ``ModelNew`` was imported: that of the module that opened it, less ``.model``.
-
-    Classes derived from ``ModelNew`` share its operators.
-    """
-    for base in reversed(module_class.__mro__):
-        if getattr(sys.modules.get(base.__module__), "PACKAGE", None) == package:
-            return base.__module__.removesuffix(".model")
-    return module_class.__module__.removesuffix(".model")
+def _namespace(package: Package) -> str:
+    """The namespace of a package: its name and its content."""
+    key = package.manifest.name, package.content
+    if key not in _namespaces:
+        stem = namespace = f"{key[0]}_{key[1][:16]}"
+        number = 1
+        while torch._C._dispatch_has_kernel(f"{namespace}::forward.batch_{package.sizes[0].manifest.batch}"):
+            number += 1  # another copy of this runtime, as each wheel has one, defined the same package
+            namespace = f"{stem}_{number}"
+        _namespaces[key] = namespace
+    return _namespaces[key]
 
 
 def _one_or_all(tensors: tuple) -> torch.Tensor | tuple:
     """What an operator with that many results returns."""
     return tensors[0] if len(tensors) == 1 else tensors
-
-
-def _namespace(path: str) -> str:
-    return re.sub(r"\W", "_", path.replace(".", "__"))
-
-
-def _digest(package: Package) -> str:
-    """What tells the meaning of two packages apart: the resolved spec, or the manifest's part of it where there is no spec."""
-    manifest = package.manifest
-    parts = (manifest.precision, manifest.init_args, manifest.input, manifest.output, manifest.parameters, sorted(manifest.backward))
-    try:
-        text = (package.path / "spec.yaml").read_bytes()
-    except OSError:
-        text = b""
-    return "s" + hashlib.sha256(repr(parts).encode() + text).hexdigest()[:12]
 
 
 def _schema(tensors: list[TensorSpec]) -> str:

@@ -1,5 +1,6 @@
 """A generated package: a folder with ``manifest.json`` and the sources that it names."""
 
+import hashlib
 import json
 import re
 import shlex
@@ -7,21 +8,25 @@ from functools import cached_property
 from pathlib import Path
 
 from .errors import PackageError
+from .files import read_json
 from .manifest import MANIFEST_FORMAT, RANGE_FORMAT, TARGETS, Manifest, TargetManifest, read_manifest
 from .prebuilt import Prebuilt, read_prebuilt
 
+_EXPLANATION = ("plan", "spec", "regenerate", "skipped")  # of a manifest: says where it comes from, changes nothing that is computed
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 
 class Package:
     """A folder that the generator wrote. Creating one costs nothing; the manifest is read at first use.
 
+    What was read stays as it was read: generating the folder again makes another package of it, which another ``Package`` reads.
     Two packages compare equal when they name the same folder. Raises PackageError at first use where the folder or
     its manifest is missing, or not what this runtime reads.
     """
 
     def __init__(self, path):
         self.path = Path(path)
+        self._texts: dict[str, bytes] = {}  # of the files that were read, by name
 
     def __repr__(self):
         return f"Package({str(self.path)!r})"
@@ -39,11 +44,11 @@ class Package:
         return self
 
     @cached_property
-    def manifest(self) -> Manifest:
-        """The validated manifest."""
+    def _data(self) -> dict:
+        """The manifest as it lies in the folder."""
         path = self.path / "manifest.json"
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
         except FileNotFoundError:
             raise PackageError(
                 f"{self.path} is not a generated package: it has no manifest.json; generate it with make generate SPEC=..."
@@ -56,8 +61,14 @@ class Package:
                 f"{path} has format {found!r} and this runtime reads formats {MANIFEST_FORMAT} and {RANGE_FORMAT}; "
                 "generate the package again with the generator that belongs to this runtime."
             )
+        return data
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The validated manifest."""
+        path = self.path / "manifest.json"
         try:
-            return read_manifest(self._with_a_command_that_runs(data))
+            return read_manifest(self._with_a_command_that_runs(self._data))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise PackageError(f"{path} is not a valid manifest: {what}; generate the package again.") from error
@@ -104,25 +115,63 @@ class Package:
         what = "make it again" if self.prebuilt is None else "make a wheel that has it"
         return f'{what}: {manifest.regenerate} TARGETS="{" ".join([*manifest.targets, target])}"'
 
+    @cached_property
+    def content(self) -> str:
+        """A digest of all that a model of the package runs: the manifest without its explanation, and the sources, or of a wheel the libraries.
+
+        Reading it reads every source, so that a folder which is generated again later changes nothing for this package.
+        """
+        sizes = [_without_explanation(size) for size in self._data.get("sizes", ())]
+        digest = hashlib.sha256(json.dumps([{**_without_explanation(self._data), "sizes": sizes}], sort_keys=True).encode())
+        if self.prebuilt is not None:
+            digest.update(json.dumps(self.prebuilt.index, sort_keys=True).encode())
+            return digest.hexdigest()
+        libraries = [*self.manifest.targets.values(), *(entry.target for entry in self.manifest.backward.values())]
+        names = sorted({name for target in libraries for name in self._reached(target)})
+        for name in names:
+            digest.update(f"{name} {hashlib.sha256(self._text(name) or b'').hexdigest()}".encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def meaning(self) -> str:
+        """A digest of what the package computes, whoever generated it and for whichever targets: the spec, and the tensors of a call."""
+        manifest = self.manifest
+        parts = (manifest.precision, manifest.init_args, manifest.input, manifest.output, manifest.parameters, manifest.batches)
+        return hashlib.sha256(repr(parts).encode() + (self._text("spec.yaml") or b"")).hexdigest()
+
     def read_sources(self, target: TargetManifest) -> dict[str, bytes]:
         """The bytes of a target's sources, and of every file of the package that they include, by file name."""
-        texts: dict[str, bytes] = {}
+        names = self._reached(target)
+        for name in names:
+            if self._text(name) is None:
+                why = "there is no such file" if not (self.path / name).exists() else "no permission, or a fault of the disk"
+                raise PackageError(f"{self.path / name} cannot be read ({why}); run {self.manifest.regenerate}.")
+        return {name: self._texts[name] for name in names}
+
+    def _reached(self, target: TargetManifest) -> list[str]:
+        """The names of a target's sources and of what they include from the package."""
+        found: list[str] = []
         wanted = list(target.sources)
         while wanted:
             name = wanted.pop(0)
-            if name in texts:
-                continue
+            if name not in found:
+                found.append(name)
+                included = (match.decode("utf-8", "replace") for match in _INCLUDE.findall(self._text(name) or b""))
+                wanted += [name for name in included if "/" not in name and self._text(name) is not None]
+        return found
+
+    def _text(self, name: str) -> bytes | None:
+        """The bytes of a file of the package as they were when they were first asked for; None where it cannot be read."""
+        if name not in self._texts:
             try:
-                texts[name] = (self.path / name).read_bytes()
-            except OSError as error:
-                raise PackageError(
-                    f"{self.path / name} cannot be read ({error.strerror}); run {self.manifest.regenerate}."
-                ) from error
-            for match in _INCLUDE.findall(texts[name]):
-                included = match.decode("utf-8", "replace")
-                if "/" not in included and (self.path / included).is_file():
-                    wanted.append(included)
-        return texts
+                self._texts[name] = (self.path / name).read_bytes()
+            except OSError:
+                return None
+        return self._texts[name]
+
+
+def _without_explanation(data: dict) -> dict:
+    return {key: value for key, value in data.items() if key not in _EXPLANATION}
 
 
 class SizeOfPackage(Package):
@@ -132,6 +181,7 @@ class SizeOfPackage(Package):
         super().__init__(whole.path)
         self.whole = whole
         self.manifest = manifest
+        self._texts = whole._texts
 
     def __eq__(self, other):
         return isinstance(other, SizeOfPackage) and (self.whole, self.manifest.batch) == (other.whole, other.manifest.batch)

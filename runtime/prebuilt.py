@@ -7,7 +7,6 @@ The digests find damage and mixed-up files; who can rewrite a library can rewrit
 
 import ctypes
 import hashlib
-import json
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from .devices import Capability, driver_version
 from .errors import PackageError, UnsupportedDeviceError
+from .files import can_be_loaded, cause_of, read_json
 from .processor import ABILITIES
 
 INDEX = "prebuilt.json"
@@ -69,7 +69,7 @@ def read_prebuilt(folder: Path) -> Prebuilt | None:
     """
     path = folder / INDEX
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
+        index = read_json(path)
         found = index["format"]
         if found != INDEX_FORMAT:
             raise PackageError(f"{path} has format {found!r} and this runtime reads format {INDEX_FORMAT}; {_AGAIN}")
@@ -89,6 +89,11 @@ def open_library(path: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
+        if not can_be_loaded(path):
+            raise PackageError(
+                f"{path} cannot be loaded: its file system is mounted noexec, or a security policy forbids it; install the wheel "
+                "(or put the cache) where libraries may be loaded from."
+            ) from error
         raise PackageError(
             f"{path} cannot be loaded: {error}. A wheel runs where the C library is at least as new as on the machine that "
             "made it: make the wheel on an older system."
@@ -156,4 +161,4 @@ def _digest_of(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise PackageError(f"{path} cannot be read ({error.strerror}); {_AGAIN}") from error
+        raise PackageError(f"{path} cannot be read: {cause_of(error)}; {_AGAIN}") from error

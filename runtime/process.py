@@ -3,9 +3,15 @@
 import os
 import signal
 import subprocess
+import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Callable, Mapping, Sequence
+
+from .supervisor import NOT_STARTED
+
+SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
 
 
 @dataclass(frozen=True)
@@ -28,11 +34,16 @@ def run_program(
     ``env`` adds to the environment; ``on_line`` is called with each line as it is printed. Raises OSError where the
     program cannot be started. A status below zero is the signal that ended it. After ``limit_s`` seconds the program is
     killed and TimeoutError raised.
+
+    The program gets a session of its own. Without a limit a supervisor ends all of the session as soon as this process
+    has ended, by whatever signal, or gives up.
     """
+    command = [str(argument) for argument in argv]
+    supervised = limit_s is None and bool(sys.executable)
     environment = {**os.environ, "LC_ALL": "C", **(env or {})}
     lines = []
     with subprocess.Popen(
-        [str(argument) for argument in argv],
+        [sys.executable, "-I", "-S", SUPERVISOR, str(os.getpid()), *command] if supervised else command,
         cwd=cwd,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -41,7 +52,7 @@ def run_program(
         text=True,
         encoding="utf-8",
         errors="replace",
-        start_new_session=limit_s is not None,  # so that what the program has started can be killed with it
+        start_new_session=True,
     ) as process:
         overdue = threading.Event()
         watch = threading.Timer(limit_s or 0, lambda: (overdue.set(), os.killpg(process.pid, signal.SIGKILL)))
@@ -49,11 +60,15 @@ def run_program(
             watch.start()
         try:
             for line in process.stdout:
+                if supervised and line.startswith(NOT_STARTED):
+                    number = int(line.removeprefix(NOT_STARTED))
+                    raise OSError(number, os.strerror(number), command[0])
                 lines.append(line)
                 if on_line is not None:
                     on_line(line)
         except BaseException:
-            process.terminate()  # ninja passes this on to the compilers it started
+            process.terminate() if supervised else os.killpg(process.pid, signal.SIGKILL)
+            process.wait()  # a supervisor takes two grace periods at most
             raise
         finally:
             watch.cancel()

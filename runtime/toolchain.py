@@ -5,6 +5,7 @@ version needed. A compiler's identity is what it prints as its version, never wh
 so a moved toolkit or another order of PATH is the same compiler.
 """
 
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -17,6 +18,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from .commands import Command, find_program, first_named, split_command, split_host_option
 from .errors import ToolchainError
 from .process import run_program
 from .processor import PROCESSOR
@@ -37,17 +39,30 @@ NVCC_WHEELS = {
 NEWEST_CAPABILITY_OF_MIN_NVCC = (9, 0)
 
 NVCC_ENVIRONMENT = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+HOST_VARIABLES = ("CUDAHOSTCXX", "NVCC_CCBIN", "CXX")
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A program that was found: where, its version, what it said it is, and how it was found."""
+    """A program that was found: where, its version, what it said it is, and how it was found.
+
+    A compiler's ``launcher`` is called in front of it; its ``flags`` are part of the command that names it, as were the
+    launchers ``left_out``.
+    """
 
     name: str
     path: str
     version: tuple[int, ...]
     identity: str
     origin: str
+    launcher: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """The assignments among the launcher's words, as in ``env CPATH=include g++``: they decide what is built."""
+        return tuple(word for word in self.launcher if "=" in word)
 
     @property
     def version_text(self) -> str:
@@ -74,27 +89,42 @@ def toolchain(cuda: bool) -> Toolchain:
     if not cuda:
         return Toolchain(find_gxx(), find_ninja())
     nvcc = find_nvcc()
-    return Toolchain(find_gxx(), find_ninja(), nvcc, _link_directories(nvcc.path))
+    return Toolchain(find_host_compiler(), find_ninja(), nvcc, _link_directories(nvcc.path))
 
 
 # ---- what the compilers are told ------------------------------------------------------------------------------------
 
 
-def compile_flags(cuda: bool, flags: tuple[str, ...], arch: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """Flags that turn one source into an object for a shared library; free of paths, so they can be part of a key."""
-    return flags + arch + (("-Xcompiler", "-fPIC") if cuda else ("-fPIC",))
+def compile_flags(tools: Toolchain, cuda: bool, flags: tuple[str, ...], arch: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Flags that turn one source into an object for a shared library: first those that the environment's commands name.
+
+    But for these they are free of paths, so they can be part of a key.
+    """
+    return _named_flags(tools, cuda) + flags + arch + (("-Xcompiler", "-fPIC") if cuda else ("-fPIC",))
 
 
-def inherited_flags(cuda: bool) -> tuple[str, ...]:
-    """Flags that nvcc takes from the environment by itself: part of the key, not of the command."""
-    return tuple(os.environ.get(name, "") for name in NVCC_ENVIRONMENT) if cuda else ()
+def _named_flags(tools: Toolchain, cuda: bool) -> tuple[str, ...]:
+    if not cuda:
+        return tools.gxx.flags
+    return tools.nvcc.flags + tuple(word for flag in tools.gxx.flags for word in ("-Xcompiler", flag.replace(",", "\\,")))
+
+
+def inherited_flags(tools: Toolchain, cuda: bool) -> tuple[str, ...]:
+    """What steers the compilers beside their flags: part of the key, not of the command."""
+    of_nvcc = tuple(os.environ.get(name, "") for name in NVCC_ENVIRONMENT) if cuda else ()
+    return of_nvcc + tools.gxx.settings * (not cuda) + (tools.nvcc.settings if cuda else ())
 
 
 def compile_command(tools: Toolchain, cuda: bool, flags: tuple[str, ...]) -> list[str]:
     """The command, but for ``-c source -o object``, with ``flags`` from compile_flags."""
+    return [*_compiler(tools, cuda), *flags]
+
+
+def _compiler(tools: Toolchain, cuda: bool) -> list[str]:
+    """The compiler behind its launchers. nvcc takes the host compiler as one path, so its launchers are left out there."""
     if not cuda:
-        return [tools.gxx.path, *flags]
-    return [tools.nvcc.path, "-ccbin", tools.gxx.path, *flags]
+        return [*tools.gxx.launcher, tools.gxx.path]
+    return [*tools.nvcc.launcher, tools.nvcc.path, "-ccbin", tools.gxx.path]
 
 
 def portable_flags(flags: tuple[str, ...]) -> tuple[str, ...]:
@@ -109,15 +139,16 @@ def link_command(tools: Toolchain, cuda: bool, flags: tuple[str, ...], portable:
     runtime, and the library then depends on no particular libcudart. A ``portable`` C++ library names no OpenMP library
     either: it takes the one that torch has loaded, under whatever name. Portable libraries carry no symbols but the launchers'.
     """
+    named = _named_flags(tools, cuda)
+    compiler = [*_compiler(tools, cuda), *(portable_flags(named) if portable else named)]
     if portable and not cuda:
-        return [tools.gxx.path, "-shared", "-s", "-Wl,-Bsymbolic", "-Wl,--as-needed"]
+        return [*compiler, "-shared", "-s", "-Wl,-Bsymbolic", "-Wl,--as-needed"]
     if not cuda:
-        return [tools.gxx.path, "-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", *(f for f in flags if f == "-fopenmp")]
+        return [*compiler, "-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs", *(f for f in flags if f == "-fopenmp")]
     directories = [f"-L{directory}" for directory in tools.link_directories]
     arch = [flag for flag in flags if flag.startswith("-gencode")]
     stripped = ["-Xlinker", "-s"] if portable else []
-    return [tools.nvcc.path, "-ccbin", tools.gxx.path, "-shared", "--cudart=static", "-Xlinker", "-Bsymbolic",
-            *stripped, *arch, *directories]  # fmt: skip
+    return [*compiler, "-shared", "--cudart=static", "-Xlinker", "-Bsymbolic", *stripped, *arch, *directories]
 
 
 def arch_flags(arch: str, least: tuple[int, int], capability: tuple[int, int] | None) -> tuple[str, ...]:
@@ -151,38 +182,55 @@ def _number(capability: tuple[int, int]) -> str:
 
 
 def find_nvcc() -> Tool:
-    """nvcc from CUDA_HOME, else PATH, else the Python packages of NVCC_WHEELS."""
-    path, origin = _locate_nvcc()
-    tool = _probe_nvcc(path, origin)
+    """nvcc: what NVCC names, else from CUDA_HOME, PATH, or the Python packages of NVCC_WHEELS, in this order."""
+    command, origin = _locate_nvcc()
+    tool = _with_command(_probe_nvcc(command.asked_through, command.path, origin), command)
     _check_version(tool, MIN_NVCC, "install a newer CUDA toolkit, or set CUDA_HOME to one that is installed")
-    return tool
+    return dataclasses.replace(tool, flags=split_host_option(tool.flags)[0])
 
 
 def find_gxx() -> Tool:
-    """The host compiler: what CXX names (without a launcher before it, as in ``ccache g++``), else g++ on PATH."""
-    words = shlex.split(os.environ.get("CXX", ""))
-    named = words[-1] if words else ""
-    path = shutil.which(named or "g++")
-    if path is None:
-        where = f"CXX names {named!r}, which was not found" if named else "g++ was not found on PATH"
-        raise ToolchainError(
-            f"{where}; g++ {_dotted(MIN_GXX)} or later is needed to build generated code: "
-            "install it (on Debian or Ubuntu: apt-get install g++) or set CXX to the compiler."
-        )
-    tool = _probe_gxx(path, "CXX" if named else "PATH")
-    _check_version(tool, MIN_GXX, "install a newer g++, or set CXX to one that is installed")
+    """The compiler of C++ sources: what CXX names, else g++ on PATH."""
+    return _find_gxx(*first_named(("CXX",), os.environ))
+
+
+def find_host_compiler() -> Tool:
+    """The compiler that nvcc calls for host code: that of ``-ccbin`` in NVCC, else what one of HOST_VARIABLES names, else g++ on PATH."""
+    host = split_host_option(_locate_nvcc()[0].flags)[1]
+    variable, text = ("NVCC's -ccbin", host) if host else first_named(HOST_VARIABLES, os.environ)
+    if variable in ("NVCC's -ccbin", "NVCC_CCBIN"):  # nvcc takes one path there, of the compiler or of its folder
+        text = shlex.quote(os.path.join(text, "g++") if os.path.isdir(text) else text)
+    return _find_gxx(variable, text)
+
+
+def _find_gxx(variable: str, text: str) -> Tool:
+    command = split_command(variable, text)
+    if command is None:
+        path = find_program("g++")
+        if path is None:
+            raise ToolchainError(
+                f"g++ was not found on PATH; g++ {_dotted(MIN_GXX)} or later is needed to build generated code: "
+                "install it (on Debian or Ubuntu: apt-get install g++) or set CXX to the compiler."
+            )
+        command = Command(path)
+    tool = _with_command(_probe_gxx(command.asked_through, command.path, variable or "PATH"), command)
+    _check_version(tool, MIN_GXX, f"install a newer g++, or set {variable or 'CXX'} to one that is installed")
     return tool
+
+
+def _with_command(tool: Tool, command: Command) -> Tool:
+    return dataclasses.replace(tool, launcher=command.launcher, flags=command.flags, left_out=command.left_out)
 
 
 def find_ninja() -> Tool:
     """ninja from PATH, else beside the running Python, else from the Python package ``ninja``."""
-    path, origin = shutil.which("ninja"), "PATH"
+    path, origin = find_program("ninja"), "PATH"
     if path is None:
-        path, origin = shutil.which("ninja", path=str(Path(sys.executable).parent)), "beside Python"
+        path, origin = find_program("ninja", str(Path(sys.executable).parent)), "beside Python"
     if path is None and importlib.util.find_spec("ninja") is not None:
         import ninja
 
-        path, origin = shutil.which("ninja", path=ninja.BIN_DIR), "Python package"
+        path, origin = find_program("ninja", ninja.BIN_DIR), "Python package"
     if path is None:
         raise ToolchainError(
             f"ninja was not found on PATH nor as a Python package; ninja {_dotted(MIN_NINJA)} or later is needed "
@@ -206,7 +254,10 @@ def find_cuobjdump() -> Tool:
     return Tool("cuobjdump", path, _numbers(match[1]) if match else (), "", "PATH")
 
 
-def _locate_nvcc() -> tuple[str, str]:
+def _locate_nvcc() -> tuple[Command, str]:
+    named = split_command("NVCC", os.environ.get("NVCC", ""))
+    if named is not None:
+        return named, "NVCC"
     home = os.environ.get("CUDA_HOME", "").strip()
     if home:
         if ":" in home:
@@ -220,13 +271,13 @@ def _locate_nvcc() -> tuple[str, str]:
                 f"CUDA_HOME is {home!r}, but {nvcc} is not a program that can be run; nvcc {_dotted(MIN_NVCC)} or "
                 "later is needed: point CUDA_HOME at a CUDA toolkit, or unset it to search PATH and the Python packages."
             )
-        return str(nvcc), "CUDA_HOME"
-    on_path = shutil.which("nvcc")
+        return Command(os.path.abspath(nvcc)), "CUDA_HOME"
+    on_path = find_program("nvcc")
     if on_path is not None:
-        return on_path, "PATH"
+        return Command(on_path), "PATH"
     for prefix in _wheel_prefixes():
         _check_wheels(prefix)
-        return str(prefix / "bin" / "nvcc"), "Python packages"
+        return Command(str(prefix / "bin" / "nvcc")), "Python packages"
     raise ToolchainError(
         "nvcc was not found: CUDA_HOME is not set, PATH has none, and the Python packages have none; "
         f"nvcc {_dotted(MIN_NVCC)} or later is needed to build CUDA targets: install a CUDA toolkit, or "
@@ -270,8 +321,8 @@ def _check_wheels(prefix: Path) -> None:
 
 
 @functools.lru_cache(maxsize=None)
-def _probe_nvcc(path: str, origin: str) -> Tool:
-    text = _version_output("nvcc", path)
+def _probe_nvcc(launcher: tuple[str, ...], path: str, origin: str) -> Tool:
+    text = _version_output("nvcc", path, launcher=launcher)
     match = re.search(r"release (\d+)\.(\d+), V(\d+(?:\.\d+)*)", text)
     if match is None:
         raise ToolchainError(f"{path} --version printed no CUDA release, so it is not a working nvcc: {text.strip()!r}")
@@ -298,15 +349,16 @@ def _check_nvcc_is_whole(path: str) -> None:
 
 
 @functools.lru_cache(maxsize=None)
-def _probe_gxx(path: str, origin: str) -> Tool:
-    text = _version_output("g++", path)
-    number = re.search(r"^\d+(\.\d+)*$", _version_output("g++", path, "-dumpfullversion"), re.MULTILINE)
+def _probe_gxx(launcher: tuple[str, ...], path: str, origin: str) -> Tool:
+    ask = functools.partial(_version_output, "g++", path, launcher=launcher)
+    text = ask()
+    number = re.search(r"^\d+(\.\d+)*$", ask("-dumpfullversion"), re.MULTILINE)
     if "clang" in text or number is None:
         raise ToolchainError(
             f"{path} is not g++ (it says {text.splitlines()[0] if text else 'nothing'!r}); "
             f"g++ {_dotted(MIN_GXX)} or later is needed: set CXX to a g++."
         )
-    machine = _version_output("g++", path, "-dumpmachine").strip()
+    machine = ask("-dumpmachine").strip()
     first, _, rest = text.partition("\n")
     name_free = first.partition(" ")[2]  # the first word is how the program was called
     return Tool("g++", path, _numbers(number[0]), _digest("g++", machine, name_free, rest), origin)
@@ -342,9 +394,9 @@ def _link_directories(nvcc: str) -> tuple[str, ...]:
     return (str(folder),) if folder is not None and (folder / "libcudart_static.a").is_file() else ()
 
 
-def _version_output(name: str, path: str, option: str = "--version") -> str:
+def _version_output(name: str, path: str, option: str = "--version", launcher: tuple[str, ...] = ()) -> str:
     try:
-        finished = run_program([path, option], limit_s=PROBE_SECONDS)
+        finished = run_program([*launcher, path, option], limit_s=PROBE_SECONDS)
     except TimeoutError as error:
         raise ToolchainError(f"{error}, although it was only asked for its version ({option}); reinstall {name}.") from error
     except OSError as error:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from .build import Build, ensure_built, plan_build
 from .errors import PackageError, ToolchainError
+from .files import cause_of, remedy_for
 from .manifest import TargetManifest
 from .package import Package
 from .prebuilt import FOLDER, INDEX, INDEX_FORMAT
@@ -41,7 +42,7 @@ TAG = "py3-none-linux_x86_64"
 RUNTIME = "_runtime"
 
 # Modules of this package that build, and that a wheel therefore leaves out.
-BUILDER = frozenset("__main__ build cache diagnostics doctor kernel_report process resources toolchain wheel".split())
+BUILDER = frozenset("build cache cli commands diagnostics doctor folders kernel_report process resources supervisor toolchain wheel".split())
 MIN_GXX_FOR_PROCESSOR = (11,)  # the first that knows -march=x86-64-v3
 
 _VERSION = re.compile(r"(\d+!)?\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?")
@@ -259,9 +260,10 @@ def _record(files: dict[str, bytes], own_name: str) -> bytes:
 
 def _write(files: dict[str, bytes], path: Path) -> Path:
     """The zip file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    temporary = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
         with os.fdopen(descriptor, "wb") as stream, zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, content in files.items():
                 member = zipfile.ZipInfo(name, _EPOCH)
@@ -271,8 +273,14 @@ def _write(files: dict[str, bytes], path: Path) -> Path:
                 archive.writestr(member, content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            remedy = remedy_for(error)
+            raise PackageError(
+                f"the wheel cannot be written to {path.parent}: {cause_of(error)}; {f'{remedy}, or ' if remedy else ''}name another folder (--out)."
+            ) from error
         raise
     return path
 

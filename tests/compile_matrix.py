@@ -24,12 +24,14 @@ from codegen.spec import load_spec, shipped
 from codegen.targets import TARGETS
 from runtime.errors import BuildError
 from runtime.kernel_report import compile_report
+from tests import tiers
 
 ARCHS = {"sm_80": "sm_80", "sm_90a": "sm_90a"}
 
 
 def faults(plan: Plan, kernel: Kernel, folder: Path) -> list[str]:
-    """What is wrong with one emitted source, as sentences; empty when nothing is."""
+    """Sentences about the faults of one emitted source; none where there are none."""
+    tiers.claim("nvcc")
     source = folder / kernel.file(plan.target)
     source.write_text(render_kernel(plan, kernel), encoding="utf-8")
     label = f"{plan.spec.package} {source.name} ({plan.device.name})"

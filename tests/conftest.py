@@ -1,11 +1,30 @@
-"""Shared by all tests: GPU tests run only where as many GPUs are visible as they need."""
+"""Shared by all tests: tiers, hypothesis profiles, the compiler that keeps what it made. GPU tests run only where as many GPUs are visible as they need."""
+
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+from tests import compiler, tiers
+
+TOP = Path(__file__).parents[1]
 NEEDED = {"gpu": (1, "needs a CUDA GPU"), "two_gpus": (2, "needs two CUDA GPUs")}  # by marker
+
+# A property test sets no number of examples of its own: `make test` takes few, `make test-all` runs the same tests again with many.
+settings.register_profile("dev", max_examples=25, deadline=None)
+settings.register_profile("ci", max_examples=200, deadline=None)
+settings.load_profile("dev")
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):  # workers have the environment of this process
+        compiler.set_up(TOP / "build" / "tests")
 
 
 def pytest_collection_modifyitems(items):
+    found = [text for item in items for text in tiers.complaints(item)]
+    if found:
+        raise pytest.UsageError("\n".join(found))
     if not any(marker in item.keywords for marker in NEEDED for item in items):
         return
     import torch
@@ -15,3 +34,12 @@ def pytest_collection_modifyitems(items):
             for item in items:
                 if marker in item.keywords:
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    tiers.running(item)
+    try:
+        return (yield)
+    finally:
+        tiers.running(None)

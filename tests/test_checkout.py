@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOP = Path(__file__).parents[1]
 NAME = "gemm_groupnorm_hardtanh_small"
 
@@ -21,10 +23,11 @@ model(x).sum().backward()
 """
 
 
+@pytest.mark.slow
 def test_a_checkout_in_a_folder_with_spaces_and_commas(tmp_path):
     checkout = tmp_path / "my work, v2 (arch)"
-    for name in ("codegen", "runtime", ".ci"):
-        shutil.copytree(TOP / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("bench", "codegen", "fixed_shape_kernels", "runtime", ".ci"):
+        shutil.copytree(TOP / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(TOP / name, checkout)
     cache = checkout / "the cache"
@@ -36,7 +39,7 @@ def test_a_checkout_in_a_folder_with_spaces_and_commas(tmp_path):
         return done.stdout
 
     run("make", "generate", f"SPEC=specs/{NAME}.yaml")
-    run(sys.executable, "-m", "runtime", "build", f"generated/{NAME}", "--targets", "sm_80", "--capability", "8.6")
+    run(sys.executable, "-m", "fixed_shape_kernels", "build", f"generated/{NAME}", "--target", "sm_80", "--capability", "8.6")
     run(sys.executable, "-c", RUN)
     assert len(list((cache / "v1" / "entries").glob("*/library.so"))) == 4  # sm_80 and cpu, forward and backward
     assert not list((cache / "v1").glob("failed/*"))

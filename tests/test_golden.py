@@ -1,8 +1,11 @@
 """What the generator emits is what tests/golden.json records: a change of one byte, or of one explanation, is made on purpose or not at all."""
 
+import pytest
+
 from tests.golden import DIGITS, Case, cases, difference, hashed, recorded
 
 
+@pytest.mark.slow
 def test_everything_emitted_and_explained_is_as_recorded():
     known = recorded()
     names, different = set(), []

@@ -8,7 +8,7 @@ TOP = Path(__file__).parents[1]
 
 def test_the_kernel_excerpt_is_the_emitted_text():
     excerpt = re.search(r"```cuda\n(.*?)```", (TOP / "README.md").read_text(encoding="utf-8"), re.DOTALL).group(1)
-    source = (TOP / "generated" / "gemm_groupnorm_hardtanh_fp16" / "group_norm_sm80.cu").read_text(encoding="utf-8")
+    source = (TOP / "generated" / "exemplars" / "gemm_groupnorm_hardtanh_fp16" / "group_norm_sm80.cu").read_text(encoding="utf-8")
     assert excerpt.strip() and excerpt.strip() in source
 
 

@@ -1,1 +1,1 @@
-"""Random specs from the whole grammar: drawn, generated, verified, timed. `python -m bench.sweep` is the command."""
+"""Random specs from the whole grammar: drawn, generated, verified, timed. `fsk sweep` is the command."""

@@ -18,7 +18,7 @@ from bench.jobs import compile_peers, guarded
 from bench.machine import choose_device, describe
 from bench.measure import measure
 from bench.packages import load_package
-from bench.records import Record
+from bench.store import Record
 from bench.subject import Emitted, Subject, construct
 from bench.sweep.judge import judge
 from bench.timing import Ceilings

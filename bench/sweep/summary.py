@@ -1,32 +1,20 @@
-"""The sweep's file and what it says: how many are right, how fast by class, and where the slowest lose their time."""
+"""The sweep's records and what they say: how many are right, how fast by class, and where the slowest lose their time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.table import Table
 
-from bench.records import FORMAT, SWEEP, Record, read
+from bench.store import Record
 
 FLOOR = 0.95  # no case shall be slower than this share of its fastest peer
 WANTED = {"fp32": 1.5, "conv2d": 1.5, "tf32": 1.15, "fp16": 1.15, "bf16": 1.15}  # geometric mean over the best peer, by class
 SLOWEST = 5
 
 Case = Record
-
-
-def load(results: Path, slug: str) -> Record:
-    """sweep.json of a card, without cases where there is none."""
-    return read(results / slug / SWEEP) or {"ceilings": None, "cases": []}
-
-
-def as_file(cases: Iterable[Case], facts: dict[str, Any], ceilings: dict[str, Any] | None) -> Record:
-    """The content of sweep.json: the machine, and the cases in order."""
-    return {"format": FORMAT, **facts, "ceilings": ceilings, "cases": sorted(cases, key=lambda case: (case["small"], case["seed"], case["index"]))}
 
 
 def geometric_mean(values: list[float]) -> float | None:

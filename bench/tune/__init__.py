@@ -1,1 +1,1 @@
-"""Measures the planner's candidates for a spec on the present card and records them. `python -m bench.tune` is the command."""
+"""Measures the planner's candidates for a spec on the present card and records them. `fsk tune` is the command."""

@@ -1,4 +1,4 @@
-"""`python -m codegen.from_module problem.py`: from a PyTorch file in the KernelBench convention to a spec.
+"""`fsk from-module problem.py`: from a PyTorch file in the KernelBench convention to a spec.
 
     command.py   the command; runs worker.py in a child process, writes the spec, generates
     worker.py    imports the file, constructs and traces Model, turns what it found into a spec and checks that spec

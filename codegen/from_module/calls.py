@@ -56,18 +56,21 @@ FUNCTIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "group_norm": ("group_norm", ("num_groups", "weight", "bias", "eps")),
     "layer_norm": ("layer_norm", ("normalized_shape", "weight", "bias", "eps")),
     "instance_norm": ("instance_norm", ("running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")),
-    "amin": ("min", ("dim", "keepdim")),
-    "amax": ("max", ("dim", "keepdim")),
     "min": ("min", ("dim", "keepdim")),
     "max": ("max", ("dim", "keepdim")),
     "sum": ("sum", ("dim", "keepdim")),
     "mean": ("mean", ("dim", "keepdim")),
     "logsumexp": ("logsumexp", ("dim", "keepdim")),
 }
+OTHER_GRADIENTS = {  # equal values, and another gradient than the grammar's operator
+    name: f"{name} shares its gradient among equal values, which the grammar has no word for; torch.{kind}(x, dim=1)[0] gives it to one of them"
+    for name, kind in (("amin", "min"), ("amax", "max"))
+}
 PAIRS = ("min", "max")  # give values and indices
 ARITHMETIC = {"add": "add", "iadd": "add", "mul": "mul", "imul": "mul", "multiply": "mul", "sub": "sub", "isub": "sub", "subtract": "sub",
               "div": "div", "divide": "div", "truediv": "div", "true_divide": "div", "itruediv": "div", "neg": "neg", "negative": "neg"}  # fmt: skip
 RANDOM_FUNCTIONS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout", "feature_dropout")
+NUMPY = {"axis": "dim", "keepdims": "keepdim"}  # torch takes NumPy's words, too
 NORMS = {"group_norm": "nn.GroupNorm", "layer_norm": "nn.LayerNorm", "instance_norm": "nn.InstanceNorm2d"}
 NEEDS_MODULE = {"linear": "nn.Linear", "conv2d": "nn.Conv2d"}
 
@@ -88,8 +91,8 @@ def module_values(module: nn.Module) -> tuple[str, Values] | None:
     operator = MODULES.get(type(module))
     if operator is None:
         return None
-    if module._forward_hooks or module._forward_pre_hooks:
-        raise Unfit("the module has forward hooks, which the kernels do not run")
+    if "forward" in vars(module):
+        raise Unfit("the module has a forward of its own, which the kernels do not run")
     values: Values = {}
     for argument in OPERATORS[operator].arguments:
         value = getattr(module, argument.name)
@@ -158,7 +161,7 @@ def _one(name: str, dim: Any) -> int:
 def bind(name: str, node: fx.Node, names: tuple[str, ...]) -> dict[str, Any]:
     """The arguments of a call behind its input, by name. Raises Unfit for one that is not known."""
     given = dict(zip(names, node.args[1:], strict=False))
-    extra = {key: value for key, value in node.kwargs.items() if key != "input"}
+    extra = {NUMPY.get(key, key): value for key, value in node.kwargs.items() if key != "input"}
     unknown = [key for key in extra if key not in names] + [repr(value) for value in node.args[1 + len(names) :]]
     if unknown:
         raise Unfit(f"{name} with {', '.join(unknown)}, which the grammar has no word for")

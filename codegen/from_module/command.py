@@ -1,4 +1,4 @@
-"""The command `python -m codegen.from_module`: a child process reads the problem file, this one writes the spec and generates."""
+"""The command `fsk from-module`: a child process reads the problem file, this one writes the spec and generates."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 from codegen import emit
 from codegen.numerics import PRECISIONS
@@ -94,7 +95,8 @@ def main(target, name, out, precision, generate, no_check, force) -> None:
         raise click.ClickException(f"{path}: {'is no file' if path.exists() else 'no such file'}")
     name = name or default_name(path)
     request = {"path": str(path.resolve()), "model": model, "name": name, "precision": precision, "check": not no_check}
-    found = ask(request)
+    with Console(stderr=True).status(f"importing and tracing {path.name}"):
+        found = ask(request)
     if found["faults"]:
         click.echo("\n".join(place(path, fault) for fault in found["faults"]), err=True)
         if any("no operator of the grammar" in fault["message"] for fault in found["faults"]):
@@ -112,6 +114,6 @@ def main(target, name, out, precision, generate, no_check, force) -> None:
         raise click.ClickException(f"{error.filename or destination}: {error.strerror or error}") from None
     chain = " -> ".join(step.operator.name for step in spec.chain)
     click.echo(f"{destination}: {chain}, x {spec.input_shape} -> y {spec.output_shape}" + ("" if changed else " (unchanged)"))
-    click.echo("not checked against the file's Model" if no_check else "initial weights bit for bit those of the file's Model, outputs equal in float64")
+    click.echo("not checked against the file's Model" if no_check else "initial weights bit for bit those of the file's Model; outputs and gradients equal in float64, with ties and on bounds")
     if generate:
-        emit.main(args=[str(destination), *(["--force"] if force else [])], standalone_mode=False)
+        click.echo(str(emit.write_package(emit.make_package(spec), Path("generated"), force=force)))

@@ -16,6 +16,9 @@ from codegen.from_module.faults import Fault, Refused, first_line, line_here, li
 from codegen.from_module.graph import Entry
 
 SEED = 42
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+          "_load_state_dict_post_hooks")  # fmt: skip
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks")
 Arguments = list[tuple[str, Any]]
 
 
@@ -181,6 +184,31 @@ def unused_faults(model: nn.Module, used: set[str], records: list[Record]) -> li
     lines = lines_of(model, records)
     holders = dict.fromkeys(key.split(".")[0] for key in model.state_dict())
     return [Fault(lines.get(name, 0), f"self.{name} holds parameters or buffers that forward never uses; remove it") for name in holders if name not in used]
+
+
+def behaviour_faults(model: nn.Module, records: list[Record], init_line: int) -> list[Fault]:
+    """What Model does beside computing its forward, which the generated layer would not do: hooks, frozen parameters, eval mode."""
+    lines = lines_of(model, records)
+    faults = []
+
+    def line(name: str) -> int:
+        return lines.get(name.split(".")[0], init_line)
+
+    for path, module in model.named_modules():
+        who = f"self.{path}" if path else "Model"
+        if any(getattr(module, kind, None) for kind in _HOOKS):
+            faults.append(Fault(line(path), f"{who} has hooks, which the generated layer does not run; remove them, and register them on ModelNew if they must be"))
+        if not module.training and (not path or module._parameters):
+            faults.append(Fault(line(path), f"{who} is left in eval mode by the constructor, and the generated layer is in training mode; call eval() on the model that is made"))
+            break
+    for key, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            faults.append(Fault(line(key), f"{key} does not require gradients here and would in the generated layer; call requires_grad_(False) on ModelNew's parameter instead"))
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            faults.append(Fault(line(key), f"{key} has hooks of its own, which the generated layer does not have; register them on ModelNew's parameter"))
+    if any(getattr(torch_module, kind, None) for kind in _GLOBAL_HOOKS):
+        faults.append(Fault(0, "the file registers hooks for all modules, which the generated layer does not run; remove them"))
+    return faults
 
 
 def lines_of(model: nn.Module, records: list[Record]) -> dict[str, int]:

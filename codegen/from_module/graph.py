@@ -47,6 +47,10 @@ class _Property(Unfit):
     """forward asks for a size, a type or the like: no operator at all."""
 
 
+class NoOperator(Unfit):
+    """The grammar has no such operator, whatever it is applied to."""
+
+
 class _Tracer(fx.Tracer):
     """torch.fx's tracer, noting the line of the file for each node."""
 
@@ -57,6 +61,10 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         node.meta["line"] = line_here(self.path)
+        if not torch.is_grad_enabled():
+            node.meta["mode"] = "computed without gradients (torch.no_grad or the like)"
+        elif any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+            node.meta["mode"] = "computed under autocast"
         return node
 
 
@@ -75,6 +83,7 @@ def trace(model: nn.Module, path: str, source: list[str]) -> Traced:
         failure = Fault(line_of(error, path), said)
     walk = _Walk(model, source)
     walk.graph(graph)
+    walk.traced.faults = list(dict.fromkeys(walk.traced.faults))
     if failure:
         walk.traced.faults.append(failure)
         walk.traced.whole = False
@@ -104,6 +113,7 @@ class _Walk:
                 if self.current is None:
                     self.current = node
                 else:
+                    self.faulty.add(node)
                     self.fault(node, f"forward takes {node.target} beside x; a chain has one input")
             elif node.op == "output":
                 self.output(node)
@@ -172,6 +182,9 @@ class _Walk:
     def operator(self, node: fx.Node) -> None:
         inputs = [self.silu[node]] if node in self.silu else [n for n in node.all_input_nodes if n.op != "get_attr"]
         before = self.current
+        self.traced.used.update(n.target.split(".")[0] for n in node.all_input_nodes if n.op == "get_attr")
+        if "mode" in node.meta:
+            self.fault(node, f"{node.meta['mode']}, which the kernels cannot keep: {self.text(node)}")
         if node.op == "call_function" and calls.function_name(node) == "getitem" and node.args[0] in self.faulty:
             self.faulty.add(node)  # one result out of a refused operator's tuple: no fault of its own
             self.current = node
@@ -182,7 +195,9 @@ class _Walk:
         try:
             entry = self.entry(node, inputs)
         except Unfit as unfit:
-            self.fault(node, str(unfit))
+            told = [n for n in inputs if n is not before and (n in self.faulty or n in self.properties)]
+            if not told or isinstance(unfit, NoOperator):  # else it only follows from what is wrong with its operand
+                self.fault(node, str(unfit))
             if isinstance(unfit, _Property):
                 self.properties.add(node)
                 return
@@ -207,7 +222,7 @@ class _Walk:
         if node.op == "call_module":
             return self.module(node, inputs)
         name = calls.function_name(node)
-        if node.args and node.args[0] in self.pairs and ((name == "getitem" and node.args[1] == 0) or (name == "getattr" and node.args[1] == "values")):
+        if node.args and node.args[0] in self.pairs and ((name == "getitem" and node.args[1] in (0, -2)) or (name == "getattr" and node.args[1] == "values")):
             self.pairs.discard(node.args[0])
             return None
         if name in ("getattr", "size", "dim", "numel"):
@@ -215,7 +230,9 @@ class _Walk:
             raise _Property(f"forward asks for a property of the value ({asked}): {self.text(node)}; a chain has operators only, and its sizes are fixed")
         kind = calls.ARITHMETIC.get(name)
         if kind is None and name not in (*calls.FUNCTIONS, *calls.NEEDS_MODULE, *calls.RANDOM_FUNCTIONS, "contiguous"):
-            raise Unfit(f"{name} is no operator of the grammar: {self.text(node)}")
+            if name in calls.OTHER_GRADIENTS:
+                raise NoOperator(f"{calls.OTHER_GRADIENTS[name]}: {self.text(node)}")
+            raise NoOperator(f"{name} is no operator of the grammar: {self.text(node)}")
         if kind is not None and (tapped := self.tapped(kind, node)):
             return Entry(kind, self.line(node), None, {"from": tapped})
         self.follow(node, inputs)

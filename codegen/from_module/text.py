@@ -10,6 +10,7 @@ from codegen.from_module.creation import Arguments, source_of
 from codegen.from_module.faults import Fault
 from codegen.from_module.graph import Entry
 from codegen.ops import OPERATORS, Argument
+from codegen.source_text import source_text
 
 ALIKE = 0.6  # the share of letters that two names have in common from which on they count as alike
 
@@ -97,9 +98,8 @@ def spec_text(
 ) -> Text:  # fmt: skip
     """The spec of a chain that takes x of `shape`, filled as `values` says; `origin` is the file's name, for the first line."""
     found = references(entries, arguments, defaults)
-    shown = "".join(c for c in origin if c.isprintable())
     rows: list[tuple[str, int]] = [
-        (f"# From {shown}: {' -> '.join(entry.operator for entry in entries)}", 0),
+        (f"# From {source_text(origin)}: {' -> '.join(entry.operator for entry in entries)}", 0),
         (f"name: {name}", 0),
         (f"batch: {shape[0]}", 0),
     ]

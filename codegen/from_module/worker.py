@@ -1,4 +1,4 @@
-"""The child process of `python -m codegen.from_module`: imports the problem file and answers with its spec, or with everything wrong with it.
+"""The child process of `fsk from-module`: imports the problem file and answers with its spec, or with everything wrong with it.
 
     python -m codegen.from_module.worker REQUEST ANSWER        both JSON files; see command.py
 """
@@ -54,6 +54,7 @@ def _answer(path: str, model_name: str, name: str, precision: str | None, check:
     traced = graph.trace(creation.construct_for_tracing(model, init, arguments, defaults, path), path, source)
     original, records = creation.construct(model, init, path)
     faults = traced.faults + (creation.unused_faults(original, traced.used, records) if traced.whole else [])
+    faults += creation.behaviour_faults(original, records, init_line)
     try:
         x, values, notes = inputs(get_inputs, path)
     except Refused as refused:
@@ -86,7 +87,7 @@ def _answer(path: str, model_name: str, name: str, precision: str | None, check:
         ours = equality.reference(spec)
         faults = equality.weight_faults(original, ours, creation.lines_of(original, records))
         del original
-        faults = faults or equality.output_faults(model, init, path, ours, x)
+        faults = faults or equality.result_faults(model, init, path, ours, x, spec)
         if faults:
             raise Refused(faults)
     return Answer(text.yaml, (*notes, *traced.notes))

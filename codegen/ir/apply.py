@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from codegen.numerics import Precision, float_literal, round_to, to_float32
+from codegen.numerics import Precision, constant, float_literal, to_float32
 from codegen.ops import Kind
 from codegen.ops.functions import definitions
 from codegen.spec import Spec, Step
@@ -113,8 +113,7 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 def folded(step: Step, arg: str, precision: Precision) -> float:
     """An argument's value as the kernels use it. PyTorch compares with a bound of the storage type; every other scalar stays a float."""
-    value = step.values[arg]
-    return round_to(precision, value) if step.operator.bounds else to_float32(value)
+    return constant(step.values[arg], precision, step.operator.bounds)
 
 
 def _why(step: Step, arg: str, precision: Precision) -> str:

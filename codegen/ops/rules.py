@@ -28,6 +28,12 @@ def number(value: float) -> str:
     return repr(float(value))
 
 
+def channel_axis(dim: int, shape: Shape) -> None:
+    """Raises ShapeError unless `dim` is the axis of channels, counted from either end."""
+    if dim not in (1, 1 - len(shape)):
+        raise ShapeError(f"dim: {dim}; channels, dim: 1 (or {1 - len(shape)} of {len(shape)} dimensions), are all that it reduces")
+
+
 def linear_shape(values: Values, shape: Shape) -> Shape:
     if len(shape) != 2 or shape[1] != values["in_features"]:
         raise ShapeError(f"linear takes (batch, {values['in_features']}), the input here is {shape}")

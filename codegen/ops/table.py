@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from codegen.numerics import ConstantError, Precision, constant
 from codegen.ops import rules
 from codegen.ops.rules import Parameter, Shape, ShapeError, Values, broadcast
 
@@ -34,12 +35,25 @@ class Argument:
     """One argument of an operator.
 
     `type` is one of: "size" (integer >= 1), "count" (integer >= 0), "pair" (a size or two of them), "count_pair", "number" (finite float),
-    "bound" (finite float or null), "flag" (boolean), "shape" (list of sizes), "extents" (a size or a list of them), "tap" (the name of an earlier operator), or a tuple of allowed words.
+    "bound" (finite float or null), "flag" (boolean), "axis" (integer, from the end where it is negative), "shape" (list of sizes), "extents" (a size or a list of them), "tap" (the name of an earlier operator), or a tuple of allowed words.
+    `sign` is what a number must be: "positive", "not negative", "not 0", or anything.
     """
 
     name: str
     type: str | tuple[str, ...]
     default: Any = REQUIRED
+    sign: str = ""
+
+    def fault(self, value: float, precision: Precision, bound: bool) -> str | None:
+        """Why the number `value` is none for this argument at `precision`, as kernels hold it; the end of a sentence that begins with the number."""
+        wrong = {"positive": value <= 0, "not negative": value < 0, "not 0": value == 0}.get(self.sign, False)
+        if wrong:
+            return f"must {'not be' if self.sign.startswith('not') else 'be'} {self.sign.removeprefix('not ')}"
+        try:
+            constant(value, precision, bound)
+        except ConstantError as error:
+            return str(error)
+        return None
 
 
 @dataclass(frozen=True)
@@ -68,8 +82,7 @@ class Operator:
 
 def _norm(name: str, summary: str, arguments: tuple[Argument, ...], **row: Any) -> Operator:
     return Operator(
-        name, Kind.NORM, summary, arguments, takes_name=True, requires_name=True,
-        check=lambda v: None if v["eps"] > 0 else f"eps: {v['eps']} must be positive", **row,
+        name, Kind.NORM, summary, arguments, takes_name=True, requires_name=True, **row,
     )  # fmt: skip
 
 
@@ -77,11 +90,11 @@ def _reduction(name: str, summary: str, values_of: str = "") -> Operator:
     """A reduction over channels; `values_of` takes the values out of what PyTorch's function gives."""
 
     def shape(values: Values, shape: Shape) -> Shape:
+        rules.channel_axis(values["dim"], shape)
         return (shape[0], 1, *shape[2:]) if values["keepdim"] else (shape[0], *shape[2:])
 
     return Operator(
-        name, Kind.REDUCTION, summary, (Argument("dim", "size", 1), Argument("keepdim", "flag", False)), takes_name=True, shape=shape,
-        check=lambda values: None if values["dim"] == 1 else f"dim: {values['dim']}; channels, dim: 1, are all that it reduces",
+        name, Kind.REDUCTION, summary, (Argument("dim", "axis", 1), Argument("keepdim", "flag", False)), takes_name=True, shape=shape,
         call=lambda values: f"torch.{name}({{v}}, dim=1" + (", keepdim=True" if values["keepdim"] else "") + f"){values_of}",
     )  # fmt: skip
 
@@ -115,12 +128,12 @@ def _operand(name: str, symbol: str, summary: str, monotone: Callable[[Values], 
         (
             Argument("shape", "shape", None),
             Argument("init", ("randn", "rand", "ones", "zeros"), "randn"),
-            Argument("value", "bound", None),
+            Argument("value", "bound", None, "not 0" if name == "div" else ""),
             *((Argument("from", "tap", None),) if taps else ()),
         ),
         takes_name=True,
         parameters=lambda values, shape: () if values["shape"] is None else (Parameter("", values["shape"], values["init"]),),
-        check=lambda values: _operand_check(name, values),
+        check=_operand_check,
         constants=lambda values: () if values["value"] is None else ("value",),
         expression=f"{{v}} {symbol} {{p}}",
         call=lambda values: f"{{v}} {symbol} " + ("{p}" if values["value"] is None else rules.number(values["value"])),
@@ -128,12 +141,10 @@ def _operand(name: str, symbol: str, summary: str, monotone: Callable[[Values], 
     )  # fmt: skip
 
 
-def _operand_check(name: str, values: Values) -> str | None:
+def _operand_check(values: Values) -> str | None:
     if sum(values.get(key) is not None for key in ("shape", "value", "from")) != 1:
         listed = "shape (a learnable tensor, with a name), value (a number) or from (an earlier operator's name)"
         return "give either " + (listed if "from" in values else "shape (a learnable tensor, with a name) or value (a number)")
-    if name == "div" and values["value"] == 0:
-        return "value: 0 divides nothing"
     return None
 
 
@@ -155,17 +166,17 @@ OPERATORS: dict[str, Operator] = {
         ),
         _norm(
             "group_norm", "(v - mean) / sqrt(var + eps) * gamma + beta over channel groups",
-            (Argument("num_groups", "size"), Argument("eps", "number", 1e-5), Argument("affine", "flag", True)),
+            (Argument("num_groups", "size"), Argument("eps", "number", 1e-5, "positive"), Argument("affine", "flag", True)),
             shape=rules.group_norm_shape, parameters=rules.group_norm_parameters, module=rules.group_norm_module, groups=lambda v, shape: v["num_groups"],
         ),
         _norm(
             "layer_norm", "the same over all that follows the batch; behind conv2d with elementwise_affine: false",
-            (Argument("normalized_shape", "extents", None), Argument("eps", "number", 1e-5), Argument("elementwise_affine", "flag", True)),
+            (Argument("normalized_shape", "extents", None), Argument("eps", "number", 1e-5, "positive"), Argument("elementwise_affine", "flag", True)),
             shape=rules.layer_norm_shape, parameters=rules.layer_norm_parameters, module=rules.layer_norm_module, groups=lambda v, shape: 1,
         ),
         _norm(
             "instance_norm", "the same over each channel's positions, behind conv2d",
-            (Argument("num_features", "size", None), Argument("eps", "number", 1e-5), Argument("affine", "flag", False)),
+            (Argument("num_features", "size", None), Argument("eps", "number", 1e-5, "positive"), Argument("affine", "flag", False)),
             shape=rules.instance_norm_shape, parameters=rules.group_norm_parameters, groups=lambda v, shape: shape[1],
             module=lambda v, shape: f"nn.InstanceNorm2d({shape[1]}{rules.eps(v)}" + (", affine=True" if v["affine"] else "") + ")",
         ),
@@ -223,22 +234,20 @@ OPERATORS: dict[str, Operator] = {
         _elementwise("hardsigmoid", "relu6(v + 3) / 6", "F.hardsigmoid({v})", monotone=True),
         _elementwise(
             "softplus", "log(1 + e^(beta v)) / beta", "F.softplus({v}, {beta}, {threshold})",
-            (Argument("beta", "number", 1.0), Argument("threshold", "number", 20.0)), monotone=True,
-            check=lambda v: None if v["beta"] > 0 else f"beta: {v['beta']} must be positive",
+            (Argument("beta", "number", 1.0, "positive"), Argument("threshold", "number", 20.0)), monotone=True,
         ),
         _elementwise(
             "elu", "v above 0, alpha (e^v - 1) below", "F.elu({v}, {alpha})", (Argument("alpha", "number", 1.0),), monotone=lambda v: v["alpha"] >= 0,
         ),
         _elementwise(
-            "celu", "v above 0, alpha (e^(v / alpha) - 1) below", "F.celu({v}, {alpha})", (Argument("alpha", "number", 1.0),), monotone=True,
-            check=lambda v: None if v["alpha"] > 0 else f"alpha: {v['alpha']} must be positive",
+            "celu", "v above 0, alpha (e^(v / alpha) - 1) below", "F.celu({v}, {alpha})", (Argument("alpha", "number", 1.0, "positive"),), monotone=True,
         ),
         _elementwise("selu", "elu with PyTorch's scale and alpha", "F.selu({v})", monotone=True),
         _elementwise("softsign", "v / (1 + |v|)", "F.softsign({v})", monotone=True),
         _elementwise("logsigmoid", "log(1 / (1 + e^-v))", "F.logsigmoid({v})", monotone=True),
         _elementwise(
-            "softshrink", "v less lambd in magnitude, 0 up to there", "F.softshrink({v}, {lambd})", (Argument("lambd", "number", 0.5),), monotone=True,
-            check=lambda v: None if v["lambd"] >= 0 else f"lambd: {v['lambd']} must not be negative", bounds=True,
+            "softshrink", "v less lambd in magnitude, 0 up to there", "F.softshrink({v}, {lambd})", (Argument("lambd", "number", 0.5, "not negative"),), monotone=True,
+            bounds=True,
         ),
     )
 }  # fmt: skip

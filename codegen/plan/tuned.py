@@ -18,7 +18,7 @@ from codegen.spec import Spec
 
 FOLDER = Path(__file__).resolve().parent.parent / "tuned"
 MARGIN = 0.98  # a target is given up for another whose measured time is below this share of its own
-_SIZES = ("size", "count", "pair", "count_pair", "shape", "flag")  # types of arguments that a kernel's time depends on; bounds and factors are not
+_SIZES = ("size", "axis", "count", "pair", "count_pair", "shape", "flag")  # types of arguments that a kernel's time depends on; bounds and factors are not
 
 
 @dataclass(frozen=True)

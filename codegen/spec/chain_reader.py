@@ -9,17 +9,23 @@ from typing import Any
 from codegen import numerics, ops
 from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator
 from codegen.spec.types import MAX_ELEMENTS, Step, result_shape
-from codegen.spec.scalars import INVALID, Scalars, nearest
+from codegen.spec.scalars import INVALID, Scalars, meant, nearest
 from codegen.spec.yaml_reader import Node
 
 
 class ChainReader(Scalars):
-    """Reads the operators. `args` are the constructor's arguments by name, which a value may stand for."""
+    """Reads the operators. `args` are the constructor's arguments by name, which a value may stand for; all of them are known unless `args_unclear`.
+
+    A fault is told once: what only follows from it, such as an argument that nothing but a refused operator uses, is none of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.args: dict[str, Any] = {}
+        self.args_unclear = False
+        self.use_unclear = False  # an entry of the chain was not recognised: its name and what it used are not known
         self.used_args: set[str] = set()
+        self.precision = numerics.FP32
 
     def chain(self, node: Node, batch: Any, spatial: dict[str, Any], input_node: Node | None) -> tuple[Step, ...]:
         if not node.is_list or not node.value:
@@ -29,17 +35,21 @@ class ChainReader(Scalars):
         names: dict[str, int] = {}
         shape: ops.Shape | None = None
         words = [_word(item) for item in node.value]
-        without_norm = all(word in OPERATORS and OPERATORS[word].kind is not Kind.NORM for word in words)
+        kinds = [OPERATORS[word].kind if word in OPERATORS else None for word in words]
+        without_norm = Kind.NORM not in kinds and None not in kinds
         norm_at: Node | None = None
         reduced: Node | None = None
         for index, item in enumerate(node.value):
+            self.used_args |= _words_within(item)
             parsed = self.operator(item)
             if parsed is None:
                 shape = None if index == 0 else shape
                 continue
             operator, name, values, sources, place = parsed
             if (operator.kind is Kind.PRODUCER) != (index == 0):
-                self.fault(place, f"{operator.name}: a chain has exactly one linear or conv2d, and it comes first")
+                if index or Kind.PRODUCER not in kinds:  # else the one that comes too late is told
+                    self.fault(place, f"{operator.name}: a chain has exactly one linear or conv2d, and it comes first")
+                norm_at = norm_at or (place if operator.kind is Kind.NORM else None)
                 continue
             if operator.kind is Kind.NORM:
                 if norm_at is not None:
@@ -47,7 +57,7 @@ class ChainReader(Scalars):
                     continue
                 norm_at = place
             if operator.kind in (Kind.POOL, Kind.REDUCTION) and norm_at is None:
-                if without_norm:  # which is told below, once
+                if without_norm or None in kinds[:index]:  # the first is told below, once; a word that is no operator may mean the norm
                     shape = None
                     continue
                 self.fault(place, f"{operator.name}: a {operator.kind.value} comes after the norm")
@@ -68,7 +78,8 @@ class ChainReader(Scalars):
                 shape = self.input_shape(operator, values, batch, spatial, input_node, place)
                 if shape is None:
                     continue
-            tap = self.tap(values["from"], steps, shape, place) if values.get("from") is not None else None
+            refused = {_name(other) for other in node.value[:index]} - {step.name for step in steps}
+            tap = self.tap(values["from"], steps, refused, shape, place) if values.get("from") is not None else None
             step = self.step(operator, name, values, sources, shape, place, steps, tap) if tap is not INVALID else None
             shape = step.output_shape if step else None
             if step:
@@ -81,7 +92,7 @@ class ChainReader(Scalars):
         self, operator: Operator, values: dict[str, Any], batch: int, spatial: dict[str, Any], input_node: Node | None, place: Node
     ) -> ops.Shape | None:
         if operator.name == "linear":
-            if spatial and input_node:
+            if input_node and input_node.is_mapping and {"height", "width"} & set(input_node.value):
                 self.fault(input_node, "input: height and width belong to conv2d, not to linear")
             return (batch, values["in_features"])
         missing = [key for key in ("height", "width") if key not in spatial]
@@ -102,7 +113,8 @@ class ChainReader(Scalars):
         except ops.ShapeError as error:
             self.fault(place, str(error))
             return None
-        step = Step(operator, name, values, shape, output, sources, len(earlier), tap)
+        axes = {a.name: values[a.name] % len(shape) for a in operator.arguments if a.type == "axis"}
+        step = Step(operator, name, values | axes, shape, output, sources, len(earlier), tap)
         for parameter in step.parameters:
             if operator.kind is Kind.ELEMENTWISE and not reduced and not _per_channel(parameter.shape, shape):
                 channel = "(C,)" if len(shape) == 2 else "(C, 1, 1)"
@@ -116,9 +128,11 @@ class ChainReader(Scalars):
             return None
         return step
 
-    def tap(self, name: str, steps: list[Step], shape: ops.Shape, place: Node) -> Any:
-        """The place of the operator `name`, whose result an operator behind `steps` takes once more."""
+    def tap(self, name: str, steps: list[Step], refused: set[Any], shape: ops.Shape, place: Node) -> Any:
+        """The place of the operator `name`, whose result an operator behind `steps` takes once more; `refused` are names of operators that had faults."""
         found = next((step for step in steps if step.name == name), None)
+        if found is None and (name in refused or self.use_unclear):
+            return INVALID
         if found is None:
             able = [step for step in steps if _out_of_reach(step, steps, shape) is None]
             if any(step.name is None and step.operator.name == ops.ALIASES.get(name, name) for step in able):
@@ -137,6 +151,7 @@ class ChainReader(Scalars):
         elif isinstance(item.value, str):
             word, place, arguments = item.value, item, None
         else:
+            self.use_unclear = True
             self.fault(item, "each entry of the chain is an operator: `- mish` or `- hardtanh: {min_val: -2, max_val: 2}`")
             return None
         word = ops.ALIASES.get(word, word)
@@ -161,6 +176,7 @@ class ChainReader(Scalars):
             if key not in known:
                 self.fault(key_node, f"{key}: {operator.name} has no such argument{nearest(key, sorted(known)) if known else ''}")
                 sound = False
+        misspelt = {meant(key, known - set(given)) for key in given if key not in known}
         name = None
         if "name" in given:
             name = self.identifier(given["name"][1], "name")
@@ -168,7 +184,9 @@ class ChainReader(Scalars):
         values: dict[str, Any] = {}
         for argument in operator.arguments:
             if argument.name in given:
-                values[argument.name] = self.argument(argument, given[argument.name][1])
+                values[argument.name] = self.argument(operator, argument, given[argument.name][1])
+            elif argument.default is REQUIRED and argument.name in misspelt:
+                values[argument.name] = INVALID
             elif argument.default is REQUIRED:
                 values[argument.name] = self.fault(place, f"{argument.name}: {operator.name} needs it")
             else:
@@ -177,7 +195,7 @@ class ChainReader(Scalars):
             return name, None
         if operator.kind is Kind.POOL and values["stride"] is None:
             values["stride"] = values["kernel_size"]
-        complaint = operator.check(values)
+        complaint = operator.check(values) or self.complaint_when_rounded(operator, values)
         if complaint:
             self.fault(place, f"{operator.name}: {complaint}")
             return name, None
@@ -186,7 +204,13 @@ class ChainReader(Scalars):
             return None, None
         return name, values
 
-    def argument(self, argument: Argument, node: Node) -> Any:
+    def complaint_when_rounded(self, operator: Operator, values: dict[str, Any]) -> str | None:
+        """What is wrong with numbers that are sound as written, as the kernels hold them: two bounds may become one."""
+        rounded = {key: numerics.constant(value, self.precision, operator.bounds) if isinstance(value, float) else value for key, value in values.items()}
+        complaint = operator.check(rounded)
+        return complaint and f"{complaint}, as {self.precision.dtype if operator.bounds else 'float32'} has them"
+
+    def argument(self, operator: Operator, argument: Argument, node: Node) -> Any:
         """The checked value of one argument; a word that names an entry of args stands for it."""
         if argument.type == "tap":
             return None if node.value is None else self.identifier(node, argument.name)
@@ -196,10 +220,14 @@ class ChainReader(Scalars):
         kind = argument.type
         if isinstance(kind, tuple):
             return self.word(node, argument.name, kind)
+        if kind == "axis":
+            return self.axis(node, argument.name)
         if kind == "flag":
             return self.flag(node, argument.name)
         if kind == "number" or (kind == "bound" and node.value is not None):
-            return self.number(node, argument.name)
+            value = self.number(node, argument.name)
+            reason = None if value is INVALID else argument.fault(value, self.precision, operator.bounds)
+            return self.fault(node, f"{argument.name}: {node.describe()} {reason}") if reason else value
         if kind == "bound" or (node.value is None and argument.default is None):
             return None
         if kind == "shape" or (kind == "extents" and node.is_list):
@@ -224,11 +252,17 @@ class ChainReader(Scalars):
             if value is INVALID:
                 return INVALID
             shown = str(list(value)) if isinstance(value, tuple) else str(value)
-            resolved = [Node(v, node.line, node.column, str(v)) for v in value] if isinstance(value, tuple) else value
-            return Node(resolved, node.line, node.column, f"{node.text} = {shown}")
+            word = node.value
+            resolved = [Node(v, node.line, node.column, str(v), source=word) for v in value] if isinstance(value, tuple) else value
+            return Node(resolved, node.line, node.column, f"{word} = {shown}", source=word)
         if not isinstance(argument.type, tuple):
+            if self.args_unclear:
+                return INVALID
+            close = meant(node.value, self.args)
+            self.used_args.add(close)
+            self.use_unclear |= close is None
             hint = nearest(node.value, self.args) if self.args else "; the spec has no args"
-            return self.fault(node, f"{argument.name}: {node.describe()} is neither a value nor an entry of args{hint}")
+            return self.fault(replace(node, source=node.value), f"{argument.name}: {node.describe()} is neither a value nor an entry of args{hint}")
         return node
 
     def check_names(self, chain: tuple[Step, ...], node: Node) -> None:
@@ -241,20 +275,26 @@ class ChainReader(Scalars):
                 if other != key:
                     self.fault(item, f"name: {key} and {other} would be one identifier in the kernels; rename one")
 
-    def check_bounds(self, chain: tuple[Step, ...], node: Node, precision: numerics.Precision) -> None:
-        """Refuse bounds beyond the storage type's range, as PyTorch does when it runs."""
-        for step, item in zip(chain, node.value, strict=True):
-            for argument in step.operator.constants(step.values) if step.operator.bounds else ():
-                try:
-                    numerics.round_to(precision, step.values[argument])
-                except OverflowError:
-                    self.fault(item, f"{argument}: {step.values[argument]} is beyond the range of {precision.dtype}")
-
 
 def _word(item: Node) -> str | None:
     """The operator that an entry of the chain names, None where it names nothing."""
     word = next(iter(item.value)) if item.is_mapping and len(item.value) == 1 else item.value
     return ops.ALIASES.get(word, word) if isinstance(word, str) else None
+
+
+def _words_within(node: Node) -> set[str]:
+    """Every word in an entry of the chain, at any depth: what a refused entry meant to use is used."""
+    if node.is_mapping:
+        return set().union(*(_words_within(value) for _, value in node.value.values()))
+    if node.is_list:
+        return set().union(*(_words_within(item) for item in node.value))
+    return {node.value} if isinstance(node.value, str) else set()
+
+
+def _name(item: Node) -> Any:
+    """The name that an entry of the chain gives its operator, None without one."""
+    arguments = next(iter(item.value.values()))[1] if item.is_mapping and item.value else item
+    return arguments.value["name"][1].value if arguments.is_mapping and "name" in arguments.value else None
 
 
 def _words_of(node: Node) -> list[Node]:

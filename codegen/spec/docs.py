@@ -10,7 +10,7 @@ from codegen.targets import DEFAULT_TARGETS, DEVICES, TARGETS
 
 _TYPES = {
     "size": "integer >= 1", "count": "integer >= 0", "pair": "integer >= 1, or two of them", "count_pair": "integer >= 0, or two of them",
-    "number": "finite number", "bound": "finite number, or left out", "flag": "true or false", "shape": "list of integers >= 1", "extents": "integer >= 1, or a list of them",
+    "number": "finite number", "bound": "finite number, or left out", "flag": "true or false", "axis": "the axis of channels, 1, or from the end", "shape": "list of integers >= 1", "extents": "integer >= 1, or a list of them",
     "tap": "the `name` of an operator in front of this one",
 }  # fmt: skip
 
@@ -44,8 +44,11 @@ the keys of the PyTorch module, in the same order.
 
 `from` gives `add` and `mul` the result of an operator in front of them once more: `- add: {{from: conv}}` adds the convolution's result, and where `from` names the
 operator right before, v meets itself (`x + x`). It reaches no further back than the last pooling and, behind the norm, than the norm's input. Behind a reduction a parameter may have any shape
-that broadcasts with the value, whose shape it may change. Anchors, aliases and tags are refused; all faults of a file are reported at once, each as
-`file:line:column: what is wrong`.
+that broadcasts with the value, whose shape it may change. Anchors, aliases and tags are refused, and so are numbers that the versions of YAML read differently
+(`010`, `0x1F`, `1_000`, `1:30`); all faults of a file are reported at once, each as `file:line:column: what is wrong`.
+
+A number is checked as the kernels hold it: a bound (`hardtanh`, `clamp`, `softshrink`) in the type of y, any other in float32. One that would become infinite or 0 there, or lose
+digits because it lies below 1.2e-38, is refused, and so are two bounds that would become one.
 
 ## Several batches
 
@@ -63,6 +66,7 @@ the shape so that the result's rows are not samples.
 
 def _argument(argument: Argument) -> str:
     kind = " or ".join(f"`{word}`" for word in argument.type) if isinstance(argument.type, tuple) else _TYPES[argument.type]
+    kind = kind.replace("number", f"number, {argument.sign}") if argument.sign else kind
     if argument.default is REQUIRED:
         return f"`{argument.name}`: {kind}, required"
     if argument.default is None:

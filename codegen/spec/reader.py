@@ -8,9 +8,10 @@ from typing import Any
 
 from codegen import numerics
 from codegen.ops import ShapeError
+from codegen.source_text import source_text
 from codegen.spec.types import ELSEWHERE, MAX_ELEMENTS, MAX_SIZES, PREPACKED, Spec, SpecError
 from codegen.spec.chain_reader import ChainReader
-from codegen.spec.scalars import INVALID, nearest
+from codegen.spec.scalars import INVALID, meant, nearest
 from codegen.spec.yaml_reader import Node, Problem, YamlError, read
 from codegen.targets import TARGETS
 
@@ -32,21 +33,28 @@ def resolve(path: str) -> tuple[Path, str]:
     """Where a spec named on the command line lies (under the current folder, else under codegen/), and the name that sources show.
 
     The shown name is the same wherever the command runs: `specs/<file>` for a shipped spec, else the path from the current folder; of an
-    absolute path elsewhere, `.../<file>`. Raises SpecError when there is no such file.
+    absolute path elsewhere, or one with signs that no source may hold, `.../<file>`. Raises SpecError when there is no such file.
     """
     package = Path(__file__).resolve().parent.parent
     for candidate in (Path(path), package / path):
         if candidate.is_file():
-            if candidate.resolve().is_relative_to(package):
-                return candidate, candidate.resolve().relative_to(package).as_posix()
-            if not candidate.is_absolute():
-                return candidate, candidate.as_posix()
-            here = Path.cwd()
-            return candidate, candidate.relative_to(here).as_posix() if candidate.is_relative_to(here) else f"{ELSEWHERE}{candidate.name}"
+            return candidate, _shown(candidate, package)
     if Path(path).exists():
         what = "a folder" if Path(path).is_dir() else "no regular file"
         raise SpecError(path, [Problem(1, 1, f"is {what}; a spec is a YAML file, such as {', '.join(shipped()[:1])}")])
     raise SpecError(path, [Problem(1, 1, f"no such file here or under codegen/; shipped specs: {', '.join(shipped())}")])
+
+
+def _shown(candidate: Path, package: Path) -> str:
+    here = Path.cwd()
+    if candidate.resolve().is_relative_to(package):
+        shown = candidate.resolve().relative_to(package).as_posix()
+    elif not candidate.is_absolute():
+        shown = candidate.as_posix()
+    else:
+        shown = candidate.relative_to(here).as_posix() if candidate.is_relative_to(here) else f"{ELSEWHERE}{candidate.name}"
+    plain = source_text(shown)
+    return plain if plain == shown and not shown.startswith("-") else f"{ELSEWHERE}{source_text(candidate.name)}"
 
 
 def named(found: Path, shown: str) -> str:
@@ -84,13 +92,17 @@ class _Reader(ChainReader):
             self.fault(self.root, f"a spec is a mapping with the keys {', '.join(_TOP)}")
             raise SpecError(self.shown, self.problems)
         entries: dict[str, tuple[Node, Node]] = self.root.value
+        nodes = {key: value for key, (_, value) in entries.items()}
+        misspelt = set()
         for key, (key_node, _) in entries.items():
             if key not in _TOP:
+                misspelt.add(meant(key, [word for word in _TOP if word not in entries]))
                 self.fault(key_node, f"{key}: unknown key{nearest(key, _TOP)}")
         for key in ("name", "batch", "chain"):
-            if key not in entries:
+            if key not in entries and key not in misspelt:
                 self.fault(self.root, f"{key}: is missing")
-        nodes = {key: value for key, (_, value) in entries.items()}
+        misspelt |= {"args", "defaults", "input"} - set(nodes) if None in misspelt else set()  # it may have meant what others refer to
+        self.args_unclear = bool(misspelt & {"args", "defaults"})
 
         name = self.identifier(nodes["name"], "name") if "name" in nodes else INVALID
         marks = {**{p.suffix: "precision" for p in numerics.PRECISIONS.values() if p.suffix}, PREPACKED: "prepared weights"}
@@ -108,7 +120,8 @@ class _Reader(ChainReader):
             chosen = precision
         else:
             overridden = False
-        values, spatial = self.input(nodes.get("input"))
+        self.precision = numerics.FP32 if chosen is INVALID else numerics.PRECISIONS[chosen]
+        values, spatial = self.input(nodes.get("input"), "input" in misspelt)
         for key in ("args", "defaults"):
             if key in nodes:
                 self.read_args(nodes[key], key)
@@ -120,16 +133,16 @@ class _Reader(ChainReader):
         gemm = self.word(nodes["gemm"], "gemm", ("library", "generated")) if "gemm" in nodes else None
         prepack = self.flag(nodes["prepack"], "prepack") if "prepack" in nodes else False
         chain = self.chain(nodes["chain"], batch, spatial, nodes.get("input")) if "chain" in nodes else ()
-        for unused in [a for a in self.args if a not in self.used_args]:
+        read = "chain" in nodes and nodes["chain"].is_list and not self.use_unclear
+        for unused in [a for a in self.args if read and a not in self.used_args]:
             self.fault(self.arg_nodes[unused], f"{unused}: is never used in the chain")
         if not self.problems and "chain" in nodes:
             self.check_names(chain, nodes["chain"])
-            self.check_bounds(chain, nodes["chain"], numerics.PRECISIONS[chosen])
         if self.problems:
             raise SpecError(self.shown, self.problems)
         ranged = len(batches) > 1 or pad_batch
         spec = Spec(
-            name=name, path=self.shown, named=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], values=values, args=tuple(self.args.items()), chain=chain,
+            name=name, path=source_text(self.shown), named=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], values=values, args=tuple(self.args.items()), chain=chain,
             targets=targets, math=math_choice, gemm=gemm, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
             batches=batches if ranged else (), pad_batch=pad_batch, targets_at=self.targets_at,
         )  # fmt: skip
@@ -172,13 +185,14 @@ class _Reader(ChainReader):
         if self.problems:
             raise SpecError(self.shown, self.problems)
 
-    def input(self, node: Node | None) -> tuple[Any, dict[str, Any]]:
-        """(how x is filled, spatial sizes by name) from the optional `input:` mapping."""
+    def input(self, node: Node | None, misspelt: bool) -> tuple[Any, dict[str, Any]]:
+        """(how x is filled, spatial sizes by name) from the optional `input:` mapping; sizes that a fault may stand for are INVALID."""
+        unclear = {"height": INVALID, "width": INVALID}
         if node is None:
-            return "rand", {}
+            return "rand", unclear if misspelt else {}
         if not node.is_mapping:
             self.fault(node, f"input: {node.describe()}; expected a mapping such as {{height: 128, width: 128, values: rand}}")
-            return "rand", {}
+            return "rand", unclear
         values, spatial = "rand", {}
         for key, (key_node, value) in node.value.items():
             if key == "values":
@@ -187,11 +201,13 @@ class _Reader(ChainReader):
                 spatial[key] = self.size(value, key)
             else:
                 self.fault(key_node, f"{key}: unknown key of input{nearest(key, ('height', 'width', 'values'))}")
+                spatial = unclear | spatial
         return values, spatial
 
     def read_args(self, node: Node, what: str) -> None:
         if not node.is_mapping:
             self.fault(node, f"{what}: {node.describe()}; expected a mapping from constructor argument to value")
+            self.args_unclear = True
             return
         for key, (key_node, value) in node.value.items():
             if self.identifier(key_node, what) is INVALID:

@@ -8,8 +8,19 @@ CPP = frozenset(
     """.split()
 )
 
+# What a launcher names, whose parameters have the names of bare parameters of the module.
+LAUNCHER = frozenset(
+    """
+    Arguments Box CUtensorMap DeviceScope arguments attributes config const_cast encode input_box map_input map_weight read_wide reinterpret_cast scope
+    static_cast uintptr_t weight_box
+    """.split()
+)
+
 # Names of tensors and modules in the emitted files.
 OURS = frozenset("x y t0 workspace row_scales tile_statistics self device stream super model runtime codegen torch nn generated main std".split())
+
+# Names that the emitted constructors read, and the parameter of the runtime's: an argument of one of them would hide it. A test derives them from the text.
+CONSTRUCTOR = frozenset("PACKAGE ValueError isinstance list package tuple".split())
 
 # Attributes of torch.nn.Module and of the runtime's module, as of torch 2.13; a test compares with the torch that is present.
 MODULE = frozenset(
@@ -28,4 +39,4 @@ BUFFERS = frozenset(
     "kept norm_statistics part_statistics pixels row_scales sliced_sums t0 tile_statistics weight_rows weight_split weight_unscale x_rows x_split x_unscale".split()
 )
 
-RESERVED = CPP | OURS | BUFFERS | MODULE
+RESERVED = CPP | LAUNCHER | OURS | CONSTRUCTOR | BUFFERS | MODULE

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from codegen import numerics
 from codegen.spec.types import MAX_ELEMENTS
 from codegen.spec.reserved import RESERVED
 from codegen.spec.yaml_reader import Node, Problem
@@ -18,11 +17,16 @@ _IDENTIFIER = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 INVALID = object()
 
 
+def meant(word: str, allowed: Iterable[str]) -> str | None:
+    """The allowed word that a misspelt one stands for, None where none is like it."""
+    return next(iter(difflib.get_close_matches(word, list(allowed), 1, 0.6)), None)
+
+
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """A hint for a misspelt word: `; did you mean ...?` or the allowed words."""
     allowed = list(allowed)
-    close = difflib.get_close_matches(word, allowed, 1, 0.6)
-    return f"; did you mean {close[0]}?" if close else f"; allowed: {', '.join(allowed)}"
+    close = meant(word, allowed)
+    return f"; did you mean {close}?" if close else f"; allowed: {', '.join(allowed)}"
 
 
 class Scalars:
@@ -30,8 +34,13 @@ class Scalars:
 
     def __init__(self) -> None:
         self.problems: list[Problem] = []
+        self.sources: set[str] = set()  # the words that stood for a faulty value
 
     def fault(self, node: Node, message: str) -> Any:
+        """Record what is wrong with a value, once for one that a word stands for in several places."""
+        if node.source and node.source in self.sources:
+            return INVALID
+        self.sources.add(node.source)
         self.problems.append(Problem(node.line, node.column, message))
         return INVALID
 
@@ -58,14 +67,16 @@ class Scalars:
             return self.fault(node, f"{what}: {node.describe()}; expected an integer from {least} to {MAX_ELEMENTS}")
         return value
 
+    def axis(self, node: Node, what: str) -> Any:
+        value = node.value
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_ELEMENTS:
+            return self.fault(node, f"{what}: {node.describe()}; expected an integer, 1 or from the end")
+        return value
+
     def number(self, node: Node, what: str) -> Any:
         value = node.value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             return self.fault(node, f"{what}: {node.describe()}; expected a finite number")
-        try:
-            numerics.to_float32(float(value))
-        except OverflowError:
-            return self.fault(node, f"{what}: {node.describe()} is beyond float32's range")
         return float(value)
 
     def sizes(self, node: Node, what: str, least: int = 1) -> Any:

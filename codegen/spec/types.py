@@ -12,6 +12,7 @@ from typing import Any
 
 from codegen.numerics import PRECISIONS, Precision
 from codegen.ops import Kind, Operator, Parameter, Shape, broadcast
+from codegen.source_text import is_source_text, printable
 from codegen.spec.yaml_reader import Problem
 
 MAX_ELEMENTS = 2**31 - 1
@@ -25,7 +26,7 @@ class SpecError(Exception):
 
     def __init__(self, path: str, problems: list[Problem]) -> None:
         self.path, self.problems = path, sorted(problems)
-        super().__init__("\n".join(f"{path}:{p.line}:{p.column}: {p.message}" for p in self.problems))
+        super().__init__("\n".join(printable(f"{path}:{p.line}:{p.column}: {p.message}").replace("\n", "\\n") for p in self.problems))
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Spec:
     """A validated spec.
 
     `args` are the constructor's arguments in order, the last of which may have their values as defaults: `defaults` names those. `chain`
-    starts with the producer, at `batch`; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as emitted sources name it. `gives` is the type
+    starts with the producer, at `batch`; `values` says how get_inputs fills x ("rand" or "randn"). `path` is the file as emitted sources name it, a text of
+    source_text: its other texts are identifiers. `gives` is the type
     of the result of a part of a chain where it is another than the precision's.
 
     A range of batches has them in `batches`, in ascending order, and the largest as `batch`; `at` is the spec of one of them. It is empty where there is
@@ -89,6 +91,10 @@ class Spec:
     pad_batch: bool = False
     named: str = field(default="", compare=False)  # the file for messages on the terminal: as `path`, but never shortened
     targets_at: tuple[tuple[int, int], ...] = field(default=(), compare=False)  # line and column of each of `targets`
+
+    def __post_init__(self) -> None:
+        if not is_source_text(self.path):
+            raise ValueError(f"{self.path!r} must not reach a source as it is; pass it through source_text")
 
     @property
     def result(self) -> Precision:

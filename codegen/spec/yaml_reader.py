@@ -1,6 +1,7 @@
 """YAML with positions, and only the safe part of it: scalars, lists and mappings, no tags, anchors or aliases.
 
-PyYAML composes the node graph, nothing is constructed from it; scalars are resolved here to bool, int, float, str or None.
+PyYAML composes the node graph, nothing is constructed from it; scalars are resolved here to bool, int, float, str or None. Depth is limited while the
+text is scanned, so that a small file cannot cost much time, and a number that the versions of YAML read differently is refused.
 """
 
 from __future__ import annotations
@@ -11,10 +12,18 @@ from pathlib import Path
 
 import yaml
 
-MAX_BYTES = 1 << 20
+MAX_BYTES = 1 << 16
+MAX_DEPTH = 16  # a spec has four levels
+MAX_PROBLEMS = 100  # of what is no plain YAML: a file with more of them is no spec
 _QUOTED = ("'", '"', "|", ">")  # styles in which a scalar is text whatever it holds
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)([eE][-+]?[0-9]+)?")
+_SEVERAL_READINGS = (  # what YAML 1.1, YAML 1.2 and Python take for different numbers, or some for none
+    (re.compile(r"[-+]?0[0-9_]*[0-9][0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9_]+)?"), "a leading zero, which marks octal numbers in some versions of YAML"),
+    (re.compile(r"[-+]?0[xX][0-9a-fA-F_]+|[-+]?0[oO][0-7_]+|[-+]?0[bB][01_]+"), "a base other than ten"),
+    (re.compile(r"[-+]?[0-9][0-9_]*(:[0-9_]+)+(\.[0-9_]*)?"), "colons, which count in sixties in some versions of YAML"),
+    (re.compile(r"[-+]?(?=[0-9_.]*[0-9])(?=[0-9.eE+-]*_)[0-9.][0-9_.]*([eE][-+]?[0-9_]+)?"), "an underscore, which some versions of YAML skip"),
+)
 _SPECIAL = {
     **{word: True for word in ("true", "True", "TRUE")},
     **{word: False for word in ("false", "False", "FALSE")},
@@ -35,13 +44,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Node:
-    """A value with its place. `value` is a scalar, a list of Nodes, or a dict from key to (key Node, value Node)."""
+    """A value with its place. `value` is a scalar, a list of Nodes, or a dict from key to (key Node, value Node). `source`: the word that stood for it."""
 
     value: object
     line: int
     column: int
     text: str = ""
     quoted: bool = False
+    source: str = ""
 
     @property
     def is_mapping(self) -> bool:
@@ -89,9 +99,16 @@ def read(path: Path) -> Node:
 def parse(text: str) -> Node:
     """Parse YAML text. Raises YamlError with every problem of the safe subset, or the one syntax error YAML stops at."""
     problems: list[Problem] = []
+    depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             _refuse_unsafe(event, problems)
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                problems.append(Problem(*_place(event), f"nested more than {MAX_DEPTH} levels deep; a spec has four: the file, its chain, an operator, a list"))
+                raise YamlError(problems)
+            if len(problems) >= MAX_PROBLEMS:
+                raise YamlError(problems)
         if problems:
             raise YamlError(problems)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -104,8 +121,6 @@ def parse(text: str) -> Node:
         raise YamlError([Problem(line, error.position - text.rfind("\n", 0, error.position), f"not valid YAML: {error.reason}")]) from None
     except yaml.YAMLError as error:
         raise YamlError([Problem(1, 1, f"not valid YAML: {' '.join(str(error).split())}")]) from None
-    except RecursionError:
-        raise YamlError([Problem(1, 1, "the file is nested too deeply")]) from None
     if root is None:
         raise YamlError([Problem(1, 1, "the file is empty")])
     node = _convert(root, problems)
@@ -114,9 +129,13 @@ def parse(text: str) -> Node:
     return node
 
 
-def _refuse_unsafe(event: yaml.Event, problems: list[Problem]) -> None:
+def _place(event: yaml.Event) -> tuple[int, int]:
     mark = event.start_mark
-    place = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+    return (mark.line + 1, mark.column + 1) if mark else (1, 1)
+
+
+def _refuse_unsafe(event: yaml.Event, problems: list[Problem]) -> None:
+    place = _place(event)
     if isinstance(event, yaml.AliasEvent):
         problems.append(Problem(*place, f"*{event.anchor}: aliases are not allowed, write the value out"))
     elif getattr(event, "anchor", None):
@@ -141,6 +160,9 @@ def _convert(node: yaml.Node, problems: list[Problem]) -> Node:
                 problems.append(Problem(key.line, key.column, f"{key.text}: given twice, first on line {first.line}"))
             entries.setdefault(key.text, (key, _convert(value_node, problems)))
         return Node(entries, line, column)
+    how = next((how for pattern, how in _SEVERAL_READINGS if node.style not in _QUOTED and pattern.fullmatch(node.value)), None)
+    if how:
+        problems.append(Problem(line, column, f"{node.value[:40]}: has {how}; write the number in plain decimal digits"))
     return Node(_scalar(node), line, column, node.value, quoted=node.style in _QUOTED)
 
 

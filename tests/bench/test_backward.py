@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from bench import backward as module
 from bench.backward import exact_gradients, measure_backward, relative_errors, step_of, table_of
 from bench.machine import describe
-from bench.records import backward_keys, read, with_backward_of
-from bench.run import main
+from bench.records import backward_keys, find, with_backward_of
 from bench.subject import construct, emit
 from bench.timing import Ceilings
+from tests.fsk import fsk
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -79,19 +78,19 @@ def test_the_command_keeps_them_in_the_forwards_record(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spec = "specs/gemm_groupnorm_hardtanh_small.yaml"
     monkeypatch.setattr("bench.run.measure_ceilings", lambda where: Ceilings(10.0, 0.1, 0.1, 0.1, 0.1))
-    run = lambda *more: CliRunner().invoke(main, [spec, "--device", "cpu", "--peers", "eager", "--seconds", "0.1", *more])  # noqa: E731
+    run = lambda *more: fsk("bench", spec, "--device", "cpu", "--peers", "eager", "--seconds", "0.1", *more)  # noqa: E731
     result = run("--backward")
     assert result.exit_code == 0 and "forward and backward on CPU" in result.output and "of the roofline" not in result.output
     result = run("--backward", "--results", "results")
     assert result.exit_code == 0 and "of the roofline" in result.output, "there was no record of the forward"
-    at = tmp_path / "results" / "cpu" / "gemm_groupnorm_hardtanh_small.fp32.json"
-    first = read(at)
+    recorded = lambda: find(tmp_path / "results", "cpu", "gemm_groupnorm_hardtanh_small", "fp32")  # noqa: E731
+    first = recorded()
     assert first["backward"]["ours"]["rel_errors"].keys() == TENSORS and first["backward"]["key"] == backward_keys(spec, "fp32")["cpu"]
     result = run("--backward", "--results", "results")
-    second = read(at)
+    second = recorded()
     assert "of the roofline" not in result.output and {**second, "backward": None} == {**first, "backward": None}
     run("--results", "results")
-    assert read(at)["backward"] == second["backward"], "timing the forward again leaves them"
+    assert recorded()["backward"] == second["backward"], "timing the forward again leaves them"
 
 
 def test_a_new_record_keeps_what_the_old_one_says_of_the_backward():

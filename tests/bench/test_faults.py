@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from bench import demo, evidence, run, sanitize, subject, timing, verify
+from bench import run, subject, timing
 from bench.machine import Machine
-from bench.sweep import __main__ as sweep
-from bench.tune import __main__ as tune
-from codegen import emit
+from tests.fsk import fsk
 
 TOP = Path(__file__).parents[2]
 CHAIN = """
@@ -38,17 +35,17 @@ def spec(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize("command", [emit.main, demo.main, verify.main, run.main, evidence.main, tune.main, sanitize.main])
+@pytest.mark.parametrize("command", ["generate", "explain", "standalone", "package", "demo", "verify", "bench", "evidence", "tune", "sanitize"])
 @pytest.mark.parametrize("text", [None, CHAIN.replace("linear", "linnear")])
 def test_a_fault_of_the_spec_is_one_of_the_call(command, text, spec):
-    done = CliRunner().invoke(command, ["nope.yaml" if text is None else spec(text)])
+    done = fsk(command, "nope.yaml" if text is None else spec(text))
     assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
     assert "no such file" in done.output or "mine.yaml:6:5" in done.output, done.output
 
 
-@pytest.mark.parametrize("command", [verify.main, run.main, evidence.main])
+@pytest.mark.parametrize("command", ["verify", "bench", "evidence"])
 def test_a_target_that_the_spec_excludes_is_not_measured(command, spec):
-    done = CliRunner().invoke(command, [spec(CHAIN + "targets: [sm_90a]\n")])
+    done = fsk(command, spec(CHAIN + "targets: [sm_90a]\n"))
     assert done.exit_code == 1 and "is for sm_90a alone" in done.output, done.output
 
 
@@ -60,17 +57,17 @@ def test_what_has_no_backward_is_said_before_anything_is_measured(spec, monkeypa
 
     monkeypatch.setattr(run, "emit", without_backward)
     monkeypatch.setattr(run, "measure_ceilings", lambda device: pytest.fail("measured"))
-    done = CliRunner().invoke(run.main, [spec(CHAIN), "--backward"])
+    done = fsk("bench", spec(CHAIN), "--backward")
     assert done.exit_code == 1 and "no backward is generated" in done.output, done.output
 
 
 def test_the_sanitizer_asks_for_a_gpu(spec):
-    done = CliRunner().invoke(sanitize.main, [])
+    done = fsk("sanitize")
     assert done.exit_code == 1 and "CUDA GPU" in done.output and "--device" not in done.output
 
 
 def test_an_empty_sweep_is_refused():
-    assert CliRunner().invoke(sweep.main, ["--count", "0"]).exit_code == 2
+    assert fsk("sweep", "--count", "0").exit_code == 2
 
 
 @pytest.mark.parametrize("command", ["verify", "bench", "evidence"])
@@ -78,7 +75,7 @@ def test_one_target_is_measured_or_none(command):
     """make hands on all of TARGETS, and two are no target."""
     said = subprocess.run(["make", "-n", command, "SPEC=a.yaml", "TARGETS=cpu sm_80"], cwd=TOP, capture_output=True, text=True, check=True).stdout
     assert '--target "cpu sm_80"' in said
-    done = CliRunner().invoke({"verify": verify.main, "bench": run.main, "evidence": evidence.main}[command], ["a.yaml", "--target", "cpu sm_80"])
+    done = fsk(command, "a.yaml", "--target", "cpu sm_80")
     assert done.exit_code == 2 and "is not one of" in done.output
 
 

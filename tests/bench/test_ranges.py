@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from bench import run, verify
 from bench.evidence import wanted_jobs
-from bench.records import path_of, present_keys, read, state_of
+from bench.records import find, present_keys, state_of
 from bench.subject import Subject, built_target, construct, emit
 from bench.tables import state_today
 from codegen.spec import load_spec
@@ -62,7 +62,7 @@ def test_bench_records_every_size_under_its_own_name(spec, tmp_path):
     done = CliRunner().invoke(run.main, [spec, "--device", "cpu", "--peers", "eager", "--seconds", "0.05", "--results", str(results)])
     assert done.exit_code == 0, done.output
     for batch in (2, 6):
-        record = read(path_of(results, "cpu", "ranged_bench", "fp32", batch=batch))
+        record = find(results, "cpu", "ranged_bench", "fp32", batch=batch)
         assert (record["spec"], record["batch"]) == (f"ranged_bench, batch {batch}", batch)
         assert state_of(record, present_keys(spec, "fp32", batch=batch)) == "wrong", "it was timed and not verified"
         assert state_today(record) == "wrong" and state_today({**record, "batch": 5}) == "changed"

@@ -7,8 +7,10 @@ import pytest
 
 from bench import records
 from bench.machine import slug_of
-from bench.records import conclude, ledger, lend_fastest_peers, path_of, present_keys, read, state_of, write_json
-from bench.tables import BEGIN, END, claims, put_table, readme_table, state_today
+from bench.records import conclude, find, keep, ledger, lend_fastest_peers, name_of, present_keys, state_of
+from bench.store import EVIDENCE, RESULTS, read
+from bench.tables import BEGIN, END, SHOWN, cards_of, claims, put_table, readme_table, results_page
+from codegen import index
 
 ROOT = Path(__file__).parents[2]
 SPEC, NAME = "specs/default.yaml", "gemm_groupnorm_hardtanh"
@@ -79,8 +81,16 @@ def results(tmp_path, monkeypatch):
     """One verified and nothing else on one card."""
     monkeypatch.chdir(ROOT)
     folder = tmp_path / "results"
-    write_json(path_of(folder, "h200", NAME, "fp32"), record(present_keys(SPEC, "fp32")["sm_80"]))
+    keep(folder, "h200", record(present_keys(SPEC, "fp32")["sm_80"]))
     return folder
+
+
+def table_of(results: Path) -> str:
+    return readme_table(cards_of(records.read_all(results), ledger(results), results))
+
+
+def page_of(results: Path) -> str:
+    return results_page(cards_of(records.read_all(results), ledger(results), results))
 
 
 def test_the_ledger_lists_what_is_not_verified(results):
@@ -89,30 +99,33 @@ def test_the_ledger_lists_what_is_not_verified(results):
     assert states[(NAME, "bf16")] == "missing"
 
 
-def test_the_table_says_unverified_once_a_kernel_changed(results):
-    at = path_of(results, "h200", NAME, "fp32")
-    before = readme_table(records.read_all(results), ledger(results))
+@pytest.mark.parametrize("written", [table_of, page_of])
+def test_a_table_says_unverified_once_a_kernel_changed(results, written):
+    before = written(results)
     assert "| yes |" in before and "unverified" in before
-    write_json(at, {**read(at), "key": "older"})
-    after = readme_table(records.read_all(results), ledger(results))
+    keep(results, "h200", {**find(results, "h200", NAME, "fp32"), "key": "older"})
+    after = written(results)
     assert "| yes |" not in after and "unverified (sources changed since)" in after
 
 
 def test_other_systems_have_a_table_of_their_own_and_what_was_not_measured_is_named(results):
-    table = readme_table(records.read_all(results), ledger(results))
-    assert "Other shipped systems" not in table and "matmul_swish_sum_groupnorm (fp32, fp16, bf16)" in table.split("Not measured yet on this card, so unverified: ")[1]
+    page = page_of(results)
+    assert "Other systems:" not in page and "matmul_swish_sum_groupnorm (fp32, fp16, bf16)" in page.split("Not measured yet on this card, so unverified: ")[1]
     other = "specs/matmul_swish_sum_groupnorm.yaml"
-    write_json(path_of(results, "h200", "matmul_swish_sum_groupnorm", "fp32"), {**record(present_keys(other, "fp32")["sm_80"]), "spec": "matmul_swish_sum_groupnorm", "path": other})
-    first, second = readme_table(records.read_all(results), ledger(results)).split("Other shipped systems:")
+    keep(results, "h200", {**record(present_keys(other, "fp32")["sm_80"]), "spec": "matmul_swish_sum_groupnorm", "path": other})
+    first, second = page_of(results).split("Other systems:")
     assert f"| {NAME} | fp32" in first and "| matmul_swish_sum_groupnorm | fp32" not in first
-    assert "| matmul_swish_sum_groupnorm | fp32" in second and "matmul_swish_sum_groupnorm (fp16, bf16)" in second
+    assert "| matmul_swish_sum_groupnorm | fp32" in second and "matmul_swish_sum_groupnorm (fp16, bf16)" in first
 
 
-def test_the_table_shows_the_target_that_the_loader_picks(results):
+def test_the_tables_show_the_target_that_the_loader_picks_and_name_the_others_apart(results):
     keys = present_keys(SPEC, "fp32")
-    write_json(path_of(results, "h200", NAME, "fp32", "sm_90a"), {**record(keys["sm_90a"]), "target": "sm_90a"})
-    rows = [line for line in readme_table(records.read_all(results), ledger(results)).splitlines() if line.startswith(f"| {NAME} | fp32")]
-    assert len(rows) == 1 and "| sm_90a |" in rows[0] and rows[0].endswith("| yes |")
+    keep(results, "h200", {**record(keys["sm_90a"]), "target": "sm_90a"}, asked_target="sm_90a")
+    rows = lambda text: [line for line in text.splitlines() if line.startswith(f"| {NAME} | fp32")]  # noqa: E731
+    (row,) = rows(table_of(results))
+    assert "| sm_90a |" in row and row.endswith("| yes |")
+    loaders, named = page_of(results).split("Targets that were asked for by name:")
+    assert ["| sm_90a |" in row for row in rows(loaders)] == [True] and ["| sm_80 |" in row for row in rows(named)] == [True]
 
 
 def test_prepared_weights_have_a_row_and_a_state_of_their_own(results):
@@ -120,47 +133,65 @@ def test_prepared_weights_have_a_row_and_a_state_of_their_own(results):
     keys = present_keys(SPEC, "fp32", prepack=True)
     assert keys["sm_90a"] != present_keys(SPEC, "fp32")["sm_90a"]
     mine = {**record(keys["sm_90a"]), "target": "sm_90a", "weights": "prepared", "prepare": {"ms": 0.2, "bytes": 1}}
-    path = path_of(results, "h200", NAME, "fp32", "sm_90a", mine["weights"])
-    assert path.name == f"{NAME}.fp32.sm_90a.prepared.json" and path_of(results, "h200", NAME, "fp32", None, "prepared").name == f"{NAME}.fp32.prepared.json"
-    before = readme_table(records.read_all(results), ledger(results))
-    write_json(path, mine)
-    after = readme_table(records.read_all(results), ledger(results))
-    rows = [line for line in after.splitlines() if line.startswith(f"| {NAME}")]
+    assert name_of(mine) == f"{NAME}.fp32.prepared" and name_of({**mine, "asked_target": "sm_90a"}) == f"{NAME}.fp32.sm_90a.prepared"
+    keep(results, "h200", mine)
+    rows = [line for line in page_of(results).splitlines() if line.startswith(f"| {NAME}")]
     assert [row.split(" | ")[0] for row in rows if " | fp32 | " in row] == [f"| {NAME}", f"| {NAME}, weights prepared"] and rows[1].endswith("| yes |")
-    assert "except where a row says so" in after and "except where" not in before
     assert {s.target for s in ledger(results) if (s.spec, s.precision) == (NAME, "fp32")} == {"sm_80"}
-    write_json(path, {**mine, "key": "another"})
-    assert "unverified (sources changed since)" in readme_table(records.read_all(results), ledger(results))
+    keep(results, "h200", {**mine, "key": "another"})
+    assert "unverified (sources changed since)" in page_of(results)
+    assert len(read(EVIDENCE, results, "h200")) == 2
+
+
+def test_the_readme_has_at_most_eight_rows_the_least_speed_up_among_them(results):
+    """However many packages are measured; what flatters less is not left out."""
+    entries = index.entries(Path("generated"))
+    for number, (path, precision) in enumerate(entries):
+        keep(results, "h200", conclude({**record("k"), "spec": Path(path).stem.replace("default", NAME), "precision": precision, "path": path,
+                                        "ours": row(1.0 + number / 100, 3e-7, outside=0, max_error=1e-6)}))  # fmt: skip
+    found = claims(table_of(results))
+    last = entries[-1]
+    assert len(found) == len(SHOWN) + 1 == 8 and [claim[1:3] for claim in found] == [*SHOWN, (Path(last[0]).stem, last[1])]
+    assert len(claims(page_of(results))) == len(entries)
+    assert {claim[0] for claim in found} == {claim[0] for claim in claims(page_of(results))} == {"NVIDIA H200"}
+
+
+def test_without_a_gpu_nothing_is_claimed(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert "every kernel is unverified" in table_of(tmp_path) and "every kernel is unverified" in page_of(tmp_path)
 
 
 def test_the_table_goes_between_its_markers(tmp_path, results):
-    readme = tmp_path / "README.md"
+    readme, table = tmp_path / "README.md", table_of(results)
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    assert put_table(readme, readme_table(records.read_all(results), ledger(results)))
-    assert not put_table(readme, readme_table(records.read_all(results), ledger(results)))
+    assert put_table(readme, table)
+    assert not put_table(readme, table)
     assert readme.read_text().startswith("before\n") and readme.read_text().endswith("\nafter\n")
-    assert claims(readme) == [(NAME, "fp32", "sm_80", True)]
+    assert claims(readme.read_text()) == [("NVIDIA H200", NAME, "fp32", "sm_80", True)]
 
 
-def test_records_are_written_whole_and_the_same_each_time(tmp_path):
-    path = tmp_path / "a" / "b.json"
-    write_json(path, {"format": 1, "x": 1.5})
-    first = path.read_bytes()
-    write_json(path, {"format": 1, "x": 1.5})
-    assert path.read_bytes() == first and [p.name for p in path.parent.iterdir()] == ["b.json"]
-    with pytest.raises(TypeError):
-        write_json(path, {"x": object()})
-    assert path.read_bytes() == first and [p.name for p in path.parent.iterdir()] == ["b.json"]
+@pytest.fixture(scope="module")
+def cards():
+    """The repository's own records beside today's sources."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return cards_of(records.read_all(), ledger(), RESULTS)
 
 
-def test_the_readme_claims_no_kernel_that_is_unverified(monkeypatch):
-    """Runs on the repository itself: what the table calls verified must be so for today's sources."""
-    monkeypatch.chdir(ROOT)
-    verified = {(s.spec, s.precision, s.target) for s in ledger() if s.verified}
-    prepared = [r for mine in records.read_all().values() for r in mine if r["weights"] == records.PREPARED and state_today(r) == "verified"]
-    verified |= {(f"{r['spec']}, weights prepared", r["precision"], r["target"]) for r in prepared}
-    wrong = [claim[:3] for claim in claims(ROOT / "README.md") if claim[3] and claim[:3] not in verified]
-    assert not wrong, f"the README calls these verified, but their sources changed since: {wrong}; run make report (and make evidence on a GPU)"
+@pytest.mark.parametrize("name", ["README.md", "docs/results.md"])
+def test_no_kernel_is_called_verified_that_is_not(cards, name):
+    """Runs on the repository itself: what a table calls verified must be so for today's sources, on the card named."""
+    verified = {
+        (card.gpu, r["spec"] + (", weights prepared" if r["weights"] == records.PREPARED else ""), r["precision"], r["target"])
+        for card in cards for r, state in zip(card.records, card.states, strict=True) if state == "verified"
+    }  # fmt: skip
+    found = claims((ROOT / name).read_text(encoding="utf-8"))
+    wrong = [claim[:4] for claim in found if claim[4] and claim[:4] not in verified]
+    assert found and not wrong, f"{name} calls these verified, but their sources changed since: {wrong}; run make report (and make evidence on a GPU)"
+
+
+def test_the_results_page_is_what_the_records_say(cards):
+    assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == results_page(cards), "run make report"
 
 
 @pytest.mark.parametrize(("card", "slug"), [

@@ -8,12 +8,14 @@ import pytest
 from bench.kernel_tables import CARD, RATES, ROW, renewed
 from bench.kernelbench import PROBLEMS, SMALL, Run, noisy, parse, reference_source, spreads
 from bench.pictures import _label, merged
-from bench.records import backward_keys, conclude, read, write_json
+from bench.records import backward_keys, conclude, find, keep, name_of
 from bench.report import build
 from bench.shrink import shrink
+from bench.store import EVIDENCE, KERNELBENCH, RESULTS, put, read
 from codegen.spec import load_spec
 
 TOP = Path(__file__).parents[2]
+NAME = "gemm_groupnorm_hardtanh"
 
 CEILINGS = {"copy_gbs": 4240.0, "fp32_tflops": 51.0, "tf32_tflops": 400.0, "fp16_tflops": 760.0, "bf16_tflops": 777.0}
 
@@ -29,7 +31,7 @@ def results(tmp_path):
         "peers": {"eager": {**row, "ms": 2.8, "ours_ms": 1.0}, "library GEMM alone": {**row, "ms": 2.7, "rel_error": None, "ours_ms": 1.0}},
         "overhead_us": {"ours": {"host": 12.0, "call": 20.0, "replay": None}}, "failed": {"triton": "ImportError: <none>"},
     })  # fmt: skip
-    write_json(tmp_path / "results" / "h200" / "gemm_groupnorm_hardtanh.fp32.json", record)
+    keep(tmp_path / "results", "h200", record)
     return tmp_path / "results"
 
 
@@ -108,15 +110,15 @@ def test_the_harness_is_warmed_and_run_again_where_it_is_noisy(tmp_path, monkeyp
     monkeypatch.setattr(kernelbench, "prebuild", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
-    at = tmp_path / "results" / machine.slug / "kernelbench.json"
-    other = {"problem": 94, "shapes": "current", "precision": "fp32", "key": "k", "correct": True}
-    write_json(at, {"format": 1, "gpu": machine.gpu, "torch": machine.torch, "runs": [other]})
+    other = {"format": 1, **machine.facts, "problem": 94, "shapes": "current", "precision": "fp32", "key": "k", "correct": True}
+    put(KERNELBENCH, tmp_path / "results", machine.slug, [other, {**other, "problem": 85, "torch": "2.0"}])
     chosen = ["--problem", "30", "--shapes", "first version", "--precision", "fp32", "--warm"]
     folders = ["--checkout", str(tmp_path / "kb"), "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
     result = CliRunner().invoke(kernelbench.main, [*folders, *chosen])
     assert result.exit_code == 0, result.output
-    kept, made = read(at)["runs"]
-    assert kept == other and made["noisy"] and made["spread"] == {"ours": 0.01, "reference": 0.005}
+    kept, made = read(KERNELBENCH, tmp_path / "results", machine.slug)
+    assert kept == other, "and that of another torch is gone"
+    assert made["noisy"] and made["spread"] == {"ours": 0.01, "reference": 0.005}
     assert made["output"][0].endswith("3") and made["first_output"][0].endswith("2")
 
 
@@ -149,35 +151,34 @@ def test_a_shrunken_spec_keeps_the_chain_and_the_groups(path, tmp_path):
 
 
 def test_prepared_weights_are_named_with_their_cost(results, tmp_path):
-    path = results / "h200" / "gemm_groupnorm_hardtanh.fp32.json"
-    write_json(path.with_name("gemm_groupnorm_hardtanh.fp32.prepared.json"), {**read(path), "weights": "prepared", "prepare": {"ms": 0.21, "bytes": 268_000_000}})
+    keep(results, "h200", {**find(results, "h200", NAME, "fp32"), "weights": "prepared", "prepare": {"ms": 0.21, "bytes": 268_000_000}})
     page = build(results, tmp_path / "page").read_text()
     assert page.count("gemm_groupnorm_hardtanh, weights prepared") == 2 and "0.21 ms, 268 MB kept" in page
 
 
 def test_forward_and_backward_have_a_table_of_their_own(results, tmp_path):
-    at = results / "h200" / "gemm_groupnorm_hardtanh.fp32.json"
+    record = find(results, "h200", NAME, "fp32")
     row = {"ms": 3.0, "spread": 0.01, "trials": 60, "rel_errors": {"x": 3e-7, "gemm.bias": None}, "peak_bytes": 10**9}
     made = {
         "target": "sm_80", "key": "old", "torch": "2.11.0", "ours": row, "peers": {"compile": {**row, "ms": 6.0}}, "failed": {},
         "best_torch": "compile", "speedup_torch": 2.0,
     }  # fmt: skip
-    write_json(at, {**read(at), "backward": made})
+    keep(results, "h200", {**record, "backward": made})
     page = build(results, tmp_path / "page").read_text()
     assert "A forward and its backward" in page and "sources have changed since" in page and "<td>2.00x</td><td>1000</td>" in page
-    write_json(at, {**read(at), "backward": {**made, "key": backward_keys("specs/default.yaml", "fp32")["sm_80"]}})
+    keep(results, "h200", {**record, "backward": {**made, "key": backward_keys("specs/default.yaml", "fp32")["sm_80"]}})
     assert "sources have changed since" not in build(results, tmp_path / "page").read_text()
 
 
-def test_the_kernels_page_repeats_the_files(tmp_path):
-    """Every row that names a file has its figures, and what a file says otherwise shows."""
+def test_the_kernels_page_repeats_the_records(tmp_path):
+    """Every row that names a record has its figures, and what a record says otherwise shows."""
     text = (TOP / "docs" / "kernels.md").read_text(encoding="utf-8")
     rows = ROW.findall(text)
     assert len(rows) > 10 and RATES.search(text)
-    assert all((TOP / "bench" / "results" / CARD / name).is_file() for name in rows)
-    assert renewed(text, TOP / "bench" / "results") == text, "make report renews it"
-    record = read(TOP / "bench" / "results" / CARD / rows[0])
-    record["ours"]["ms"] = 10.0
-    write_json(tmp_path / CARD / rows[0], record)
+    found = {name_of(record): record for record in read(EVIDENCE, RESULTS, CARD)}
+    assert set(rows) <= set(found)
+    assert renewed(text, RESULTS) == text, "make report renews it"
+    found[rows[0]]["ours"]["ms"] = 10.0
+    put(EVIDENCE, tmp_path, CARD, [found[rows[0]]])
     (changed,) = set(renewed(text, tmp_path).splitlines()) - set(text.splitlines())
     assert changed.startswith(f"| `{rows[0]}` |") and "| 10.0 |" in changed

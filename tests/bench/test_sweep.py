@@ -1,6 +1,5 @@
 """The sweep: what is drawn, how few values are judged, how children die, what the summary says, and thirty random specs that must be right."""
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 
 from bench.children import run_jobs
 from bench.promise import DRAWS, draws_for, margin
-from bench.records import write_json
+from bench.store import SWEEP, put, read
 from bench.report import build
 from bench.subject import Subject
 from bench.sweep import summary
@@ -139,20 +138,21 @@ def test_the_summary_counts_and_names_the_slowest():
 
 
 def test_the_page_shows_the_sweep(tmp_path):
-    folder = tmp_path / "results" / "h100"
     cases = [_case(0, "linear", "fp32", 1.0, 2.0), _case(1, "conv2d", "fp16", 1.0, 3.0, False)]
-    write_json(folder / "sweep.json", summary.as_file(cases, {"gpu": "NVIDIA H100", "torch": "2.11.0", "cuda": "13.0", "driver": None}, None))
+    facts = {"gpu": "NVIDIA H100", "torch": "2.11.0", "cuda": "13.0", "driver": None}
+    put(SWEEP, tmp_path / "results", "h100", [case | facts for case in cases])
     page = build(tmp_path / "results", tmp_path / "page").read_text()
     assert "Random specs" in page and "2 specs drawn" in page and (tmp_path / "page" / "h100" / "sweep.svg").is_file()
 
 
+@pytest.mark.slow
 def test_thirty_random_specs_are_right(tmp_path):
     """`make sweep SMALL=1 COUNT=30 ON=cpu`, in a folder of its own; sources and cache keys are the same at each run."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, "-m", "bench.sweep", "--small", "--count", "30", "--device", "cpu", "--results", "results", "--work", "work"]
+    command = [sys.executable, "-m", "fixed_shape_kernels", "sweep", "--small", "--count", "30", "--device", "cpu", "--results", "results", "--work", "work"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    cases = json.loads((tmp_path / "results" / "cpu" / "sweep.json").read_text())["cases"]
+    cases = read(SWEEP, tmp_path / "results", "cpu")
     assert len(cases) == 30 and all(case["verified"] for case in cases)
     again = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert again.returncode == 0 and "examine" not in again.stdout

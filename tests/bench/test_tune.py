@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from bench.machine import Machine
-from bench.tune import __main__ as tune
+from bench.tune import command as tune
 from codegen.plan import tuned
 from codegen.plan.route import Choice
 from codegen.spec import load_spec, resolve
+from tests.fsk import fsk
 
 SPEC = "specs/gemm_groupnorm_hardtanh_small.yaml"
 
@@ -17,12 +17,12 @@ SPEC = "specs/gemm_groupnorm_hardtanh_small.yaml"
 def test_a_measured_spec_is_recorded_and_not_measured_again(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned, "FOLDER", tmp_path / "tuned")
     command = [SPEC, "--device", "cpu", "--seconds", "0.1", "--work", str(tmp_path / "work")]
-    done = CliRunner().invoke(tune.main, command)
+    done = fsk("tune", *command)
     assert done.exit_code == 0 and "recorded" in done.output, done.output
     (record,) = tuned.records("host").values()
     (row,) = record["candidates"]
     assert row["target"] == "cpu" and row["ms"] > 0 and 0 < row["error"] < 3e-7
-    again = CliRunner().invoke(tune.main, command)
+    again = fsk("tune", *command)
     assert again.exit_code == 0 and "up to date" in again.output
 
 
@@ -47,7 +47,7 @@ def test_a_spec_elsewhere_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned, "FOLDER", tmp_path / "tuned")
     file = tmp_path / "mine.yaml"
     file.write_text(resolve(SPEC)[0].read_text())
-    done = CliRunner().invoke(tune.main, [str(file), "--device", "cpu", "--seconds", "0.1", "--work", str(tmp_path / "work")])
+    done = fsk("tune", file, "--device", "cpu", "--seconds", "0.1", "--work", tmp_path / "work")
     assert done.exit_code == 0 and f"SPEC={file}" in " ".join(done.output.split()), done.output
     assert all("ms" in row for record in tuned.records("host").values() for row in record["candidates"])
 
@@ -57,7 +57,7 @@ def test_a_spec_without_a_right_candidate_is_not_recorded_and_fails(verdict, tmp
     monkeypatch.setattr(tuned, "FOLDER", tmp_path / "tuned")
     monkeypatch.setattr(tune.Tuner, "run", lambda self, module, jobs, setting, what: dict.fromkeys(jobs, verdict))
     monkeypatch.setattr(tune.Tuner, "build", lambda self, tries: None)
-    done = CliRunner().invoke(tune.main, [SPEC, "--device", "cpu", "--work", str(tmp_path / "work")])
+    done = fsk("tune", SPEC, "--device", "cpu", "--work", tmp_path / "work")
     assert done.exit_code == 1 and "all candidates rejected" in done.output
     assert not (tmp_path / "tuned").exists()
 

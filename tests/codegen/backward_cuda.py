@@ -14,6 +14,7 @@ from codegen.plan.model import Launch, Plan
 from codegen.render import render_kernel
 from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS
+from tests import tiers
 from tests.codegen import emulated
 from tests.codegen.backward_chains import Backward
 from tests.codegen.cpu_chains import Chain
@@ -26,6 +27,7 @@ def planned(spec: Spec) -> Plan:
 
 def build_emulated(folder: Path, specs: list[Spec]) -> list[Backward]:
     """The backwards of `specs` on the CPU, compiled together; a warning is a failure."""
+    tiers.claim("emulated")
     return _build(folder, specs, "backward.cpp", emulated.command("backward.cpp", "backward.so", emulated.STRICT), "cpu")
 
 

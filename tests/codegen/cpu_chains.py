@@ -18,6 +18,7 @@ from codegen.plan import Launch, Plan, plan
 from codegen.render import render_kernel
 from codegen.spec import Spec, load_spec
 from codegen.torch_text import module_lines, reference_lines
+from tests.compiler import gxx
 
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -99,7 +100,7 @@ def build(folder: Path, specs: Sequence[Spec]) -> list[Chain]:
         chain.plan = replace(planned, steps=tuple(steps))
         texts += [render_kernel(chain.plan, kernel) for kernel in chain.plan.kernels]
     (folder / "chains.cpp").write_text("\n".join(texts))
-    command = ["g++", *chains[0].plan.target.flags, "-shared", "-fPIC", "-o", "chains.so", "chains.cpp"]
+    command = [gxx(), *chains[0].plan.target.flags, "-shared", "-fPIC", "-o", "chains.so", "chains.cpp"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0 and not result.stderr, result.stderr
     library = ctypes.CDLL(str(folder / "chains.so"))

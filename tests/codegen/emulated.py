@@ -15,6 +15,8 @@ import torch
 
 from codegen.plan.model import Plan
 from codegen.render import render_kernel
+from tests import tiers
+from tests.compiler import gxx
 
 HEADERS = Path(__file__).parent / "emulation"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -50,11 +52,12 @@ for file, function, names in calls:
 
 def command(source: str, library: str, flags: tuple[str, ...]) -> list[str]:
     """What compiles `source` to `library`, both in the folder where it runs."""
-    return ["g++", "-std=c++17", "-mf16c", "-mfma", *flags, f"-I{HEADERS}", "-fno-gnu-unique", "-shared", "-fPIC", "-o", library, source]
+    return [gxx(), "-std=c++17", "-mf16c", "-mfma", *flags, f"-I{HEADERS}", "-fno-gnu-unique", "-shared", "-fPIC", "-o", library, source]
 
 
 def compile_text(folder: Path, text: str, flags: tuple[str, ...], stem: str = "emulated", header: str | None = None) -> Path:
     """The library made of `text`, which begins by including `header`: that is compiled once for all texts of a process."""
+    tiers.claim("emulated")
     if header is not None:
         flags, text = (*flags, f"-I{precompiled(header, flags).name}"), f'#include "{header}"\n{text}'
     (folder / f"{stem}.cpp").write_text(text)

@@ -150,7 +150,7 @@ def parameters(spec: Spec, generator: torch.Generator) -> dict[str, torch.Tensor
 
 def draw(spec: Spec, kind: str, generator: torch.Generator) -> torch.Tensor:
     """The producer's result: "normal", "offset" (a mean far above the spread), "outlier_first" and "outlier" (one value of each group a million
-    times the others), "constant" (each group alike) or "special" (NaN, inf)."""
+    times the others), "constant" (each group alike), "beyond" (squares, or the one of a value, exceed fp32's range) or "special" (NaN, inf)."""
     shape = spec.producer.output_shape
     value = torch.randn(shape, generator=generator, device="cuda")
     if kind == "offset":
@@ -159,6 +159,9 @@ def draw(spec: Spec, kind: str, generator: torch.Generator) -> torch.Tensor:
         value.view(shape[0], spec.num_groups, -1)[:, :, 0 if kind == "outlier_first" else spec.group_size // 3] = OUTLIER[spec.precision.dtype]
     elif kind == "constant":
         value = value.view(shape[0], spec.num_groups, -1)[:, :, :1].expand(-1, -1, spec.group_size).reshape(shape).contiguous()
+    elif kind == "beyond":
+        value[::3] *= 1e36
+        value[1::3].view(len(value[1::3]), -1)[:, 0] = 1e38
     elif kind == "special":
         flat = value.view(-1)
         flat[0], flat[flat.numel() // 2], flat[-1] = float("nan"), float("inf"), -float("inf")
@@ -182,11 +185,12 @@ def reference(spec: Spec, result: torch.Tensor, values: dict[str, torch.Tensor],
 
 
 def tile_statistics(result: torch.Tensor, tile: int) -> torch.Tensor:
-    """(count, mean, mean_rest, M2) of each row's tiles, as a GEMM leaves them."""
+    """(count, mean, mean_rest, M2) of each row's tiles, as a GEMM leaves them; an M2 beyond fp32's range is that of values times 2^-80, and negative."""
     tiles = result.double().view(result.shape[0], -1, tile)
     mean = tiles.mean(-1, keepdim=True)
     high = mean.float().double()
     m2 = ((tiles - mean) ** 2).sum(-1, keepdim=True)
+    m2 = torch.where(m2 > torch.finfo(torch.float32).max, -m2 * 2.0**-160, m2)
     return torch.cat((torch.full_like(mean, tile), high, mean - high, m2), -1).float().contiguous()
 
 

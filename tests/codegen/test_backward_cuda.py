@@ -8,34 +8,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from codegen import index
 from codegen.plan.backward.cpu import SUMS
 from codegen.plan.backward.cuda import WINDOWS, WINNERS
 from codegen.plan.model import Library
 from codegen.render import render_kernel
 from codegen.spec import load_spec
+from tests import tiers
 from tests.codegen.backward_chains import check, elementwise_specs, operand_specs, pool_specs
 from tests.codegen.backward_cuda import build_emulated, planned
 from tests.codegen.cpu_chains import conv_chain, linear_chain, make_spec
+from tests.codegen.test_compile import PACKAGES
 from tests.codegen.test_cpu import ELEMENTWISE, POOLS
 from tests.compile_matrix import faults
 
-TOP = Path(__file__).parents[2]
 FACTOR = 1.5  # of eager's error: sums over a group are in fp32, as they are in eager
-emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def sources():
-    """One case per distinct text among the checked-in packages' backwards."""
-    seen = {}
-    for path, precision in index.entries(TOP / "generated"):
-        plan = planned(load_spec(path, precision))
-        seen.setdefault("".join(render_kernel(plan, kernel) for kernel in plan.kernels), plan)
-    return [pytest.param(plan, id=plan.spec.package) for plan in seen.values()]
-
-
-@pytest.mark.parametrize("plan", sources())
-def test_source_compiles_without_spills(plan, tmp_path):
+@pytest.mark.nvcc
+@pytest.mark.parametrize(("path", "precision"), PACKAGES, ids=[f"{Path(path).stem}-{precision}" for path, precision in PACKAGES])
+def test_source_compiles_without_spills(path, precision, tmp_path):
+    plan = planned(load_spec(path, precision))
     assert not (found := [text for kernel in plan.kernels for text in faults(plan, kernel, tmp_path)]), "\n".join(found)
 
 
@@ -77,8 +70,8 @@ def test_teams_follow_the_shape(tmp_path, chain, batch, spatial, teams, channel_
 
 
 def test_nothing_in_the_text_depends_on_chance() -> None:
-    for param in sources():
-        (plan,) = param.values
+    for path, precision in PACKAGES:
+        plan = planned(load_spec(path, precision))
         for text in (render_kernel(plan, kernel) for kernel in plan.kernels):
             assert "atomic" not in text and "torch" not in text.split("#include")[1] and "double" not in text
 
@@ -86,8 +79,8 @@ def test_nothing_in_the_text_depends_on_chance() -> None:
 # ---- arithmetic -----------------------------------------------------------------------------------------------------
 
 
-@emulated
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@needs_gxx
+@pytest.mark.parametrize("name", tiers.emulated(ELEMENTWISE, "mish"))
 def test_elementwise_before_and_after(tmp_path, name: str) -> None:
     """Every operator on both sides of the norm, and in front of and behind a pooling."""
     for backward in build_emulated(tmp_path, elementwise_specs(tmp_path, name)):
@@ -98,14 +91,16 @@ def operands(prefix: str, shape: list[int]) -> list:
     return [{"mul": {"name": f"{prefix}_scale", "shape": shape}}, {"add": {"name": f"{prefix}_bias", "shape": shape}}]
 
 
-@emulated
+@pytest.mark.emulated
+@needs_gxx
 def test_learnable_operands(tmp_path) -> None:
     pools = lambda shape: [{"max_pool2d": {"kernel_size": 2}}, *operands("last", shape)]  # noqa: E731
     for backward in build_emulated(tmp_path, operand_specs(tmp_path, operands, pools)):
         check(backward, backward.chain.source(), FACTOR)
 
 
-@emulated
+@pytest.mark.representative
+@needs_gxx
 def test_every_kind_of_team(tmp_path) -> None:
     """Groups of a warp and of a block, channels of a warp and of a block, with and without a pooling, a last slab that is shorter."""
 
@@ -123,14 +118,15 @@ def test_every_kind_of_team(tmp_path) -> None:
         check(backward, backward.chain.source(offset=3.0), FACTOR)
 
 
-@emulated
-@pytest.mark.parametrize("name", POOLS)
+@needs_gxx
+@pytest.mark.parametrize("name", tiers.emulated(POOLS))
 def test_pooling(tmp_path, name: str) -> None:
     for backward in build_emulated(tmp_path, pool_specs(tmp_path, name)):
         check(backward, backward.chain.source(), FACTOR)
 
 
-@emulated
+@pytest.mark.emulated
+@needs_gxx
 def test_equal_values_and_nan(tmp_path) -> None:
     """The first of several largest values gets the gradient, the last of several NaN; a NaN stays in its group."""
     pool = {"max_pool2d": {"kernel_size": 3, "stride": 2, "padding": 1}}
@@ -147,7 +143,8 @@ def test_equal_values_and_nan(tmp_path) -> None:
     assert torch.equal(spoilt, got["t0"])
 
 
-@emulated
+@pytest.mark.emulated
+@needs_gxx
 def test_names_that_could_collide(tmp_path) -> None:
     """Attributes named like functions and variables of the emitted source stay apart from them."""
     names = ("value", "gradient", "mean", "rstd", "slab_sums", "shift", "totals", "numbers", "winner", "windows", "sums", "incoming", "gamma", "g", "v",

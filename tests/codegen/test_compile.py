@@ -1,21 +1,23 @@
-"""Every distinct checked-in CUDA source compiles with nvcc: no warnings, spills, local memory or double arithmetic, inside its plan. So do those of the
-other shipped specs for sm_80, the stages behind fused kernels, and chains that once were at fault."""
+"""Emitted CUDA compiles with nvcc: no warnings, spills, local memory or double arithmetic, inside its plan.
 
-import tempfile
+One kernel of each template in `make test`; in `make test-all` the sources of every shipped spec, the stages behind fused kernels, and chains that once were
+at fault. A text that was compiled before is not compiled again (runtime/kernel_report.py).
+"""
+
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import yaml
 
-from codegen import index
 from codegen.emit import make_package
+from codegen.numerics import PRECISIONS
 from codegen.plan import plan as plan_of
-from codegen.render import render_kernel
+from codegen.plan.model import Kernel, Plan
 from codegen.spec import load_spec, shipped
 from tests.codegen import test_stages as stages
+from tests.codegen.representatives import REPRESENTATIVES, TEMPLATES, representative
 from tests.compile_matrix import faults
-
-TOP = Path(__file__).parents[2]
 
 # name -> (target, precision, batch, input, chain): once a source of each did not compile, spilled or held a function that nothing called.
 ONCE_AT_FAULT = {
@@ -75,42 +77,47 @@ ONCE_AT_FAULT = {
         {"linear": {"name": "gemm", "in_features": 192, "out_features": 3584}}, {"div": {"value": 0.0858}}, {"layer_norm": {"name": "norm", "normalized_shape": 3584}},
     ]),
 }  # fmt: skip
+PACKAGES = [(path, precision) for path in shipped() for precision in (("fp32",) if path.endswith("_small.yaml") else PRECISIONS)]
 
 
-def sources():
-    """One case per distinct text; the cache behind compile_report makes a second run quick."""
-    seen = {}
-    for spec, precision in index.entries(TOP / "generated"):
-        for plan in make_package(load_spec(spec, precision)).plans:
-            if plan.target.language == "cuda":
-                for kernel in plan.kernels:
-                    seen.setdefault(render_kernel(plan, kernel), (plan, kernel))
-    return [pytest.param(plan, kernel, id=f"{plan.spec.package}-{kernel.file(plan.target)}") for plan, kernel in seen.values()]
+def assert_without_faults(kernels: Iterable[tuple[Plan, Kernel]], folder: Path) -> None:
+    """Compile every kernel; fail with all that is wrong with them."""
+    found = [fault for plan, kernel in kernels for fault in faults(plan, kernel, folder)]
+    assert not found, "\n".join(found)
 
 
-def other_sources():
-    """The shipped specs without checked-in packages in fp32, and chains that end in stages, in fp32 and bf16: one case per distinct text."""
-    listed = {spec for spec, _ in index.entries(TOP / "generated")}
-    plans = [plan_of(load_spec(path), "sm_80") for path in shipped() if path not in listed]
-    with tempfile.TemporaryDirectory() as folder:
-        plans += [stages.planned(Path(folder), number, precision, "sm_80") for number in range(len(stages.CHAINS)) for precision in ("fp32", "bf16")]
-    staged = lambda plan, kernel: plan.spec.name != "chain_under_test" or kernel.template.startswith("stages/") or getattr(kernel, "fold", None)  # noqa: E731
-    seen = {render_kernel(plan, kernel): (plan, kernel) for plan in plans for kernel in plan.kernels if staged(plan, kernel)}
-    return [pytest.param(plan, kernel, id=f"{number}-{plan.spec.package}-{kernel.file(plan.target)}") for number, (plan, kernel) in enumerate(seen.values())]
+@pytest.mark.representative
+@pytest.mark.parametrize("key", REPRESENTATIVES, ids=lambda key: " ".join(filter(None, key)))
+def test_a_kernel_of_each_template_compiles_within_its_plan(key, tmp_path):
+    assert_without_faults([representative(key, tmp_path)], tmp_path)
 
 
-def once_at_fault():
-    """All sources of ONCE_AT_FAULT's chains."""
-    cases = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name, (target, precision, batch, size, chain) in ONCE_AT_FAULT.items():
-            path = Path(folder) / "chain.yaml"
-            path.write_text(yaml.safe_dump({"name": "chain", "batch": batch, "input": size, "chain": chain, **({"gemm": "generated"} if target == "sm_90a" or "weights" in name else {})}))
-            plan = plan_of(load_spec(path, precision), target, "h100")
-            cases += [pytest.param(plan, kernel, id=f"{name}-{kernel.file(plan.target)}") for kernel in plan.kernels]
-    return cases
+def test_every_template_has_a_representative():
+    assert {template for template, _ in REPRESENTATIVES} == {str(path.relative_to(TEMPLATES)) for path in TEMPLATES.rglob("*.cu.j2")}
 
 
-@pytest.mark.parametrize(("plan", "kernel"), [*sources(), *other_sources(), *once_at_fault()])
-def test_source_compiles_within_its_plan(plan, kernel, tmp_path):
-    assert not (found := faults(plan, kernel, tmp_path)), "\n".join(found)
+@pytest.mark.nvcc
+@pytest.mark.parametrize(("path", "precision"), PACKAGES, ids=[f"{Path(path).stem}-{precision}" for path, precision in PACKAGES])
+def test_shipped_specs_compile_within_their_plans(path, precision, tmp_path):
+    plans = [plan for plan in make_package(load_spec(path, precision)).plans if plan.target.language == "cuda"]
+    assert_without_faults([(plan, kernel) for plan in plans for kernel in plan.kernels], tmp_path)
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("number", range(len(stages.CHAINS)))
+def test_stages_compile_within_their_plans(number, precision, tmp_path):
+    plan = stages.planned(tmp_path, number, precision, "sm_80")
+    kernels = [kernel for kernel in plan.kernels if kernel.template.startswith("stages/") or getattr(kernel, "fold", None)]
+    assert kernels
+    assert_without_faults([(plan, kernel) for kernel in kernels], tmp_path)
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("name", ONCE_AT_FAULT)
+def test_chains_that_were_at_fault_compile_within_their_plans(name, tmp_path):
+    target, precision, batch, size, chain = ONCE_AT_FAULT[name]
+    path = tmp_path / "chain.yaml"
+    path.write_text(yaml.safe_dump({"name": "chain", "batch": batch, "input": size, "chain": chain, **({"gemm": "generated"} if target == "sm_90a" or "weights" in name else {})}))
+    plan = plan_of(load_spec(path, precision), target, "h100")
+    assert_without_faults([(plan, kernel) for kernel in plan.kernels], tmp_path)

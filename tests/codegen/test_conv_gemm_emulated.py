@@ -2,9 +2,11 @@
 channels that fill no piece, planes of any width, every kind of tile, slices of K."""
 
 import contextlib
+import functools
 import itertools
 import json
 import shutil
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 TARGET, H100 = TARGETS["sm_80"], DEVICES["h100"]
 FOLDER = Path(__file__).resolve().parents[2] / "codegen/specs"
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
+SCRATCH = tempfile.TemporaryDirectory(prefix="emulated-")  # of this process's libraries
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,20 @@ def made(folder, precision: str):
     return found
 
 
-@pytest.fixture(scope="module", params=PRECISIONS)
-def layers(request, tmp_path_factory):
-    """(precision, layers)."""
-    folder = tmp_path_factory.mktemp(request.param)
-    return request.param, build(folder, [plan for _, plan in made(folder, request.param)])
+@functools.cache
+def layers_of(precision: str, names: tuple[str, ...]) -> tuple[str, list[Layer]]:
+    """(precision, layers) of these cases, compiled once as one library."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{precision}-", dir=SCRATCH.name))
+    return precision, build(folder, [plan for name, plan in made(folder, precision) if name in names])
+
+
+@pytest.fixture(params=[
+    pytest.param(("fp16", ("padded",)), id="fp16-one", marks=pytest.mark.representative),
+    *(pytest.param((precision, tuple(CASES)), id=precision, marks=pytest.mark.emulated) for precision in PRECISIONS),
+])  # fmt: skip
+def layers(request):
+    """What `layers_of` gives: tiles whole and cut in slices for make test, everything for make test-all."""
+    return layers_of(*request.param)
 
 
 def label(layer: Layer) -> str:
@@ -160,6 +172,7 @@ def test_infinity_and_nan_come_out_where_they_do_in_pytorch(layers):
             assert torch.allclose(y[fine].float(), expected[fine].float(), atol=0.05, rtol=0.05), label(layer)
 
 
+@pytest.mark.emulated
 @torch.no_grad()
 def test_an_infinite_product_before_a_bound(tmp_path):
     """hardtanh makes infinities finite again, so nothing may have become NaN on the way."""
@@ -200,8 +213,6 @@ def test_short_sums_in_fp32_and_foreign_arithmetics_are_refused(tmp_path):
 
 def test_what_the_cases_meet():
     """Of every choice of the templates both sides."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         kernels = [k for p in PRECISIONS for _, plan in made(Path(folder), p) for k in plan.kernels if k.template == "conv_gemm/conv_gemm.cu.j2"]
     for name in ("ragged_m", "ragged_n", "ragged_k", "padded", "grouped", "sliced", "layered", "raster_remainder"):

@@ -12,6 +12,7 @@ from codegen.plan.conv_sm90a.geometry import Layout
 from codegen.plan.conv_sm90a.route import CONV_SM90A
 from codegen.spec import load_spec
 from codegen.targets import DEVICES
+from tests import tiers
 from tests.codegen.conv_cases import FAMILY, chain
 from tests.codegen.conv_sm90a_emulated import Emulated
 from tests.codegen.emulated import DTYPES
@@ -33,7 +34,7 @@ CASES = {
 }
 ONE_PRODUCT = ("pointwise", "empty_strips", "channel_tiles")  # their sums are too short for fp32, or their weights too many
 QUICK = ("one_group", "no_pool", "turns")  # small enough for every kind
-KINDS = ("normal", "offset", "constant", "zeros", "outlier", "bright row", "beyond fp16", "nan")
+KINDS = ("normal", "offset", "constant", "zeros", "outlier", "bright row", "beyond fp16", "squares beyond fp32", "dead channel", "nan")
 
 
 def draw(shape, kind):
@@ -49,6 +50,11 @@ def draw(shape, kind):
     elif kind == "beyond fp16":
         x[0, :, 0, 0] = 1e6
         x[1] *= 1e-6
+    elif kind == "squares beyond fp32":
+        x[0] *= 1e33
+        x[1, :, 0, 0] = 3e37
+    elif kind == "dead channel":
+        x[:, -1] = 0.0
     elif kind == "nan":
         x[0, 0, 3, 3] = float("nan")
     return x
@@ -73,10 +79,13 @@ def parameters(spec):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [
-        *((name, "tf32" if name in ONE_PRODUCT else "fp32") for name in CASES),
-        *((name, p) for name in ("before", "padded", "turns") for p in ("tf32", "fp16", "bf16")),
-    ],
+    tiers.emulated(
+        [
+            *((name, "tf32" if name in ONE_PRODUCT else "fp32") for name in CASES),
+            *((name, p) for name in ("before", "padded", "turns") for p in ("tf32", "fp16", "bf16")),
+        ],
+        ("one_group", "fp32"),
+    ),
 )
 def test_errors_keep_the_promise(tmp_path, name, precision):
     data, batch, sms, layout = CASES[name]
@@ -86,11 +95,16 @@ def test_errors_keep_the_promise(tmp_path, name, precision):
     device = dataclasses.replace(DEVICES["h100"], sms=sms)
     emulated = Emulated(planned_by(CONV_SM90A, spec, device, **(dataclasses.asdict(layout) if layout else {})), tmp_path)
     values = parameters(spec)
-    for kind in KINDS if precision == "fp32" and name in QUICK else ("normal", "outlier", "nan"):
+    for kind in KINDS if precision == "fp32" and name in QUICK else ("normal", "outlier", "nan", *(("squares beyond fp32",) if precision != "fp16" else ())):
         x = draw(spec.input_shape, kind).to(DTYPES[spec.precision.dtype])
+        if kind == "dead channel":
+            values["conv.weight"][:, -1] = 1e4
         y, exact, eager = emulated(x, values), *(chain_result(spec, x, values, dtype) for dtype in (torch.float64, torch.float32))
         finite = torch.isfinite(exact)
         assert torch.equal(torch.isfinite(y), finite), kind
+        if kind == "squares beyond fp32":
+            assert finite.all()
+            eager = exact.float()  # whose own squares are infinite
         error = relative_error(y[finite], exact[finite])
         limit = {"fp32": max(1.1 * relative_error(eager[finite], exact[finite]), 3e-7), "fp16": 5e-4, "bf16": 4e-3}.get(precision)
         if precision == "tf32":
@@ -99,6 +113,7 @@ def test_errors_keep_the_promise(tmp_path, name, precision):
         assert error <= limit, f"{kind}: {error:.2e}, allowed {limit:.2e}"
 
 
+@pytest.mark.emulated
 def test_weights_of_any_size_keep_their_accuracy(tmp_path):
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": 2}))
@@ -112,6 +127,7 @@ def test_weights_of_any_size_keep_their_accuracy(tmp_path):
     assert relative_error(emulated(x, values), chain_result(spec, x, values, torch.float64)) <= 3e-7
 
 
+@pytest.mark.emulated
 def test_a_large_half_beside_small_weights_costs_them_nothing(tmp_path):
     """It meets zeros in x. Scaled down with it, weights of a tenth would become subnormal halves: 3.9e-4 instead of 2.1e-4 without an operator before the norm."""
     path = tmp_path / "case.yaml"
@@ -124,6 +140,7 @@ def test_a_large_half_beside_small_weights_costs_them_nothing(tmp_path):
     assert relative_error(emulated(x, values), exact) <= 1.05 * relative_error(exact.half(), exact)
 
 
+@pytest.mark.emulated
 def test_one_far_value_does_not_hide_that_the_others_are_faint(tmp_path):
     """Values of 1e-5 lose digits in two fp16 parts scaled by 64; where they are nearly all of a sample, it is computed in fp32. Without that: 2e-6."""
     path = tmp_path / "case.yaml"

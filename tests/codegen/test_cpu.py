@@ -15,6 +15,7 @@ from codegen.plan import Library, plan
 from codegen.plan.cpu.kernel import PIECE, STACK_VALUES, _count_text
 from codegen.render import render_kernel
 from tests.codegen.cpu_chains import DTYPES, Chain, build, conv_chain, linear_chain, make_spec, relative_error
+from tests.compiler import gxx
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -302,7 +303,7 @@ def test_conversions_are_exact_for_every_number(tmp_path, precision: str) -> Non
         "  for (int i = 0; i < n; ++i) { wide[i] = chain_cpu::load(bits[i]); narrow[i] = chain_cpu::store(v[i]); }\n}\n"
     )
     (tmp_path / "convert.cpp").write_text(text)
-    subprocess.run(["g++", *planned.target.flags, "-shared", "-fPIC", "-o", "convert.so", "convert.cpp"], cwd=tmp_path, check=True)
+    subprocess.run([gxx(), *planned.target.flags, "-shared", "-fPIC", "-o", "convert.so", "convert.cpp"], cwd=tmp_path, check=True)
     convert = ctypes.CDLL(str(tmp_path / "convert.so")).convert
 
     dtype = DTYPES[precision]
@@ -332,6 +333,7 @@ pools = st.none() | st.fixed_dictionaries({
 })  # fmt: skip
 
 
+@pytest.mark.slow  # a library for each example
 @settings(max_examples=20, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(data=st.data(), before=ops, after=ops, pool=pools, last=ops, groups=st.integers(1, 4), width=st.integers(1, 9), precision=st.sampled_from(PRECISIONS))
 def test_random_chains(tmp_path_factory, data, before, after, pool, last, groups, width, precision) -> None:

@@ -16,7 +16,7 @@ EARLY = "cudaLaunchAttributeProgrammaticStreamSerialization"
 KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\((.*?)\) \{\n(.*?)\n\}\n", re.DOTALL)
 MEMORY = re.compile(r"\b(?:ld|st|cp|atom|red)\.(?:async\.\w+\.shared\.)?global\S*")
 
-SOURCES = sorted(path for target in ("sm80", "sm90a") for path in (REPOSITORY / "generated").glob(f"*/*_{target}.cu"))
+SOURCES = sorted(path for target in ("sm80", "sm90a") for path in (REPOSITORY / "generated" / "exemplars").glob(f"*/*_{target}.cu"))
 TEXTS = {path: path.read_text(encoding="utf-8") for path in SOURCES}
 # Hopper's GEMM and convolution have launchers of their own; the GEMM fetches W, which no kernel writes, before it waits for the split of x.
 EARLY_SOURCES = [path for path, text in TEXTS.items() if EARLY in text and "wait_for_previous_kernel" not in text]

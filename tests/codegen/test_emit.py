@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from codegen import index
-from codegen.emit import main, make_package, write_if_different
+from codegen.emit import make_package, write_if_different
 from codegen.manifest import source_key
 from codegen.render import render
 from codegen.spec import load_spec, shipped
 from codegen.spec.docs import example, reference
 from codegen.standalone import render_standalone
+from tests.fsk import fsk
 
 TOP = Path(__file__).parents[2]
 CASES = index.entries(TOP / "generated")
@@ -35,20 +35,12 @@ def test_the_index_lists_every_shipped_spec():
         assert precisions == (["fp32"] if stem.endswith("_small") else ["fp32", "tf32", "fp16", "bf16"] if stem in HEADLINE else ["fp32", "fp16", "bf16"]), spec
 
 
-@pytest.mark.parametrize(("spec", "precision"), CASES)
-def test_checked_in_packages_are_what_their_specs_emit(spec, precision):
-    package = make_package(load_spec(spec, precision))
-    for name, text in render(package).items():
-        path = TOP / "generated" / package.spec.package / name
-        assert path.read_text(encoding="utf-8") == text, f"{path} differs; run make generate-all"
-
-
 def test_the_same_bytes_in_another_process_folder_and_hash_seed(tmp_path):
     digests = set()
     for seed, where in (("1", tmp_path / "a"), ("2", tmp_path / "with space")):
         where.mkdir()
         subprocess.run(
-            [sys.executable, "-m", "codegen.emit", "specs/default.yaml", "--precision", "bf16", "--standalone", "--out", str(where / "out")],
+            [sys.executable, "-m", "fixed_shape_kernels", "standalone", "specs/default.yaml", "--precision", "bf16", "--out", str(where / "out")],
             check=True, capture_output=True, cwd=where, env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(TOP), "TZ": f"UTC{seed}"},
         )  # fmt: skip
         files = sorted((where / "out" / "gemm_groupnorm_hardtanh_bf16").iterdir())
@@ -67,12 +59,11 @@ def test_no_path_no_date_no_double_literal_in_the_sources(spec, precision):
 
 
 def test_an_unchanged_package_is_not_touched(tmp_path):
-    runner = CliRunner()
     arguments = ["specs/gemm_groupnorm_hardtanh_small.yaml", "--out", str(tmp_path)]
-    assert runner.invoke(main, arguments).exit_code == 0
+    assert fsk("generate", *arguments).exit_code == 0
     folder = tmp_path / "gemm_groupnorm_hardtanh_small"
     before = {p: p.stat().st_mtime_ns for p in folder.iterdir()}
-    result = runner.invoke(main, arguments)
+    result = fsk("generate", *arguments)
     assert "unchanged" in result.output and before == {p: p.stat().st_mtime_ns for p in folder.iterdir()}
 
 
@@ -108,7 +99,7 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
 def test_a_bad_spec_writes_nothing_and_exits_with_2(tmp_path):
     bad = tmp_path / "bad.yaml"
     bad.write_text("name: x\nbatch: 0\nchain: []\n")
-    result = CliRunner().invoke(main, [str(bad), "specs/default.yaml", "--out", str(tmp_path / "out")])
+    result = fsk("generate", str(bad), "specs/default.yaml", "--out", str(tmp_path / "out"))
     assert result.exit_code == 2 and "bad.yaml:2:8" in result.output and not (tmp_path / "out").exists()
 
 
@@ -134,15 +125,14 @@ def test_defaults_are_defaults_of_every_constructor(tmp_path):
 
 
 def test_a_package_of_another_spec_is_not_replaced(tmp_path):
-    runner = CliRunner()
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text(LAYER)
     second.write_text(LAYER.replace("batch: 4", "batch: 8"))
     arguments = ["--target", "cpu", "--out", str(tmp_path / "out")]
-    assert runner.invoke(main, [str(first), *arguments]).exit_code == 0
-    refused = runner.invoke(main, [str(second), *arguments])
+    assert fsk("generate", str(first), *arguments).exit_code == 0
+    refused = fsk("generate", str(second), *arguments)
     assert refused.exit_code == 1 and "first.yaml" in refused.output and "second.yaml" in refused.output
-    assert runner.invoke(main, [str(second), *arguments, "--force"]).exit_code == 0
+    assert fsk("generate", str(second), *arguments, "--force").exit_code == 0
 
 
 def test_files_that_are_no_package_are_not_replaced(tmp_path):
@@ -151,93 +141,78 @@ def test_files_that_are_no_package_are_not_replaced(tmp_path):
     mine.parent.mkdir(parents=True)
     mine.write_text("mine\n")
     arguments = [str(tmp_path / "layer.yaml"), "--target", "cpu", "--out", str(tmp_path / "out")]
-    runner = CliRunner()
-    refused = runner.invoke(main, arguments)
+    refused = fsk("generate", *arguments)
     assert refused.exit_code == 1 and "holds no generated package" in refused.output and "--force" in refused.output
     assert [p.name for p in mine.parent.iterdir()] == ["model.py"] and mine.read_text() == "mine\n"
-    assert runner.invoke(main, [*arguments, "--force"]).exit_code == 0
+    assert fsk("generate", *arguments, "--force").exit_code == 0
     (mine.parent / "manifest.json").write_text("damaged")
-    assert runner.invoke(main, arguments).exit_code == 0, "a damaged package is still one"
+    assert fsk("generate", *arguments).exit_code == 0, "a damaged package is still one"
 
 
 def test_the_spec_of_a_package_is_the_spec_that_it_was_generated_from(tmp_path):
     """Unchanged it emits the same bytes, for another precision too; changed it is the package's new spec."""
-    runner = CliRunner()
     out = ["--target", "cpu", "--out", str(tmp_path / "out")]
     (tmp_path / "layer.yaml").write_text(LAYER)
     for precision in ([], ["--precision", "bf16"]):
-        assert runner.invoke(main, [str(tmp_path / "layer.yaml"), *precision, *out]).exit_code == 0
+        assert fsk("generate", str(tmp_path / "layer.yaml"), *precision, *out).exit_code == 0
     own = tmp_path / "out" / "layer" / "spec.yaml"
     for precision in ([], ["--precision", "bf16"]):
-        result = runner.invoke(main, [str(own), *precision, *out])
+        result = fsk("generate", str(own), *precision, *out)
         assert result.exit_code == 0 and "(unchanged)" in result.output, result.output
     own.write_text(own.read_text().replace("batch: 4", "batch: 8"))
-    assert runner.invoke(main, [str(own), *out]).exit_code == 0
+    assert fsk("generate", str(own), *out).exit_code == 0
     assert "layer.yaml" not in own.read_text() and "batch: 8" in own.read_text()
-    assert "(unchanged)" in runner.invoke(main, [str(own), *out]).output
-    assert runner.invoke(main, [str(tmp_path / "layer.yaml"), *out]).exit_code == 1
+    assert "(unchanged)" in fsk("generate", str(own), *out).output
+    assert fsk("generate", str(tmp_path / "layer.yaml"), *out).exit_code == 1
 
 
 def test_messages_name_the_file_and_sources_do_not_depend_on_where_it_lies(tmp_path):
     path = tmp_path / "layer.yaml"
     path.write_text(LAYER)
-    runner = CliRunner()
     out = ["--target", "cpu", "--out", str(tmp_path / "out")]
-    assert runner.invoke(main, [str(path), *out]).exit_code == 0
+    assert fsk("generate", str(path), *out).exit_code == 0
     assert "Generated from .../layer.yaml; do not edit. Again: make generate SPEC=generated/layer/spec.yaml\n" in (tmp_path / "out" / "layer" / "cpu.cpp").read_text()
     path.write_text(LAYER.replace("batch: 4", "batch: 0"))
-    assert runner.invoke(main, [str(path), *out]).output.startswith(f"{path}:2:8: ")
+    assert fsk("generate", str(path), *out).output.startswith(f"{path}:2:8: ")
 
 
 def test_a_target_that_cannot_serve_the_spec_is_named_with_its_place(tmp_path):
     path = tmp_path / "layer.yaml"
     path.write_text(LAYER.replace("chain:", "targets: [cpu, sm_90a]\nchain:"))
-    result = CliRunner().invoke(main, [str(path), "--explain"])
+    result = fsk("explain", str(path))
     assert result.exit_code == 1 and f"{path}:3:16: targets: sm_90a cannot serve this spec: " in result.output
-    result = CliRunner().invoke(main, [str(path), "--explain", "--target", "sm_90a"])
+    result = fsk("explain", str(path), "--target", "sm_90a")
     assert result.exit_code == 1 and f"{path}: targets: sm_90a cannot serve this spec: " in result.output
 
 
 @pytest.mark.parametrize(("spec", "what"), [("", "is a folder"), ("/dev/null", "is no regular file"), ("missing.yaml", "no such file")])
 def test_a_spec_that_is_no_file(tmp_path, spec, what):
-    result = CliRunner().invoke(main, [spec or str(tmp_path)])
+    result = fsk("generate", spec or str(tmp_path))
     assert result.exit_code == 2 and what in result.output
 
 
 def test_a_name_that_ends_in_a_precision_is_refused(tmp_path):
     (tmp_path / "t.yaml").write_text(LAYER.replace("layer", "t_fp16"))
-    result = CliRunner().invoke(main, [str(tmp_path / "t.yaml"), "--out", str(tmp_path / "out")])
+    result = fsk("generate", str(tmp_path / "t.yaml"), "--out", str(tmp_path / "out"))
     assert result.exit_code == 2 and "t.yaml:1:7: name: t_fp16 ends in _fp16" in result.output
 
 
 def test_a_device_class_that_fits_no_target_is_refused(tmp_path):
-    result = CliRunner().invoke(main, ["specs/default.yaml", "--target", "cpu", "--device", "h100", "--out", str(tmp_path)])
+    result = fsk("generate", "specs/default.yaml", "--target", "cpu", "--device-class", "h100", "--out", str(tmp_path))
     assert result.exit_code == 1 and "h100 goes with sm_90a, sm_80" in result.output
 
 
 def test_an_output_folder_that_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(main, ["specs/default.yaml", "--out", str(tmp_path / "file" / "out")])
+    result = fsk("generate", "specs/default.yaml", "--out", str(tmp_path / "file" / "out"))
     assert result.exit_code != 0 and "Traceback" not in result.output and result.exception.__class__ is SystemExit
 
 
-def test_check_needs_an_index_and_sees_stale_sources(tmp_path):
-    runner = CliRunner()
-    assert runner.invoke(main, ["--check", "--out", str(tmp_path)]).exit_code == 1
-    (tmp_path / "index.yaml").write_text("packages:\n  - {spec: specs/gemm_groupnorm_hardtanh_small.yaml, precisions: [fp32]}\n")
-    assert runner.invoke(main, ["--all", "--out", str(tmp_path)]).exit_code == 0
-    assert runner.invoke(main, ["--check", "--out", str(tmp_path)]).exit_code == 0
-    (tmp_path / "gemm_groupnorm_hardtanh_small" / "old_sm80.cu").write_text("// Generated from x; do not edit. Again: make generate SPEC=x\n")
-    stale = runner.invoke(main, ["--check", "--out", str(tmp_path)])
-    assert stale.exit_code == 1 and "old_sm80.cu: is no longer emitted" in stale.output
-
-
 def test_debug_bounds_the_waits_of_sm_90a(tmp_path):
-    runner = CliRunner()
     texts = []
     for flags in ([], ["--debug"]):
         out = tmp_path / str(len(texts))
-        assert runner.invoke(main, ["specs/default.yaml", "--target", "sm_90a", "--out", str(out), *flags]).exit_code == 0
+        assert fsk("generate", "specs/default.yaml", "--target", "sm_90a", "--out", str(out), *flags).exit_code == 0
         texts.append((out / "gemm_groupnorm_hardtanh" / "gemm_sm90a.cu").read_text())
     assert "__trap" not in texts[0] and "__trap" in texts[1]
 
@@ -261,13 +236,13 @@ def test_every_helper_of_a_cpu_source_is_used():
 
 
 def test_no_spec_is_a_usage_error():
-    result = CliRunner().invoke(main, [])
+    result = fsk("generate")
     assert result.exit_code == 2 and "specs/default.yaml" in result.output
 
 
 @pytest.mark.parametrize(("spec", "precision"), CASES)
 def test_explain_names_kernels_floor_and_reasons(spec, precision):
-    result = CliRunner().invoke(main, [spec, "--precision", precision, "--explain"])
+    result = fsk("explain", spec, "--precision", precision)
     assert result.exit_code == 0, result.output
     for word in ("steps", "why", "floor", "workspace per call", "GFLOP"):
         assert word in result.output
@@ -297,5 +272,5 @@ def test_the_spec_reference_is_current():
 
 
 def test_emitting_imports_no_torch():
-    code = "import sys, codegen.emit; sys.exit('torch' in sys.modules)"
+    code = "import sys, codegen.emit, fixed_shape_kernels.emitting; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=TOP).returncode == 0

@@ -130,7 +130,7 @@ def test_faults_of_the_spec_come_with_the_line_of_the_file(tmp_path):
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "codegen.from_module", *arguments]
+    command = [sys.executable, "-m", "fixed_shape_kernels", "from-module", *arguments]
     return subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(TOP), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
 
 
@@ -150,6 +150,7 @@ def test_the_command_writes_a_spec_and_its_package(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith("__")] == []  # importing leaves nothing behind
 
 
+@pytest.mark.slow
 def test_the_command_replaces_another_spec_only_when_told(tmp_path):
     (tmp_path / "layer.py").write_text(LINEAR)
     (tmp_path / "layer.yaml").write_text("mine")

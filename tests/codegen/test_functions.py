@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from codegen.ops import OPERATORS, Kind
 from codegen.ops.functions import FUNCTIONS, LANGUAGES, closure, definitions
 from codegen.targets import TARGETS
+from tests.compiler import gxx
 
 UNIT = 2.0**-24
 TINY = 2.0**-126  # results below may be flushed to 0
@@ -117,7 +118,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
             )
     folder = tmp_path_factory.mktemp("functions")
     (folder / "functions.cpp").write_text("".join(parts))
-    command = ["g++", *TARGETS["cpu"].flags, "-Wno-unused-function", "-shared", "-fPIC", "-o", "functions.so", "functions.cpp"]
+    command = [gxx(), *TARGETS["cpu"].flags, "-Wno-unused-function", "-shared", "-fPIC", "-o", "functions.so", "functions.cpp"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0 and "warning" not in result.stderr, result.stderr
     return ctypes.CDLL(str(folder / "functions.so"))
@@ -246,6 +247,6 @@ def test_loops_vectorise(tmp_path, name: str) -> None:
         f"#include <cmath>\n#include <cstring>\n{definitions([name], 'cpp')}\n"
         f"void loop(const float* __restrict x, float* __restrict y) {{\n  for (int i = 0; i < 1024; ++i) y[i] = {name}(x[i]{constants});\n}}\n"
     )
-    command = ["g++", *TARGETS["cpu"].flags, "-fopt-info-vec-optimized", "-c", "loop.cpp", "-o", "loop.o"]
+    command = [gxx(), *TARGETS["cpu"].flags, "-fopt-info-vec-optimized", "-c", "loop.cpp", "-o", "loop.o"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert "loop vectorized" in result.stderr, result.stderr

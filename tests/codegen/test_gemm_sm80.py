@@ -4,7 +4,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.numerics import ARITHMETICS as NAMED
@@ -62,7 +62,6 @@ def test_tiles_fit_the_target(tile):
     batch=st.integers(1, 3000), k=st.integers(1, 9000), width=st.integers(2, 700), groups=st.integers(1, 40), chosen=st.sampled_from(ARITHMETICS),
     device=st.sampled_from([device.name for device in SM_80_DEVICES]),
 )  # fmt: skip
-@settings(max_examples=80, deadline=None)
 def test_every_output_is_written_once_and_no_group_is_cut(tmp_path_factory, batch, k, width, groups, chosen, device):
     case = Case("any_shape", batch, k, width * groups, groups)
     spec, gemm = planned(case, tmp_path_factory.mktemp("specs"), *chosen, device)
@@ -86,6 +85,7 @@ def test_every_output_is_written_once_and_no_group_is_cut(tmp_path_factory, batc
     assert kernel.arguments[0] == ("x_rows" if choice.aligned else "x") and kernel.arguments[-1] == "y"
 
 
+@pytest.mark.nvcc
 @pytest.mark.parametrize(
     ("precision", "shape"),
     [*((p, s) for p in ("fp32", "tf32") for s in ((24, 46080, 348), (12, 19652, 144), (7, 3863, 510), (64, 16384, 1024))), ("bf16", (24, 46080, 348)), ("fp16", (64, 21046, 400))],
@@ -187,6 +187,7 @@ def test_the_planner_chooses_the_fastest_arithmetic_that_keeps_the_promise(devic
 COMPILED = [("odd_pitch", "fp16"), ("group_250", "ffma"), ("group_17", "fp16x3"), ("group_48", "tf32x3"), ("small_94", "bf16x3"), ("wider_than_norm_holds", "bf16")]
 
 
+@pytest.mark.nvcc
 @pytest.mark.parametrize(("name", "arithmetic"), COMPILED)
 def test_awkward_shapes_compile_within_their_plan(name, arithmetic, tmp_path):
     case = next(case for case in CASES if case.name == name)
@@ -196,6 +197,7 @@ def test_awkward_shapes_compile_within_their_plan(name, arithmetic, tmp_path):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.nvcc
 def test_any_name_of_a_parameter_compiles(tmp_path):
     names = ("lane", "column", "channel", "allowed", "config", "kThreads", "mish", "gamma", "gamma_", "beta", "team_sum", "values")
     before, after = ([{"add": {"name": name, "shape": [1024]}} for name in part] for part in (names[:6], names[6:]))
@@ -206,6 +208,7 @@ def test_any_name_of_a_parameter_compiles(tmp_path):
     assert not (found := faults(made, kernel, tmp_path)), "\n".join(found)
 
 
+@pytest.mark.nvcc
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_rows_of_an_odd_pitch_are_copied_where_k_is_long(precision, tmp_path):
     """Value by value a stage waits for memory each time; a short product has few stages."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.plan.gemm_sm90a.kernel import GemmSm90aKernel
@@ -68,7 +68,6 @@ def test_the_problems_end_in_one_kernel_and_fill_the_device(path, precision):
     assert len(plan.kernels) == {"fp32": 2, "tf32": 3}.get(precision, 1)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 3000), st.integers(16, 200), st.sampled_from((2, 4, 8, 16, 24, 32, 64, 100, 128, 256, 384, 512, 1024, 2048)), st.integers(1, 40), st.sampled_from(PRECISIONS))
 def test_every_value_is_computed_once_by_a_layout_that_fits(tmp_path_factory, batch, sixteens, width, groups, precision):
     spec = spec_of(tmp_path_factory.mktemp("spec"), batch, 16 * max(sixteens, 16), 8 * width * groups, 8 * groups, precision)
@@ -125,6 +124,7 @@ def test_what_it_does_not_serve_is_refused_with_the_reason(shape, extra, reason,
         hopper_gemm(spec_of(tmp_path, *shape, **extra), DEVICE)
 
 
+@pytest.mark.nvcc
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 @pytest.mark.parametrize("k", [1000, 1028, 1030, 1031])
 def test_rows_that_no_plane_of_16_fits_are_converted_on_every_call(k, precision, tmp_path):
@@ -182,7 +182,6 @@ def test_odd_rows_of_halves_are_left_in_a_temporary_with_a_pitch(tmp_path):
         hopper_gemm(spec_of(tmp_path, 1024, 1024, 65537, 1, "fp16"), DEVICE)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(256, 70000), st.sampled_from(PRECISIONS))
 def test_slices_cover_k_once_and_none_is_empty(tmp_path_factory, k, precision):
     spec = spec_of(tmp_path_factory.mktemp("spec"), 130, k, 320, 10, precision)
@@ -245,7 +244,6 @@ def test_debug_sources_bound_every_wait_and_name_it():
         assert waits and all('"' in line for line in waits)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 1000), st.integers(1, 66))
 def test_balanced_takes_no_more_rounds_than_all_places_would(units, places):
     clusters = balanced(units, places)
@@ -294,7 +292,7 @@ COMPILED = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nvcc
 @pytest.mark.parametrize(("shape", "precision", "extra"), [c[1:] for c in COMPILED], ids=[c[0] for c in COMPILED])
 def test_sources_compile_without_spills(shape, precision, extra, tmp_path):
     plan = hopper_gemm(spec_of(tmp_path, *shape, precision, **extra), DEVICE)

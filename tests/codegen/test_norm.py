@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.plan import plan
@@ -33,7 +33,7 @@ def test_text_is_deterministic_and_names_every_constant(case, precision, tmp_pat
         assert text == render_kernel(case.plan(tmp_path, precision), kernel)
         used = set(re.findall(r"\bk[A-Z]\w*", re.sub(r"//.*", "", text)))
         named = {constant.name for constant in kernel.constants}
-        assert used - named <= {"kDevices", "kSharedBytes"}, "a constant is used but not defined"
+        assert used - named <= {"kDevices", "kSharedBytes", "kShrink", "kGrow"}, "a constant is used but not defined"
         body = re.sub(r"//.*", "", text)
         assert not [name for name in named if len(re.findall(rf"\b{name}\b", body)) == 1], "a constant is defined but not used"
         assert all(len(re.findall(rf"\b{name}\b", body)) != 1 for name in ("to_float", "first_channel")), "defined but not used"
@@ -53,7 +53,6 @@ def test_in_place_kernels_promise_nothing_about_aliasing(case, tmp_path):
 
 
 @given(channels=st.integers(1, 300), groups=st.integers(1, 8), batch=st.integers(1, 40), precision=st.sampled_from(["fp32", "fp16", "bf16"]))
-@settings(max_examples=60, deadline=None)
 def test_every_group_is_covered_once(tmp_path_factory, channels, groups, batch, precision):
     if channels == 1:
         return

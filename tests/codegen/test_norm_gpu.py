@@ -41,6 +41,15 @@ def test_error_is_within_the_promise(built, kind):
     assert error <= allowed, (error, peer)
 
 
+def test_groups_whose_squares_exceed_fp32_are_normalised(built):
+    spec = built[1].spec
+    if spec.precision.name == "fp16":
+        return  # whose values stay below 65504
+    y, _, exact = both(built, "beyond")
+    rounding = max(2.0 ** -(spec.precision.mantissa_bits + 1), 5e-7)
+    assert torch.isfinite(y).all() and harness.relative_error(y, exact) <= 1.05 * rounding
+
+
 def test_a_constant_group_gives_beta(built):
     case, plan, library, values, generator = built
     spec = plan.spec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 
 from bench.kernelbench import reference_source
 from codegen.plan import Refusal, plan
@@ -46,12 +47,40 @@ def test_norms_on_the_cpu(tmp_path) -> None:
         check(built, built.source())
 
 
+@pytest.mark.representative
 @needs_gxx
 def test_norms_by_the_kernels_of_sm_80_in_an_emulation(tmp_path) -> None:
     specs = [make_spec(tmp_path, linear(norm, False), 5, precision) for norm in LINEARS.values() for precision in ("fp16", "bf16")]
     specs += [make_spec(tmp_path, conv(norm, tail, False), 3, "fp32", (8, 9)) for norm in CONVS.values() for tail in ([], [POOL], [{"mean": {}}])]
     for built in build_emulated(tmp_path, specs):
         check(built, built.source(), steeper=4.0)
+
+
+@needs_gxx
+def test_groups_whose_squares_exceed_fp32_in_every_norm_kernel(tmp_path) -> None:
+    """Whole samples, and one value, are so large; the samples between them are not. The cpu target's sums are double."""
+    group = lambda groups: {"group_norm": {"name": "norm", "num_groups": groups}}  # noqa: E731
+    wide = lambda channels, groups: [{"linear": {"name": "gemm", "in_features": 1, "out_features": channels, "bias": False}}, group(groups), "tanh"]  # noqa: E731
+    overlapping = {"max_pool2d": {"kernel_size": 3, "stride": 2, "padding": 1}}
+    cases = [
+        (wide(48, 6), 6, None, "warp"), (wide(8192, 1), 4, None, "block"), (wide(40000, 1), 150, None, "stream"), (wide(131074, 2), 4, None, "apply"),
+        (conv(group(3), [POOL], False), 6, (8, 9), "pool"), (conv(group(3), ["silu", overlapping], False), 6, (30, 31), "pool_stream"),
+        (conv(group(1), ["silu", overlapping], False), 4, (150, 151), "statistics"),
+    ]  # fmt: skip
+    specs = [make_spec(tmp_path, steps, batch, precision, size) for steps, batch, size, _ in cases for precision in (("fp32", "bf16") if size else ("bf16",))]
+    met = set()
+    for built in build_emulated(tmp_path, specs):
+        met |= {kernel.template.removeprefix("norm/group_norm_").removesuffix(".cu.j2") for kernel in built.plan.kernels}
+        source = built.source()
+        source[0] *= 1e36
+        source[2].view(-1)[3] = 1e38
+        source[3] = 5e36 + source[3].float() * 1e35  # their sum alone exceeds it
+        y, exact = built.kernel(source), built.pytorch(source, torch.float64)
+        assert torch.isfinite(y).all()
+        for sample in range(len(y)):
+            error = float((y[sample].double() - exact[sample]).norm() / exact[sample].norm())
+            assert error <= (5e-3 if built.dtype is torch.bfloat16 else 1e-6), (built.spec.precision.name, sorted(met), sample, error)
+    assert {kind for *_, kind in cases} <= met
 
 
 @pytest.mark.parametrize("target", ["cpu", "sm_80", "sm_90a"])

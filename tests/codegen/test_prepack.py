@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from click.testing import CliRunner
 
-from codegen.emit import main, make_package
+from codegen.emit import make_package
 from codegen.render import render
 from codegen.report import explain
 from codegen.spec import SpecError, load_spec
+from tests.fsk import fsk
 
 DEFAULT = "specs/default.yaml"
 
@@ -48,7 +48,7 @@ def test_the_plan_is_explained():
 
 
 def test_the_package_is_another_one_and_can_be_made_again(tmp_path):
-    result = CliRunner().invoke(main, [DEFAULT, "--prepack", "--target", "sm_90a", "--out", str(tmp_path)])
+    result = fsk("generate", DEFAULT, "--prepack", "--target", "sm_90a", "--out", str(tmp_path))
     folder = tmp_path / "gemm_groupnorm_hardtanh_prepacked"
     assert result.exit_code == 0 and [path.name for path in tmp_path.iterdir()] == [folder.name]
     assert json.loads((folder / "manifest.json").read_text())["regenerate"] == f"make generate SPEC={DEFAULT} PREPACK=1"

@@ -4,13 +4,13 @@ import json
 import re
 
 import pytest
-from click.testing import CliRunner
 
-from codegen.emit import main, make_package
+from codegen.emit import make_package
 from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import SpecError, load_spec
 from codegen.standalone import render_standalone
+from tests.fsk import fsk
 
 CHAIN = """\
 chain:
@@ -183,7 +183,7 @@ def test_sizes_that_prepare_the_same_say_so(tmp_path):
 
 def test_explain_shows_the_plan_of_every_size(tmp_path):
     read(tmp_path, "[1, 8, 64]")
-    result = CliRunner().invoke(main, [str(tmp_path / "layer.yaml"), "--target", "cpu", "--explain"])
+    result = fsk("explain", str(tmp_path / "layer.yaml"), "--target", "cpu")
     assert result.exit_code == 0
     assert re.findall(r"x \((\d+), 32\) -> y", result.output) == ["1", "8", "64"]
 
@@ -192,7 +192,7 @@ def test_files_of_a_size_that_is_listed_no_more_are_removed(tmp_path):
     command = [str(tmp_path / "layer.yaml"), "--target", "cpu", "--out", str(tmp_path / "out")]
     for batch, kept in (("[1, 8]", {"cpu_b1.cpp", "cpu_b8.cpp"}), ("[8, 64]", {"cpu_b8.cpp", "cpu_b64.cpp"}), ("8", {"cpu.cpp"})):
         read(tmp_path, batch)
-        assert CliRunner().invoke(main, command).exit_code == 0
+        assert fsk("generate", *command).exit_code == 0
         assert {path.name for path in (tmp_path / "out" / "layer").glob("cpu*.cpp") if "backward" not in path.name} == kept
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.spec import SpecError, load_spec, resolve, shipped
@@ -93,7 +93,7 @@ def test_own_parameters_come_before_those_of_children():
         ("- hardtanh", "- hardtahn", 7, "did you mean hardtanh?"),
         ("- hardtanh", "- hardtanh: {min_val: 1.0, max_val: 1.0}", 7, "must be less than"),
         ("- hardtanh", "- hardtanh: {min_val: -.inf}", 7, "expected a finite number"),
-        ("- hardtanh", "- hardtanh: {min_val: 1e39}", 7, "beyond float32's range"),
+        ("- hardtanh", "- hardtanh: {min_val: 1e39}", 7, "beyond the range of float32"),
         ("- hardtanh", "- add: {name: norm_weight, shape: [6]}", 7, "would be one identifier"),
         ("- hardtanh", "- add: {name: t0, shape: [6]}", 7, "a meaning of its own"),
         ("- hardtanh", "- clamp", 7, "at least one of min and max"),
@@ -153,7 +153,7 @@ def test_tensors_beyond_31_bits_of_elements_are_refused(tmp_path):
 def test_bounds_must_fit_the_storage_type(tmp_path):
     text = GOOD.replace("- hardtanh", "- hardtanh: {max_val: 70000.0}")
     assert read(tmp_path, text, "bf16").after_norm[0].values["max_val"] == 70000.0
-    with pytest.raises(SpecError, match="7:5: max_val: 70000.0 is beyond the range of float16"):
+    with pytest.raises(SpecError, match="7:25: max_val: 70000.0 is beyond the range of float16"):
         read(tmp_path, text, "fp16")
 
 
@@ -265,7 +265,6 @@ def test_from_suggests_what_it_takes(tmp_path, word, message):
         assert read(tmp_path, named).chain[-1].tap == 1
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_mangled_spec_is_read_or_refused(tmp_path_factory, data):
     """Deleting, repeating or replacing any stretch of text never raises anything but SpecError."""

@@ -23,6 +23,7 @@ from codegen.targets import DEVICES, TARGETS
 from tests.codegen import stage_backward_chains as chains
 from tests.codegen.backward_chains import Backward
 from tests.codegen.cpu_chains import Chain, conv_chain, linear_chain, make_spec
+from tests.compiler import gxx
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 FACTOR = 1.25  # of eager's error in fp32
@@ -46,7 +47,7 @@ def build(folder: Path, specs: list[Spec]) -> list[Backward]:
         made.append(Backward(Chain(spec, seed=i), plan))
         texts += [render_kernel(plan, kernel) for kernel in plan.kernels]
     (folder / "backward.cpp").write_text("\n".join(texts))
-    command = ["g++", *TARGETS["cpu"].flags, "-shared", "-fPIC", "-o", "backward.so", "backward.cpp"]
+    command = [gxx(), *TARGETS["cpu"].flags, "-shared", "-fPIC", "-o", "backward.so", "backward.cpp"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0 and not result.stderr, result.stderr
     for backward in made:

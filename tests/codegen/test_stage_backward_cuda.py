@@ -11,13 +11,14 @@ from codegen.plan.backward.stages import StageBackwardKernel
 from codegen.plan.model import Launch, Library
 from codegen.render import render_kernel
 from codegen.targets import DEVICES, TARGETS
+from tests import tiers
 from tests.codegen import stage_backward_chains as chains
 from tests.codegen.backward_cuda import build_emulated, planned
 from tests.codegen.cpu_chains import conv_chain, linear_chain, make_spec
 from tests.compile_matrix import faults
 
 FACTOR = 2.0  # of eager's error: sums over a group are in fp32, as they are in eager
-emulated = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 TAIL = [{"min": {"name": "least", "keepdim": True}}, "tanh", {"mul": {"from": "least"}}, {"add": {"name": "bias", "shape": [1, 64, 1, 1]}}, "silu"]
 CHAINS = {
     "rows": (linear_chain([], ["silu", *TAIL], 64, 8), None, "fp32"),
@@ -36,6 +37,7 @@ CHAINS = {
 }  # fmt: skip
 
 
+@pytest.mark.nvcc
 @pytest.mark.parametrize(("target", "device"), [("sm_80", "a100"), ("sm_90a", "h100")])
 @pytest.mark.parametrize("name", CHAINS)
 def test_sources_compile_without_spills(tmp_path, name: str, target: str, device: str) -> None:
@@ -64,46 +66,49 @@ def test_a_plan_with_stages(tmp_path) -> None:
     assert len({kernel.file(plan.target) for kernel in kernels}) == len(kernels)
 
 
-@emulated
-@pytest.mark.parametrize("name", chains.REDUCTIONS)
+@needs_gxx
+@pytest.mark.parametrize("name", tiers.emulated(chains.REDUCTIONS))
 def test_reductions(tmp_path, name: str) -> None:
     chains.check_all(build_emulated, tmp_path, chains.reduction_specs(tmp_path, name), FACTOR, 2.0 * chains.STEEPER.get(name, 1.0))
 
 
-@emulated
-@pytest.mark.parametrize("name", chains.BROADCASTS)
+@needs_gxx
+@pytest.mark.parametrize("name", tiers.emulated(chains.BROADCASTS))
 def test_parameters_that_change_the_shape(tmp_path, name: str) -> None:
     chains.check_all(build_emulated, tmp_path, chains.broadcast_specs(tmp_path, name), FACTOR)
 
 
-@emulated
-@pytest.mark.parametrize("name", chains.AVERAGES)
+@needs_gxx
+@pytest.mark.parametrize("name", tiers.emulated(chains.AVERAGES))
 def test_average_pooling(tmp_path, name: str) -> None:
     chains.check_all(build_emulated, tmp_path, chains.average_specs(tmp_path, name), FACTOR)
 
 
-@emulated
+@pytest.mark.representative
+@needs_gxx
 def test_stages_behind_each_other(tmp_path) -> None:
     chains.check_all(build_emulated, tmp_path, chains.mixed_specs(tmp_path), FACTOR)
 
 
-@emulated
-@pytest.mark.parametrize("name", chains.TAPS)
+@needs_gxx
+@pytest.mark.parametrize("name", tiers.emulated(chains.TAPS))
 def test_results_taken_once_more(tmp_path, name: str) -> None:
     chains.check_all(build_emulated, tmp_path, chains.residual_specs(tmp_path, name), FACTOR, chains.STEEPER.get(name, 1.0))
 
 
-@emulated
+@pytest.mark.emulated
+@needs_gxx
 def test_equal_extremes(tmp_path) -> None:
     chains.check_ties(build_emulated, tmp_path)
 
 
-@emulated
-@pytest.mark.parametrize("name", chains.REDUCTIONS)
+@needs_gxx
+@pytest.mark.parametrize("name", tiers.emulated(chains.REDUCTIONS))
 def test_nan_and_infinity(tmp_path, name: str) -> None:
     chains.check_nan_and_infinity(build_emulated, tmp_path, name)
 
 
-@emulated
+@pytest.mark.emulated
+@needs_gxx
 def test_names_that_could_collide(tmp_path) -> None:
     chains.check_names(build_emulated, tmp_path)

@@ -70,6 +70,7 @@ def _fused_on_cpu(spec) -> bool:
     return len(plan(spec, "cpu").kernels) == 1
 
 
+@pytest.mark.emulated
 @needs_gxx
 def test_emulated_cuda_rounds_once(tmp_path) -> None:
     for chain in build_emulated(tmp_path, specs_of(tmp_path, without_bias)):

@@ -19,6 +19,7 @@ from codegen.plan.stages.kernel import element_offset
 from codegen.render import render, render_kernel
 from codegen.spec import SpecError
 from codegen.standalone import render_standalone
+from tests import tiers
 from tests.codegen.chains_emulated import build_emulated
 from tests.codegen.cpu_chains import build, conv_chain, linear_chain, make_spec
 from tests.codegen.test_chains import POOL, TAPS, conv, linear
@@ -134,7 +135,7 @@ def without_bias(chain: list) -> list:
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("name", tiers.emulated(REDUCTIONS))
 def test_emulated_reductions(tmp_path, name: str) -> None:
     """sm_80's kernels: rows of a warp and of a block, columns in slices and not, ragged and whole."""
     specs = []
@@ -151,7 +152,7 @@ def test_emulated_reductions(tmp_path, name: str) -> None:
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("name", tiers.emulated(REDUCTIONS, "logsumexp"))
 def test_emulated_reductions_where_the_norm_holds_rows(tmp_path, name: str) -> None:
     """A group is a row: it is folded by the few lanes, the warp or the block that have normalised it, and never written. The last warps and accesses may be empty."""
     specs = []
@@ -172,7 +173,7 @@ def test_emulated_reductions_where_the_norm_holds_rows(tmp_path, name: str) -> N
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("name", tiers.emulated(REDUCTIONS))
 def test_emulated_reductions_of_nan_and_infinity(tmp_path, name: str) -> None:
     after = [{"mul": {"name": "m", "shape": [4, 1, 1]}}, *reduced(name, False, [])]
     (chain,) = build_emulated(tmp_path, [make_spec(tmp_path, without_bias(conv_chain([], after, 4, 2)), 2, "fp32", (3, 3))])
@@ -186,7 +187,7 @@ def test_emulated_reductions_of_nan_and_infinity(tmp_path, name: str) -> None:
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", AVERAGES)
+@pytest.mark.parametrize("name", tiers.emulated(AVERAGES))
 def test_emulated_average_pooling(tmp_path, name: str) -> None:
     arguments, size = AVERAGES[name]
     average = {"avg_pool2d": {"name": "average", **arguments}}
@@ -196,6 +197,7 @@ def test_emulated_average_pooling(tmp_path, name: str) -> None:
         check(chain, chain.source(), steeper=4.0)
 
 
+@pytest.mark.emulated
 @needs_gxx
 def test_emulated_pooled_groups_that_blocks_share(tmp_path) -> None:
     """Few groups, too long for a block each: their statistics by many blocks, then windows of normalised values by many more, the last with a part of a share."""
@@ -211,6 +213,7 @@ def test_emulated_pooled_groups_that_blocks_share(tmp_path) -> None:
         assert torch.equal(chain.kernel(source).isnan(), chain.pytorch(source).isnan())
 
 
+@pytest.mark.representative
 @needs_gxx
 def test_emulated_stages_behind_each_other(tmp_path) -> None:
     pools = [{"max_pool2d": {"kernel_size": 3, "stride": 1}}, "silu", {"max_pool2d": {"kernel_size": 2, "padding": 1, "dilation": 2}}, {"avg_pool2d": {"kernel_size": 2}}]
@@ -221,7 +224,7 @@ def test_emulated_stages_behind_each_other(tmp_path) -> None:
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", BROADCASTS)
+@pytest.mark.parametrize("name", tiers.emulated(BROADCASTS))
 def test_emulated_broadcasts(tmp_path, name: str) -> None:
     keepdim, shapes, output = BROADCASTS[name]
     adds = [{("mul" if i else "add"): {"name": f"p{i}", "shape": shape}} for i, shape in enumerate(shapes)]
@@ -233,7 +236,7 @@ def test_emulated_broadcasts(tmp_path, name: str) -> None:
 
 
 @needs_gxx
-@pytest.mark.parametrize("name", TAPS)
+@pytest.mark.parametrize("name", tiers.emulated(TAPS))
 def test_emulated_results_taken_once_more(tmp_path, name: str) -> None:
     """By the norm kernels that hold a group in a warp, in a block or not at all, and by those that pool."""
     specs = [make_spec(tmp_path, without_bias(linear(name, channels, 2)), 3, precision) for channels, precision in ((60, "fp16"), (4096, "bf16"))]
@@ -295,7 +298,7 @@ def test_a_package_with_stages_is_whole(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("after", "message"),
     [
-        ([{"min": {"dim": 2}}], "channels, dim: 1, are all that it reduces"),
+        ([{"min": {"dim": 2}}], r"channels, dim: 1 .*are all that it reduces"),
         ([{"min": {}}, {"max": {}}], "come element-wise operators only"),
         ([{"min": {"keepdim": True}}, {"max_pool2d": {"kernel_size": 2}}], "come element-wise operators only"),
         ([{"min": {}}, {"add": {"name": "p", "shape": [3, 1]}}], "does not broadcast with"),

@@ -1,5 +1,6 @@
 """Fixtures of the runtime's tests: a cache of its own for every test, the tiny package, a compiler that counts."""
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 from runtime import load
 from runtime.wheel import make_wheel
+from tests.compiler import gxx
 
 from .tiny_package import BATCH, FEATURES, CountingCompiler, TinyPackage, unpack, write_tiny_package
 
@@ -15,12 +17,18 @@ from .tiny_package import BATCH, FEATURES, CountingCompiler, TinyPackage, unpack
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path, monkeypatch) -> Path:
     """An empty build cache for this test alone, and TARGETS=cpu; no other variable steers the runtime."""
-    for name in ("CUDA_HOME", "CXX", "MAX_JOBS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+    for name in ("CUDA_HOME", "NVCC", "CUDAHOSTCXX", "NVCC_CCBIN", "CXX", "MAX_JOBS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(load, "_functions", {})  # what another test loaded
     monkeypatch.setenv("TARGETS", "cpu")
     monkeypatch.setenv("CODEGEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "v1"
+
+
+@pytest.fixture
+def kept_objects(private_cache, monkeypatch) -> None:
+    """The compiler that keeps objects, for tests that build the same models over and over and look at what those compute."""
+    monkeypatch.setenv("CXX", shlex.quote(gxx()))
 
 
 @pytest.fixture

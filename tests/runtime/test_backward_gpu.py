@@ -1,10 +1,15 @@
 """Gradients on CUDA against float64 autograd: the emitted kernel for every operator and shape of pooling, whole models, and the shipped systems."""
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from codegen import index
+from codegen.emit import make_package, write_if_different
+from codegen.render import render
+from codegen.spec import load_spec
 from runtime import GradientError
 from tests.codegen.backward_chains import check
 from tests.codegen.backward_cuda import build_on_gpu
@@ -16,7 +21,6 @@ from .test_gradients import error, gradients, saved_shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]  # torch's own modules
 
-GENERATED = Path(__file__).parents[2] / "generated"
 FACTOR = 1.5  # of eager's error: sums over a group are in fp32, as they are in eager
 FLIPS = 16  # values so near to a kink, or to their rival in a window, that their last bit decides on which side they fall
 LARGE = 1 << 20  # values of a gradient of which a few flips touch only a small share
@@ -161,17 +165,24 @@ def test_models(tmp_path, monkeypatch, switches, chain, precision):
     compare(generate(tmp_path / "packages", chain, precision, 12, (16, 15), targets=("sm_80",), **half), switches)
 
 
+def shipped(folder: Path, name: str) -> ModuleType:
+    """The shipped package of that name, generated into `folder`."""
+    specs = (load_spec(path, precision) for path, precision in index.entries(Path(__file__).parents[2] / "generated"))
+    write_if_different(folder / name, render(make_package(next(spec for spec in specs if spec.package == name))))
+    return import_from(folder / name, f"shipped_{name}")
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_systems(monkeypatch, switches, name):
+def test_systems(tmp_path, monkeypatch, switches, name):
     """At their own shapes, on the target that the loader prefers; the small ones and one of fp16 on sm_80."""
     monkeypatch.setenv("TARGETS", SYSTEMS[name])
-    compare(import_from(GENERATED / name, f"shipped_{name}"), switches, FLIPS)
+    compare(shipped(tmp_path, name), switches, FLIPS)
 
 
 @pytest.fixture
-def model_and_x(monkeypatch):
+def model_and_x(tmp_path, monkeypatch):
     monkeypatch.setenv("TARGETS", "sm_80")
-    module = import_from(GENERATED / "conv2d_groupnorm_scale_maxpool_clamp_small", "shipped_conv")
+    module = shipped(tmp_path, "conv2d_groupnorm_scale_maxpool_clamp_small")
     model, reference, x, grad_y = pair(module)
     yield model, x, grad_y
     torch._dynamo.reset()

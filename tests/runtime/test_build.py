@@ -1,5 +1,6 @@
 """Building with the real compilers: at once, interrupted, failing, in awkward places."""
 
+import dataclasses
 import errno
 import os
 import signal
@@ -7,12 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from runtime import BuildError
 from runtime.build import ensure_built, plan_build
 from runtime.cache import Cache
+from runtime.process import run_program
 
 from .tiny_package import child_environment, run_python, write_tiny_package
 
@@ -52,14 +55,14 @@ def test_a_killed_build_blocks_nothing(tiny, x, counting_gxx, private_cache):
     process = start_construct(tiny)
     try:
         assert wait_for(lambda: counting_gxx.compiled, 60)
-        process.kill()  # SIGKILL, to the process alone: its compiler lives on
+        process.kill()  # SIGKILL, to the process alone
         process.wait()
         counting_gxx.set_delay(0)
         started = time.monotonic()
         assert tiny.model()(x).shape == x.shape
         assert time.monotonic() - started < 20
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     assert list((private_cache / "building").iterdir()) == []
 
 
@@ -70,21 +73,77 @@ def test_an_interrupted_build_stops_its_compilers(tiny, counting_gxx, private_ca
         assert wait_for(lambda: counting_gxx.compiled, 60)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) != 0
+        assert wait_for(lambda: not compilers_of(private_cache), 10), compilers_of(private_cache)
     finally:
-        wait_for(lambda: not group_is_alive(process.pid), 10)
-        alive = group_is_alive(process.pid)
-        if alive:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert not alive
+        process.kill()
     assert list((private_cache / "building").iterdir()) == []
 
 
-def group_is_alive(group: int) -> bool:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGABRT])
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_process_that_ends_takes_its_compilers_along(tiny, counting_gxx, private_cache, number, stubborn):
+    """Also compilers that ignore the signal, and whatever they have started."""
+    counting_gxx.set_delay(60)
+    if stubborn:
+        text = counting_gxx.path.read_text()
+        counting_gxx.path.write_text(text.replace("#!/bin/sh\n", "#!/bin/sh\ntrap '' TERM HUP INT\n"))
+    process = start_construct(tiny)
     try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        assert wait_for(lambda: counting_gxx.compiled, 60)
+        assert len(compilers_of(private_cache)) >= 2  # ninja and the compiler
+        process.send_signal(number)
+        assert process.wait(timeout=30) == -number
+        assert wait_for(lambda: not compilers_of(private_cache), 20), compilers_of(private_cache)
+    finally:
+        process.kill()
+
+
+def test_a_handler_of_the_users_own_still_ends_the_compilers(tiny, counting_gxx, private_cache):
+    """As where a program answers SIGTERM with SystemExit, or a thread other than the main one builds."""
+    counting_gxx.set_delay(60)
+    code = "import signal, sys, threading\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n" + CONSTRUCT
+    process = subprocess.Popen([sys.executable, "-c", code, str(tiny.path)], env=child_environment())
+    try:
+        assert wait_for(lambda: counting_gxx.compiled, 60)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 3
+        assert wait_for(lambda: not compilers_of(private_cache), 10), compilers_of(private_cache)
+    finally:
+        process.kill()
+    assert list((private_cache / "building").iterdir()) == []
+
+
+def test_a_program_that_cannot_be_started_is_not_taken_for_a_full_disk(tiny, tmp_path, monkeypatch):
+    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    gone = dataclasses.replace(build, tools=dataclasses.replace(build.tools, ninja=dataclasses.replace(build.tools.ninja, path=str(tmp_path / "gone"))))
+    with pytest.raises(BuildError, match="gone could not be started .*No such file") as caught:
+        ensure_built(gone)
+    assert "CODEGEN_CACHE" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("command", "status"), [("exit 3", 3), ("kill -9 $$", -9), ("kill -SEGV $$", -11), ("true", 0)])
+def test_the_supervisor_passes_on_how_a_program_ended(command, status):
+    finished = run_program(["/bin/sh", "-c", f"echo said; {command}"])
+    assert (finished.status, finished.output) == (status, "said\n")
+
+
+def test_the_supervisor_hands_signals_on_as_they_were():
+    """The supervisor blocks signals and Python ignores some; a compiler gets the defaults of all but the C library's own."""
+    finished = run_program(["/bin/sh", "-c", "grep -E 'Sig(Ign|Blk)' /proc/self/status"])
+    masks = [int(line.split()[1], 16) & (1 << 31) - 1 for line in finished.output.splitlines()]
+    assert masks == [0, 0]
+
+
+def compilers_of(cache: Path) -> list[str]:
+    """The commands of all processes that work in one of the cache's building folders."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "cwd").startswith(str(cache)):
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:  # ended, or another user's
+            continue
+    return [command for command in found if command]
 
 
 def test_threads_share_one_build(tiny, x, counting_gxx):
@@ -165,6 +224,7 @@ def test_nothing_is_written_to_the_package(tiny, x):
     assert {path: path.stat().st_mtime_ns for path in tiny.path.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_no_gpu_builds_for_the_cpu_and_compiles_cuda(tiny):
     code = """
         import pathlib, torch

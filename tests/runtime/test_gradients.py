@@ -48,7 +48,7 @@ def error(got, exact):
     return float((got.double() - exact).norm() / exact.norm())
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own modules
+pytestmark = [pytest.mark.usefixtures("kept_objects"), pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]  # torch's own modules
 
 
 @pytest.fixture(params=CHAINS)
@@ -301,7 +301,7 @@ def test_the_reference_is_found_from_a_derived_class_and_without_sys_modules(mod
 # ---- compilers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_training(trained, backend):
     model, _, x, grad_y = trained
     _, want = gradients(model, x, grad_y)

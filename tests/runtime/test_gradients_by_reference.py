@@ -10,6 +10,8 @@ from runtime import GradientError
 from .generated_packages import CONV, LINEAR, generate
 from .test_gradients import error, gradients, pair, saved_shapes
 
+pytestmark = pytest.mark.usefixtures("kept_objects")
+
 NORM = {"group_norm": {"name": "norm", "num_groups": 4}}
 POOL = {"max_pool2d": {"kernel_size": 2}}
 FACTOR = {"mul": {"name": "factor", "shape": [1]}}
@@ -35,13 +37,19 @@ GENERATED = {
 }
 
 
+def every_chain() -> list:
+    """Each chain in each precision; make test runs one precision of each, in turn."""
+    precisions = ("fp32", "fp16", "bf16")
+    turns = [(name, p, i % len(precisions) == j) for i, name in enumerate(CHAINS) for j, p in enumerate(precisions)]
+    return [pytest.param(name, precision, marks=[] if turn else pytest.mark.slow) for name, precision, turn in turns]
+
+
 def emitted_backwards(module) -> dict:
     """The manifest's backward of each target."""
     return json.loads((module.ModelNew.__init__.__globals__["PACKAGE"].path / "manifest.json").read_text())["backward"]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(("name", "precision"), every_chain())
 def test_by_reference(tmp_path, name: str, precision: str) -> None:
     """Generated; asked for by reference, no further from float64 than eager's; nothing is saved without gradients; second derivatives are refused."""
     module = generate(tmp_path / "packages", CHAINS[name], precision)

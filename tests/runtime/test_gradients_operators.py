@@ -18,6 +18,7 @@ from codegen.targets import DEVICES, TARGETS
 from tests.codegen.backward_chains import Backward, check, elementwise_specs, operand_specs, pool_specs
 from tests.codegen.cpu_chains import Chain, conv_chain, make_spec
 from tests.codegen.test_cpu import ELEMENTWISE, POOLS
+from tests.compiler import gxx
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -39,7 +40,7 @@ def build(folder: Path, specs: list) -> list[Backward]:
         made.append(Backward(Chain(spec, seed=i), plan))
         texts.append(render_kernel(plan, plan.kernels[0]))
     (folder / "backward.cpp").write_text("\n".join(texts))
-    command = ["g++", *TARGETS["cpu"].flags, "-shared", "-fPIC", "-o", "backward.so", "backward.cpp"]
+    command = [gxx(), *TARGETS["cpu"].flags, "-shared", "-fPIC", "-o", "backward.so", "backward.cpp"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0 and not result.stderr, result.stderr
     for backward in made:

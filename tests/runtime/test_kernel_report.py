@@ -56,10 +56,48 @@ def test_an_error_shows_its_line(tmp_path):
         compile_report(write(tmp_path, "__global__ void k() { nothing; }\n"), FLAGS, "sm_80")
 
 
-def test_the_answer_is_kept(tmp_path, monkeypatch):
-    path = write(tmp_path, DOUBLE)
-    first = compile_report(path, FLAGS, "sm_80")
+@pytest.fixture
+def kept(tiny, monkeypatch):
+    """The source whose report is kept, and the report; from here on nothing may be compiled."""
+    path = tiny.path / "scale_sm80.cu"
+    report = compile_report(path, FLAGS, "sm_80")
     monkeypatch.setattr(kernel_report, "_compile", lambda *_: pytest.fail("compiled again"))
-    assert compile_report(path, FLAGS, "sm_80") == first
+    return path, report
+
+
+def test_the_answer_is_kept(kept):
+    path, report = kept
+    assert compile_report(path, FLAGS, "sm_80") == report
     with pytest.raises(pytest.fail.Exception):
         compile_report(path, FLAGS, "sm_90a")
+
+
+def test_edited_comments_compile_nothing_and_edited_code_does(kept):
+    path, report = kept
+    text = path.read_text()
+    path.write_text("// a line more\n\n" + text.replace("\n  y[i]", "  /* the\n     column's */\n  y[i]").replace(";\n", ";  // said\n"))
+    assert path.read_text() != text and compile_report(path, FLAGS, "sm_80") == report
+    path.write_text(text.replace("* 8 +", "* 4 +"))
+    with pytest.raises(pytest.fail.Exception):
+        compile_report(path, FLAGS, "sm_80")
+
+
+def test_a_report_with_warnings_is_not_kept(tmp_path):
+    """Its lines move with the comments above them."""
+    path = write(tmp_path, DOUBLE)
+    (first,) = compile_report(path, FLAGS, "sm_80").warnings
+    path.write_text("// a line more\n" + DOUBLE)
+    (second,) = compile_report(path, FLAGS, "sm_80").warnings
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    ("text", "bare"),
+    [
+        ('a; // b\n/* c */ d;', "a;\n  d;"), ('s = "// no /* comment"; // b', 's = "// no /* comment";'), (r's = "\" // no"; // b', r's = "\" // no";'),
+        ("c = '\"'; // b\ns = \"// no\";", "c = '\"';\ns = \"// no\";"), ("n = 1'000; // it's\nm;", "n = 1'000;\nm;"), ("#define A a  // b\n\n\nx", "#define A a\nx"),
+        ("a / b * c // d", "a / b * c"), ('"/* no */" /* b\n */ c', '"/* no */"   c'), (r"c = '\''; // b", r"c = '\'';"),
+    ],
+)  # fmt: skip
+def test_comments_end_where_a_compiler_ends_them(text, bare):
+    assert kernel_report.without_comments(text) == bare

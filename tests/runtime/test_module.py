@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-import sys
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 from runtime import ArgumentError, CallError, GradientError, UnsupportedDeviceError
+
+from .tiny_package import TinyPackage
 
 
 @pytest.fixture
@@ -128,7 +129,9 @@ def test_another_dtype_is_accepted_by_to_and_refused_by_forward(model, x):
 
 def test_another_device_is_accepted_by_to_and_refused_by_forward(model, x):
     model.to("meta")
-    assert "got (8,) float32 on meta; move the model with model.to('cpu')" in message(CallError, lambda: model(x))
+    text = message(CallError, lambda: model(x))
+    assert "got (8,) float32 on meta; it has no values yet: give it some with model.load_state_dict(..., assign=True)" in text
+    assert "model.to_empty(device='cpu')" in text
 
 
 def test_another_shape_or_none_for_a_parameter(model, x):
@@ -164,11 +167,33 @@ def test_nothing_is_built_under_the_meta_device(tiny, x, counting_gxx):
     with torch.device("meta"):
         model = ModelNew(8, (8,))
     assert counting_gxx.compiled == []
+    assert "it has no values yet" in message(CallError, lambda: model(x)) and counting_gxx.compiled == []
     model.to_empty(device="cpu")
-    text = message(UnsupportedDeviceError, lambda: model(x))
-    assert "built here: nothing" in text and counting_gxx.compiled == []
+    assert counting_gxx.compiled == []
     model.build()
+    assert len(counting_gxx.compiled) == 1
+    model.load_state_dict({"scale": torch.arange(8.0)})
     assert torch.equal(model(x), expected(model, x))
+
+
+def test_a_model_from_the_meta_device_builds_at_its_first_call(tiny, x, counting_gxx):
+    """As soon as the parameters have values: nothing else says for which devices to build."""
+    ModelNew = tiny.model_class()
+    with torch.device("meta"):
+        model = ModelNew(8, (8,))
+    model.load_state_dict({"scale": torch.arange(8.0)}, assign=True)
+    assert counting_gxx.compiled == []
+    assert torch.equal(model(x), x * torch.arange(8.0))
+    model(x)
+    assert len(counting_gxx.compiled) == 1
+
+
+def test_where_nothing_can_be_built_a_late_build_says_why(tiny, x, monkeypatch):
+    with torch.device("meta"):
+        model = tiny.model_class()(8, (8,))
+    model.load_state_dict({"scale": torch.arange(8.0)}, assign=True)
+    monkeypatch.setenv("TARGETS", "sm_70")
+    assert "sm_70 is no target" in message(UnsupportedDeviceError, lambda: model(x))
 
 
 # ---- copies --------------------------------------------------------------------------------------------------------
@@ -192,8 +217,7 @@ def test_an_unpickled_model_follows_its_class_to_another_folder(tiny, x, tmp_pat
     model = tiny.model()
     data = pickle.dumps(model)
     tiny.path.rename(tmp_path / "moved")
-    module = sys.modules[type(model).__module__]
-    module.PACKAGE = type(module.PACKAGE)(tmp_path / "moved")
+    TinyPackage(tmp_path / "moved").model_class(type(model).__module__)
     assert torch.equal(pickle.loads(data)(x), expected(model, x))
 
 

@@ -12,7 +12,7 @@ from runtime.manifest import LibraryStep
 from .generated_packages import CHAINS, generate, import_from
 from .test_gradients import assert_same_gradients, gradients, pair, saved_shapes
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own modules
+pytestmark = [pytest.mark.usefixtures("kept_objects"), pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]  # torch's own modules
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_second_derivatives_are_refused(trained):
         first.sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_training(trained, backend):
     model, _, x, grad_y = trained
     _, want = gradients(model, x, grad_y)

@@ -14,6 +14,8 @@ from runtime.cache import LIBRARY
 from .generated_packages import CHAINS, LINEAR, generate
 from .tiny_package import run_python
 
+pytestmark = pytest.mark.usefixtures("kept_objects")
+
 BATCHES = (1, 3, 8)
 REDUCED = [LINEAR, {"group_norm": {"name": "norm", "num_groups": 4}}, {"min": {"keepdim": True}}, {"add": {"name": "bias", "shape": [1, 24, 1, 1]}}]
 
@@ -253,7 +255,7 @@ def test_one_size_that_pads(tmp_path):
 # ---- compilers, fake tensors, copies ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile_for_each_listed_batch(ranged, backend):
     model, _ = pair(ranged)
     with torch.no_grad():
@@ -310,6 +312,7 @@ def test_opcheck_of_every_size(ranged):
         torch.library.opcheck(size.operators.forward_saving, (x_of(ranged, size.batch), *parameters))
 
 
+@pytest.mark.slow
 def test_an_exported_program_of_one_size_needs_only_the_import(ranged, tmp_path):
     model, _ = pair(ranged)
     x = x_of(ranged, 3)

@@ -81,6 +81,7 @@ def bare(tmp_path_factory, gemm_wheel, conv_wheel) -> Bare:
 # ---- in a bare environment -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_runs_without_compilers_and_gives_the_references_values(bare):
     output = bare.run(f"""
         import sys, torch
@@ -101,6 +102,7 @@ def test_it_runs_without_compilers_and_gives_the_references_values(bare):
     assert "built=cpu" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [GEMM, CONV])
 def test_it_trains_without_compilers(bare, name):
     """The backward is a library of its own, opened at the first forward that asks for gradients: it came with the wheel too.
@@ -137,6 +139,7 @@ def test_it_trains_without_compilers(bare, name):
     """)
 
 
+@pytest.mark.slow
 def test_two_wheels_live_side_by_side(bare):
     bare.run(f"""
         import torch
@@ -152,6 +155,7 @@ def test_two_wheels_live_side_by_side(bare):
     """)
 
 
+@pytest.mark.slow
 def test_pip_knows_name_version_and_what_it_needs(bare):
     output = bare.run(f"""
         from importlib.metadata import metadata, packages_distributions, requires, version
@@ -164,6 +168,7 @@ def test_pip_knows_name_version_and_what_it_needs(bare):
     ]
 
 
+@pytest.mark.slow
 def test_a_call_that_does_not_fit_names_the_command_that_makes_another_wheel(bare):
     output = bare.run(f"""
         import torch
@@ -179,6 +184,7 @@ def test_a_call_that_does_not_fit_names_the_command_that_makes_another_wheel(bar
 # ---- what is in it ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_file_says_what_it_is_for(gemm_wheel, conv_wheel):
     assert gemm_wheel.name == f"{GEMM}-0.1.0+cpu.sm80-py3-none-linux_x86_64.whl"
     assert conv_wheel.name == f"{CONV}-2.0.1-py3-none-linux_x86_64.whl"
@@ -189,6 +195,7 @@ def test_the_file_says_what_it_is_for(gemm_wheel, conv_wheel):
         assert not [name for name in names if name.endswith((".cu", ".cpp", "standalone.py"))]
 
 
+@pytest.mark.slow
 def test_the_record_lists_every_file_with_its_digest(gemm_wheel):
     with zipfile.ZipFile(gemm_wheel) as archive:
         (record,) = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
@@ -200,6 +207,7 @@ def test_the_record_lists_every_file_with_its_digest(gemm_wheel):
             assert int(size) == len(content)
 
 
+@pytest.mark.slow
 def test_its_modules_import_only_python_torch_and_each_other(gemm_wheel):
     with zipfile.ZipFile(gemm_wheel) as archive:
         modules = {name: ast.parse(archive.read(name)) for name in archive.namelist() if name.endswith(".py")}
@@ -213,6 +221,7 @@ def test_its_modules_import_only_python_torch_and_each_other(gemm_wheel):
                     assert f"{wanted}.py" in modules or f"{wanted}/__init__.py" in modules, (name, module)
 
 
+@pytest.mark.slow
 def test_the_gpu_library_holds_machine_code_and_ptx_and_no_path_of_the_builder(gemm_wheel):
     with zipfile.ZipFile(gemm_wheel) as archive:
         library = archive.read(f"{GEMM}/libraries/sm_80.so")
@@ -222,6 +231,7 @@ def test_the_gpu_library_holds_machine_code_and_ptx_and_no_path_of_the_builder(g
     assert str(gemm_wheel.parent).encode() not in library
 
 
+@pytest.mark.slow
 def test_the_cpu_library_is_for_a_processor_level_and_uses_torchs_openmp(gemm_wheel):
     with zipfile.ZipFile(gemm_wheel) as archive:
         library = archive.read(f"{GEMM}/libraries/cpu.so")
@@ -240,6 +250,7 @@ def test_a_backward_of_its_own_is_packed_too(tiny, tmp_path, monkeypatch):
     assert load.load_backward(package, torch.device("cpu")) is not None
 
 
+@pytest.mark.slow
 def test_the_wheel_of_a_gpu_target_holds_its_backward(gemm_wheel):
     with zipfile.ZipFile(gemm_wheel) as archive:
         index = json.loads(archive.read(f"{GEMM}/prebuilt.json"))["libraries"]
@@ -264,6 +275,7 @@ def test_version_and_requirements_are_the_products():
 # ---- on another machine ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_missing_target_is_named_with_the_command_that_adds_it(gemm_wheel, tmp_path):
     folder = unpack(gemm_wheel, tmp_path)
     without_cpu(folder)
@@ -287,6 +299,7 @@ def without_cpu(folder: Path) -> None:
     (folder / "prebuilt.json").write_text(json.dumps(index))
 
 
+@pytest.mark.slow
 def test_a_gpu_gets_the_packed_library(gemm_wheel, tmp_path, monkeypatch):
     package = Package(unpack(gemm_wheel, tmp_path))
     monkeypatch.setattr(prebuilt, "driver_version", lambda: (99, 0))

@@ -129,9 +129,9 @@ class TinyPackage:
 
         return self.edit(change)
 
-    def model_class(self):
-        """``ModelNew``, from a module name of its own."""
-        name = f"tiny_package_{next(_numbers)}"
+    def model_class(self, name: str | None = None):
+        """``ModelNew``, imported (again) as ``name``, or under a module name of its own."""
+        name = name or f"tiny_package_{next(_numbers)}"
         spec = importlib.util.spec_from_file_location(name, self.path / "model.py")
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module

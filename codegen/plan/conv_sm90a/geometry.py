@@ -127,7 +127,7 @@ class Geometry:
         groups, cluster = self.layout.warpgroups, self.layout.cluster
         fixed = groups * (self.channels * COEFFICIENTS_BYTES + ROWS_A * ceil_to(self.channel_floats * 4, 16))
         fixed += 2 * self.channels // self.merged * cluster * groups * MOMENTS_BYTES
-        return ceil_to(fixed + 8 * (self.ring + self.strip_barriers + 2 + self.raw_stages) + 4 * self.items + 16, 16)
+        return ceil_to(fixed + 8 * (self.ring + self.strip_barriers + 2 + self.raw_stages) + 8 * self.items + 16, 16)
 
     @property
     def passing_bytes(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant, applies
-from codegen.numerics import Arithmetic, Precision
+from codegen.numerics import Arithmetic, Precision, float_literal
 from codegen.plan.conv_sm90a.geometry import REGISTERS, Geometry
 from codegen.plan.conv_sm90a.steps import Step, steps, uses_none
 from codegen.plan.model import Kernel
@@ -18,6 +19,8 @@ from codegen.plan.shared.windows import (
 )  # fmt: skip
 from codegen.spec import Spec, Step as ChainStep
 
+WEIGHT_EXPONENT = {1: 4, 2: 14}  # of parts: below 2^-3, a scaled weight's second part loses bits
+ALLOWED_LOSS = {1: 1e-4, 2: 2e-7}  # of parts: with the rest of the error, within what tf32 and fp32 allow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,11 @@ class ConvKernel(Kernel):
     operand_type: str
     result: Precision
     debug: bool = False
+
+    @property
+    def exact_route(self) -> bool:
+        """Whether samples that tensor cores or fp32's squares cannot hold are computed again, value by value. fp16's own range needs no such route."""
+        return self.scaled or self.operand_type == "__nv_bfloat16"
 
     @property
     def channel_operands(self) -> tuple[Operand, ...]:
@@ -146,11 +154,12 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
     width, out_width = spec.input_shape[3], spec.norm.input_shape[3]
     scaled = spec.precision.itemsize == 4
     bf16 = spec.precision.name == "bf16"
+    exponent = WEIGHT_EXPONENT[arithmetic.parts]
 
     c = constant
     whose = "a sample, or a thread's part of one, whose" if arithmetic.parts == 2 else "a sample whose"
     listed = [
-        *shape_constants(spec, windows, window_width=scaled),
+        *shape_constants(spec, windows, window_width=scaled or bf16),
         c("kGroupChannels", spec.group_channels, f"{spec.channels} channels / {spec.num_groups} groups"),
         c("kMerged", g.merged, "channels of a group whose moments meet in a warp"),
         c("kSetsOfGroup", spec.group_channels // g.merged, "kGroupChannels / kMerged"),
@@ -203,11 +212,14 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
         *([
             c("kConstant", "1.0f" if bf16 else "32768.0f", "of the constant pixels" + ("" if bf16 else ": 65504 times it exceeds any sum of products"), "float"),
         ] if g.constants else []),
-        *([] if bf16 else [c("kWeightExponent", 4, "a channel's largest weight is scaled to 16 .. 32" + ("" if scaled else ", not down"))]),
+        *([] if bf16 else [c("kWeightExponent", exponent, f"a channel's largest weight is scaled to {1 << exponent} .. {2 << exponent}" + ("" if scaled else ", not down"))]),
         *([
             c("kInputScale", "64.0f", "x is scaled by it before it becomes fp16", "float"),
             c("kLargestInput", "1023.0f", "kInputScale x it is below fp16's 65504", "float"),
             c("kSmallestInput", "0.00390625f", f"{whose} largest value is below it would lose digits to fp16's range", "float"),
+            c("kWeightScale", float_literal(2.0**exponent), "2 ^ kWeightExponent", "float"),
+            c("kLostShare", float_literal(math.sqrt(spec.input_shape[1] * math.prod(spec.producer.values["kernel_size"])) * 2.0 ** (exponent + 1 + 6 - 26)), "sqrt(kInChannels * kTaps) * 2 * kWeightScale * kInputScale * 2^-26", "float"),
+            c("kAllowedLoss", float_literal(ALLOWED_LOSS[arithmetic.parts]), "of what operands lose to fp16's range, beside a group's spread", "float"),
         ] if scaled else []),
         *norm_constants(spec, applied),
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from codegen.plan.shared.values import Operand, kept_in_front, named_operand, no
 from codegen.spec import Spec
 
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
-FFMA_PARTIAL_K = 128  # K of one partial sum: its error stays below that of one chain of K additions
+FFMA_PARTIAL_K = 128  # K of one partial sum, at most: its error stays below that of one chain of K additions
 STATISTICS = "tile_statistics"
 
 
@@ -229,7 +229,9 @@ def stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> t
     """(stages in one partial sum, stages in all). Split products run whole partial sums, so their stage count is rounded up to them."""
     stages = math.ceil(k / tile.stage_k(itemsize))
     if arithmetic.name == "ffma":
-        return max(1, FFMA_PARTIAL_K // tile.panel_k(itemsize)), stages
+        # Two chains of about equal length, within a partial sum and over them, round least.
+        partial = min(FFMA_PARTIAL_K, 1 << round(math.log2(max(1, k / tile.warps_k)) / 2))
+        return max(1, partial // tile.panel_k(itemsize)), stages
     if not arithmetic.promote:  # one product
         return stages, stages
     chunk = min(stages, partial_sum_stages(arithmetic, tile, itemsize))

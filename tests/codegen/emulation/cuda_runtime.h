@@ -99,6 +99,11 @@ inline float __shfl_xor_sync(unsigned, float v, int offset) {
   __syncwarp();
   return other;
 }
+inline bool __any_sync(unsigned, bool v) {
+  float any = v;
+  for (int offset = 16; offset > 0; offset /= 2) any += __shfl_xor_sync(0xffffffffu, any, offset);
+  return any > 0.0f;
+}
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {

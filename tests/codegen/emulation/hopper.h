@@ -219,6 +219,7 @@ void __stcs(Number* p, Number v) {
   *p = v;
 }
 inline void atomicMax(std::uint32_t* to, std::uint32_t v) { *to = max(*to, v); }
+inline void atomicMin(std::uint32_t* to, std::uint32_t v) { *to = min(*to, v); }
 [[noreturn]] inline void __trap() { emulation::fail("trap"); }
 
 // --- the wrappers of single instructions that the kernels share ---

@@ -1,3 +1,0 @@
-from codegen.from_module.command import main
-
-main()

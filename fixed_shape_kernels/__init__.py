@@ -1,0 +1,20 @@
+"""The face of the generator of fixed-shape kernels: specs in, packages of sources and their modules out.
+
+    import fixed_shape_kernels as fsk
+
+    fsk.generate("layer.yaml")               # writes generated/layer/ and returns that folder
+    print(fsk.explain("layer.yaml"))         # kernels, tiles, memory, the floor, and why
+    model = fsk.load("layer.yaml").ModelNew(*fsk.load("layer.yaml").get_init_inputs())
+
+The command `fsk` does the same from a shell. `load` needs torch, the rest
+does not.
+"""
+
+from codegen.plan import Refusal
+from codegen.spec import SpecError
+
+from .api import SpecLike, explain, generate, load
+
+__version__ = "0.1.0"
+
+__all__ = ["Refusal", "SpecError", "SpecLike", "explain", "generate", "load"]

@@ -1,5 +1,0 @@
-"""conv2d_add_scale_sigmoid_groupnorm_small: generated from specs/conv2d_add_scale_sigmoid_groupnorm_small.yaml."""
-
-from .model import Model, ModelNew, get_init_inputs, get_inputs
-
-__all__ = ["Model", "ModelNew", "get_init_inputs", "get_inputs"]

@@ -1,0 +1,1048 @@
+// conv2d_groupnorm_scale_maxpool_clamp: the whole chain in one kernel that reads x once; the convolution on tensor cores without im2col
+//
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
+//   mul(shape=(64, 1, 1), init=ones)  # scale
+//   max_pool2d(kernel_size=(4, 4), stride=(4, 4), padding=(0, 0), dilation=(1, 1), ceil_mode=False)  # maxpool
+//   clamp(min=0.0, max=1.0)
+//   x (128, 8, 128, 128) -> y (128, 64, 31, 31), fp32
+//
+// Plan for sm_90a on h100:
+//   three fp16 products of scaled operands split in two, promoted; tiles of 64 channels x 128 pixels
+//   a cluster of 2 CTAs takes a sample, a part of its rows each: 2 rounds of 16 strips over 2 warpgroups, one more converts x
+//   pooled values before the norm wait in shared memory (126976 bytes) and are written while the next sample is multiplied
+//   128 blocks of 384 threads, 231664 bytes of shared memory
+//
+// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml
+
+#include <cuda_runtime.h>
+#include <cuda_fp16.h>
+#include <cstdint>
+#include <mutex>
+
+namespace conv_sm90a {
+namespace {
+
+constexpr int kBatch = 128;  // samples
+constexpr int kInChannels = 8;  // in_channels
+constexpr int kHeight = 128;  // rows of x
+constexpr int kWidth = 128;  // values of a row of x
+constexpr int kInPlane = kHeight * kWidth;  // values of a channel of x
+constexpr int kKernelHeight = 3;  // conv2d's kernel_size
+constexpr int kKernelWidth = 3;  // conv2d's kernel_size
+constexpr int kTaps = kKernelHeight * kKernelWidth;  // filter taps
+constexpr int kOutChannels = 64;  // out_channels
+constexpr int kOutHeight = 126;  // rows of the convolution's result
+constexpr int kOutWidth = 126;  // columns of the convolution's result
+constexpr int kWindowHeight = 4;  // max_pool2d's kernel_size and stride
+constexpr int kWindowWidth = 4;  // max_pool2d's kernel_size and stride
+constexpr int kPooledHeight = 31;  // rows of a channel of y
+constexpr int kPooledWidth = 31;  // values of a row of y
+constexpr int kPooledPlane = kPooledHeight * kPooledWidth;  // values of a channel of y
+constexpr int kGroupChannels = 4;  // 64 channels / 16 groups
+constexpr int kMerged = 4;  // channels of a group whose moments meet in a warp
+constexpr int kSetsOfGroup = 1;  // kGroupChannels / kMerged
+constexpr int kGroupSize = 63504;  // kGroupChannels x kOutHeight x kOutWidth
+constexpr int kChannels = 64;  // output channels of a CTA: the rows of a tile
+constexpr int kOctets = 1;  // planes of 8 input channels: kInChannels / 8, rounded up
+constexpr int kHalves = kOctets * kTaps;  // fragments of 8 along K, in order of planes and taps
+constexpr int kPitch = 128;  // pixels of a row in shared memory: kWidth and the padding, to a multiple of 8
+constexpr int kTileColumns = 128;  // conv columns of a tile
+constexpr int kLastColumns = 126;  // columns of the tile that exist
+constexpr int kAccumulators = 64;  // 64 channels x 128 pixels / 128 threads
+constexpr int kStrips = 32;  // strips of kWindowHeight conv rows, the last may be short
+constexpr int kUnits = 16;  // strips of a part
+constexpr int kCluster = 2;  // CTAs of a cluster, which share a sample: a part each
+constexpr int kClusters = 64;  // clusters: 128 samples in 2 rounds
+constexpr int kItems = 2;  // samples of a cluster, at most
+constexpr int kMultiplyGroups = 2;  // warpgroups that multiply, each a strip at a time; one more converts x
+constexpr int kThreads = 384;  // 128 x (kMultiplyGroups + 1)
+constexpr int kMultiplyRegisters = 208;  // of a multiplying thread
+constexpr int kConvertRegisters = 88;  // of a converting thread
+constexpr int kRing = 14;  // rows of x in shared memory: what kMultiplyGroups strips read, and a chunk on its way
+constexpr int kRepeats = 2;  // first rows of the ring, kept a second time behind it: a tile's rows are never torn apart
+constexpr int kChunkRows = 4;  // rows that are converted at once
+constexpr int kRawStages = 2;  // chunks on their way from memory
+constexpr int kRawValues = 4096;  // kInChannels x kChunkRows x kWidth
+constexpr int kConvertBarrier = 4;  // named barrier of the converting warpgroup
+constexpr int kTurnBarrier = 5;  // named barrier of the first multiplying warpgroup's turn
+constexpr int kPixelsAtOnce = 4;  // of them, whose values a thread holds
+constexpr int kChunkPixels = 4;  // pixels of a chunk for each converting thread
+constexpr int kPlanePixels = (kRing + kRepeats) * kPitch;  // pixels of a plane
+constexpr int kPlanes = 2;  // kOctets, high and low parts
+constexpr int kRowThreads = 32;  // threads that write a row of y together
+constexpr int kEntries = 31;  // extremes of a channel in a strip
+constexpr int kSlotPitch = 31;  // values from one channel to the next: odd, for the banks
+constexpr int kSlotValues = kChannels * kSlotPitch;  // extremes of a strip
+constexpr int kStripBarriers = 7;  // strips that the converter may be behind
+constexpr int kSlotsAt = 65536;  // kPlanes x kPlanePixels x 16 bytes
+constexpr int kRawAt = 192512;  // + kUnits x kSlotValues x 4
+constexpr int kSharedAt = 225280;  // + kRawStages x 16384
+constexpr int kSharedBytes = 231664;  // + struct Shared
+constexpr int kWeightExponent = 14;  // a channel's largest weight is scaled to 16384 .. 32768
+constexpr float kInputScale = 64.0f;  // x is scaled by it before it becomes fp16
+constexpr float kLargestInput = 1023.0f;  // kInputScale x it is below fp16's 65504
+constexpr float kSmallestInput = 0.00390625f;  // a sample, or a thread's part of one, whose largest value is below it would lose digits to fp16's range
+constexpr float kWeightScale = 16384.0f;  // 2 ^ kWeightExponent
+constexpr float kLostShare = 0.26516503f;  // sqrt(kInChannels * kTaps) * 2 * kWeightScale * kInputScale * 2^-26
+constexpr float kAllowedLoss = 2.0e-7f;  // of what operands lose to fp16's range, beside a group's spread
+constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
+constexpr float kClampMin = 0.0f;  // clamp's min
+constexpr float kClampMax = 1.0f;  // clamp's max
+
+// min(max(v, lo), hi); both comparisons are false for NaN, so NaN goes through.
+__device__ __forceinline__ float clamp(float v, float lo, float hi) {
+  return v < lo ? lo : (v > hi ? hi : v);
+}
+
+// From the producer's value to the norm's input.
+__device__ __forceinline__ float prepare_value(float v, float c_conv_bias) {
+  v = v + c_conv_bias;  // conv2d's bias
+  return v;
+}
+
+// From a value before the norm to the result; the mean and `factor` carry the channel's sign, as `v` does.
+__device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float factor, float offset) {
+  v = fmaf(__fsub_rn(v, mean) - mean_rest, factor, offset);
+  v = clamp(v, kClampMin, kClampMax);  // clamp(min=0.0, max=1.0)
+  return v;
+}
+
+// --- instructions: one wrapper each (PTX ISA 9.0, 9.7.9 and 9.7.13 to 9.7.16) ---
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(shared_address(barrier)), "r"(parity)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The address of `p`'s counterpart in CTA `rank` of the cluster.
+__device__ __forceinline__ uint32_t remote_address(const void* p, int rank) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
+  return remote;
+}
+// Stores four numbers and credits their 16 bytes to a barrier beside them; both addresses are of the same CTA.
+__device__ __forceinline__ void store_remote(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], { %1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d),
+               "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void max_remote(uint32_t to, uint32_t v) {
+  asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+}
+
+// Ordinary stores before this are seen by the tensor cores after the next barrier.
+__device__ __forceinline__ void fence_operands() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+__device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+__device__ __forceinline__ void sync_group(int group) { named_barrier(group + 1, 128); }
+
+// The two multiplying warpgroups take turns at the tensor cores: while one multiplies, the other takes in its accumulators.
+__device__ __forceinline__ void wait_for_turn(int group) { named_barrier(kTurnBarrier + group, 256); }
+__device__ __forceinline__ void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(kTurnBarrier + 1 - group) : "memory"); }
+
+// The one arrival that a barrier waits for, and the bytes that are still to come.
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+// Copies a run of bytes into shared memory and credits them to the barrier; all three are multiples of 16.
+__device__ __forceinline__ void copy_run(void* to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
+               "r"(shared_address(barrier))
+               : "memory");
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits for the multiplications and pins the accumulators, which the compiler would otherwise read early.
+__device__ __forceinline__ void wgmma_wait(float (&d)[kAccumulators]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// A place in this CTA's shared memory as descriptors hold it: in units of 16 bytes, without the bits that tell the cluster's CTAs apart.
+__device__ __forceinline__ uint32_t operand_address(const void* p) { return (shared_address(p) & 0x3FFFF) >> 4; }
+
+// Pixels from `start` on, 8 channels each, and those `distance` further on for the second half of K; both in units of 16 bytes. 8 pixels are a
+// core matrix (128 bytes), and the next 8 follow: a tile may start at any pixel. `distance` must be positive.
+__device__ __forceinline__ uint64_t pixels(uint32_t start, uint32_t distance) {
+  constexpr uint64_t kNextCore = static_cast<uint64_t>(128 >> 4) << 32;
+  return kNextCore | (distance << 16 | start);
+}
+
+// d (64 channels x 128 pixels, fp32) += a (64 x 16) b (16 x 128), or = where `accumulate` is false; a's halves along K are two fragments.
+__device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t (&first)[2], const uint32_t (&second)[2], uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+      "}, { %64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+        "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+        "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+        "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+      : "r"(first[0]), "r"(first[1]), "r"(second[0]), "r"(second[1]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+// Two values as a pair of operands, rounded to nearest; the first in the lower half.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ float2 unpack(uint32_t word) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&word));
+}
+
+// --- the work of a CTA, and its shared memory ---
+
+__device__ __forceinline__ float to_float(float v) { return v; }
+__device__ __forceinline__ float from_float(float v) { return v; }
+
+// The tensors, as torch lays them out.
+struct Arguments {
+  const float* x;
+  const float* weight;
+  const float* p_conv_bias;
+  const float* p_gamma;
+  const float* p_beta;
+  const float* p_scale;
+  float* y;
+};
+
+// Values of a set: their number, their mean as `mean` and the `rest` that rounding left, and the sum of squared differences from it.
+struct Moments {
+  float count, mean, rest, m2;
+};
+
+// From a value before the norm to the end of the affine operators: fmaf((v - mean) - rest, factor, offset).
+struct alignas(16) Coefficients {
+  float mean, rest, factor, offset;
+};
+
+// What a multiplying warpgroup knows of one of its 64 rows.
+struct alignas(16) Channel {
+  float sign;     // -1 where what follows the norm falls with its value
+  float unscale;  // from accumulators to values of the convolution
+  float c_conv_bias;
+};
+
+// What lies behind x's operand planes, the constant pixels and the slots of extremes.
+struct Shared {
+  Channel channels[kMultiplyGroups][64];
+  Coefficients coefficients[kMultiplyGroups][kChannels];
+  Moments moments[2][kChannels / kMerged][kCluster][kMultiplyGroups];  // of the sample being multiplied and the one before
+  uint64_t row_ready[kRing];
+  uint64_t strip_done[kStripBarriers];
+  uint64_t moments_ready[2];
+  uint64_t raw_ready[kRawStages];
+  uint32_t largest[kItems];  // the bits of the largest |x| of each sample
+  uint32_t limit[kItems];  // the bits of what it may be: beyond, parts lose too much beside the spread of a group, or its squares are beyond fp32
+};
+static_assert(kSharedAt + sizeof(Shared) <= kSharedBytes, "the plan reserves too little shared memory");
+
+// The rows of a sample that a CTA takes: conv rows from `first_row` on in `strips` strips, of which `pooled` give a row of y.
+struct Part {
+  int first_row, rows, strips, pooled;
+  __device__ __forceinline__ int input_rows() const { return rows + kKernelHeight - 1; }
+  __device__ __forceinline__ int strip_rows(int strip) const { return max(0, min(kWindowHeight, rows - strip * kWindowHeight)); }
+  // A strip's end frees the rows above the next strip; the last one's end frees all.
+  __device__ __forceinline__ int freed_rows(int strip) const { return strip + 1 < strips ? kWindowHeight : input_rows() - strip * kWindowHeight; }
+};
+
+// The CTAs of a cluster take turns at the parts, which differ in length.
+__device__ __forceinline__ Part part_of(int rank, int item) {
+  const int first = (rank + item) % kCluster * kUnits;
+  return {first * kWindowHeight, min(kOutHeight - first * kWindowHeight, kUnits * kWindowHeight), min(kStrips - first, kUnits),
+          max(0, min(kPooledHeight - first, kUnits))};
+}
+
+struct Work {
+  int rank, sample, step, items, channel;  // of the cluster; its first sample and the distance to the next; samples; first output channel
+
+  __device__ __forceinline__ Work() {
+    rank = cluster_rank();
+    const int cluster = static_cast<int>(blockIdx.x) / kCluster;
+    sample = cluster;
+    step = kClusters;
+    channel = 0;
+    items = (kBatch - 1 - sample) / step + 1;
+  }
+  __device__ __forceinline__ Part part(int item) const { return part_of(rank, item); }
+  __device__ __forceinline__ int64_t sample_of(int item) const { return sample + item * step; }
+};
+
+extern __shared__ __align__(128) unsigned char memory[];
+__device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(memory + kSharedAt); }
+__device__ __forceinline__ float* slot_of(int strip) { return reinterpret_cast<float*>(memory + kSlotsAt) + strip * kSlotValues; }
+
+// --- the converting warpgroup: rows of x become planes of 8 channels a pixel ---
+
+// A chunk of rows of one sample: those from `row` of the CTA's part on.
+struct Chunk {
+  int item, row;
+
+  __device__ __forceinline__ bool exists(const Work& work) const { return item < work.items; }
+  __device__ __forceinline__ int rows(const Work& work) const { return min(kChunkRows, work.part(item).input_rows() - row); }
+  __device__ __forceinline__ int top(const Work& work) const { return work.part(item).first_row + row; }  // row of x
+  __device__ __forceinline__ Chunk next(const Work& work) const {
+    return row + kChunkRows < work.part(item).input_rows() ? Chunk{item, row + kChunkRows} : Chunk{item + 1, 0};
+  }
+};
+
+// One pixel, 8 channels of it, into the planes: scaled and split into a high and a low part.
+__device__ __forceinline__ void store_pixel(const float (&v)[8], int slot, int column, float& largest) {
+  uint4* to = reinterpret_cast<uint4*>(memory) + slot * kPitch + column;
+  uint32_t high[4], low[4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    largest = fmaxf(largest, fmaxf(fabsf(v[2 * c]), fabsf(v[2 * c + 1])));
+    const float first = v[2 * c] * kInputScale;
+    const float second = v[2 * c + 1] * kInputScale;
+    high[c] = pack(first, second);
+    const float2 rounded = unpack(high[c]);
+    low[c] = pack(first - rounded.x, second - rounded.y);
+  }
+  to[0] = make_uint4(high[0], high[1], high[2], high[3]);
+  to[kOctets * kPlanePixels] = make_uint4(low[0], low[1], low[2], low[3]);
+  if (slot < kRepeats) {
+    to[kRing * kPitch] = make_uint4(high[0], high[1], high[2], high[3]);
+    to[kOctets * kPlanePixels + kRing * kPitch] = make_uint4(low[0], low[1], low[2], low[3]);
+  }
+}
+
+// The ring's row `rows` behind row `slot`; a chunk is shorter than the ring.
+__device__ __forceinline__ int slot_behind(int slot, int rows) {
+  const int next = slot + rows;
+  return next < kRing ? next : next - kRing;
+}
+
+__device__ __forceinline__ float* raw_stage(int stage) { return reinterpret_cast<float*>(memory + kRawAt) + stage * kRawValues; }
+
+// The converting warps ask the copy engine for a chunk, every fourth channel each: issuing a copy takes long. Channels lie one behind the other.
+__device__ __forceinline__ void fetch_chunk(const float* x, const Work& work, const Chunk& chunk, int stage) {
+  if (threadIdx.x % 32 != 0) return;
+  const int warp = threadIdx.x % 128 / 32;
+  const int top = chunk.top(work);
+  constexpr int first = 0;
+  const int rows = chunk.rows(work);
+  const int bytes = rows * kWidth * static_cast<int>(sizeof(float));
+  uint64_t* ready = &shared().raw_ready[stage];
+  if (warp == 0) expect_bytes(ready, kInChannels * bytes);
+  const float* from = x + work.sample_of(chunk.item) * kInChannels * kInPlane + (top + first) * kWidth;
+  float* to = raw_stage(stage) + first * kWidth;
+  for (int c = warp; c < kInChannels; c += 4) copy_run(to + c * kChunkRows * kWidth, from + c * kInPlane, bytes, ready);
+}
+
+// From a stage into the ring; the chunk's first row is row `stream` of all that this CTA converts.
+__device__ __forceinline__ void convert_chunk(const Work& work, const Chunk& chunk, int stage, int stream, float& largest) {
+  const int rows = chunk.rows(work);
+  const int first_slot = stream % kRing;
+  const float* from = raw_stage(stage);
+#pragma unroll 1
+  for (int first = 0; first < kChunkPixels; first += kPixelsAtOnce) {
+    float v[kPixelsAtOnce][8];  // all loads before the first store: their latencies overlap
+#pragma unroll
+    for (int i = 0; i < kPixelsAtOnce; ++i) {
+      const int pixel = threadIdx.x % 128 + (first + i) * 128;
+#pragma unroll
+      for (int c = 0; c < 8; ++c) {
+        v[i][c] = from[c * kChunkRows * kWidth + pixel];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPixelsAtOnce; ++i) {
+      const int pixel = threadIdx.x % 128 + (first + i) * 128;
+      const int row = pixel / kWidth;
+      if (row < rows) store_pixel(v[i], slot_behind(first_slot, row), pixel % kWidth, largest);
+    }
+  }
+}
+
+// Room in the ring: rows that no strip reads any more, as the multiplying warpgroups report their strips.
+struct Room {
+  int freed = 0, done = 0, item = 0, strip = 0;  // rows; strips seen to be done, and the next one
+
+  __device__ __forceinline__ void wait_for(int rows, const Work& work) {
+    while (rows > freed + kRing) {
+      wait(&shared().strip_done[done % kStripBarriers], done / kStripBarriers & 1);
+      const Part part = work.part(item);
+      freed += part.freed_rows(strip);
+      ++done;
+      if (++strip == part.strips) {
+        strip = 0;
+        ++item;
+      }
+    }
+  }
+};
+
+// Converts every row that this CTA's strips read, in order, as the ring has room.
+__device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
+  Shared& s = shared();
+  const int lane = threadIdx.x % 32;
+  Room room;
+  int stream = 0;  // rows converted
+  float largest = 0.0f;
+  Chunk ahead = {0, 0};
+  for (int stage = 0; stage < kRawStages && ahead.exists(work); ++stage, ahead = ahead.next(work)) {
+    fetch_chunk(x, work, ahead, stage);
+  }
+  int stage = 0, phase = 0;
+  for (Chunk chunk = {0, 0}; chunk.exists(work);) {
+    const int rows = chunk.rows(work);
+    const Chunk next = chunk.next(work);
+    room.wait_for(stream + rows, work);
+    wait(&s.raw_ready[stage], phase);
+    convert_chunk(work, chunk, stage, stream, largest);
+    fence_operands();
+    __syncwarp();
+    if (lane < rows) arrive(&s.row_ready[slot_behind(stream % kRing, lane)]);  // a lane for each row
+
+    named_barrier(kConvertBarrier, 128);  // every thread has read the stage
+    if (ahead.exists(work)) {
+      fetch_chunk(x, work, ahead, stage);
+      ahead = ahead.next(work);
+    }
+    if (++stage == kRawStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+    stream += rows;
+    if (next.item != chunk.item) {
+      // Whoever reads it after the last sample knows whether fp16's range was enough. The maximum of bits is that of values.
+      // A thread that saw faint values alone tells of infinity: one far value must not hide that the others lost digits.
+      const bool faint = largest > 0.0f && largest < kSmallestInput;
+      const uint32_t bits = __reduce_max_sync(0xffffffffu, faint ? 0x7f800000u : __float_as_uint(largest));
+      if (lane < kCluster) max_remote(remote_address(&s.largest[chunk.item], lane), bits);
+      largest = 0.0f;
+    }
+    chunk = next;
+  }
+}
+
+// --- weights: fragments of 8 along K, in registers for the whole kernel ---
+
+// 2^e of a channel with the largest weight `largest`: brings it to 2^kWeightExponent or up to twice that. Infinite weights stay infinite, and below
+// 2^-64 they count for nothing beside eps.
+__device__ __forceinline__ float weight_scale(float largest) {
+  const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+  return __uint_as_float(static_cast<uint32_t>(127 + kWeightExponent - max(exponent, -64)) << 23);
+}
+
+// A lane's rows of the fragment: lane / 4 of its warp's 16, and 8 more.
+__device__ __forceinline__ int row_of(int h) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * h; }
+
+__device__ __forceinline__ void load_weights(const Arguments& a, const Work& work, Channel* channels,
+                                             uint32_t (&high)[kHalves][2], uint32_t (&low)[kHalves][2]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int index = row_of(h);
+    const int channel = index;
+    const float c_gamma = to_float(a.p_gamma[channel]);
+    const float c_scale = to_float(a.p_scale[channel]);
+    Channel own;
+    own.sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
+    own.c_conv_bias = to_float(a.p_conv_bias[channel]);
+
+    // A fragment's register holds two neighbouring input channels of one output channel.
+    const float* from = a.weight + (channel * kInChannels + lane % 4 * 2) * kTaps;
+    float values[kHalves][2];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+      for (int next = 0; next < 2; ++next) {
+        const int at = half / kTaps * 8 + next;
+        values[half][next] = to_float(from[at * kTaps + half % kTaps]);
+      }
+    }
+    float largest = 0.0f;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) largest = fmaxf(largest, fmaxf(fabsf(values[half][0]), fabsf(values[half][1])));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    const float scale = weight_scale(largest);
+    own.unscale = 1.0f / (scale * kInputScale);  // powers of two: exact
+    const float factor = own.sign * scale;
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const float first = values[half][0] * factor;
+      const float second = values[half][1] * factor;
+      high[half][h] = pack(first, second);
+      const float2 rounded = unpack(high[half][h]);
+      low[half][h] = pack(first - rounded.x, second - rounded.y);
+    }
+    if (lane % 4 == 0) channels[row_of(h)] = own;
+  }
+}
+
+// --- statistics ---
+
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
+
+// Adds `v` to `sum`, and what rounding loses of it to `rest`: many equal small terms behind a large one would all be rounded the same way.
+__device__ __forceinline__ void accumulate(float& sum, float& rest, float v) {
+  const float next = __fadd_rn(sum, v);
+  const float part = __fsub_rn(next, sum);
+  rest += __fsub_rn(sum, __fsub_rn(next, part)) + __fsub_rn(v, part);
+  sum = next;
+}
+// The sum in one number; an infinite one has no rest.
+__device__ __forceinline__ float whole(float sum, float rest) { return isinf(sum) ? sum : sum + rest; }
+
+// Moments of the union of sets (Chan, Golub and LeVeque, 1983), in the order in which they are stored: the same bits on every run. The mean of
+// the sets' distances from a first mean is what rounding left of it, so one far set costs the others nothing; equal means stay exact.
+__device__ __forceinline__ Moments merge(const Moments* sets, int count) {
+  int first = 0;
+  while (first + 1 < count && sets[first].count == 0.0f) ++first;
+  const float origin = sets[first].mean;
+  float total = 0.0f, moment = 0.0f;
+  for (int i = first; i < count; ++i) {
+    total += sets[i].count;
+    if (sets[i].count != 0.0f) moment = fmaf(sets[i].count, __fsub_rn(sets[i].mean, origin), moment);
+  }
+  const float mean = origin + moment / total;
+  float left = 0.0f, m2 = 0.0f, m2_rest = 0.0f;
+  for (int i = first; i < count; ++i) {
+    if (sets[i].count == 0.0f) continue;
+    const float delta = __fsub_rn(sets[i].mean, mean) + sets[i].rest;
+    left = fmaf(sets[i].count, delta, left);
+    accumulate(m2, m2_rest, fmaf(sets[i].count * delta, delta, sets[i].m2));
+  }
+  const float rest = left / total;
+  return {total, mean, rest, fmaf(-rest, left, whole(m2, m2_rest))};
+}
+
+// 1 over the standard deviation of a group. A negative m2 is that of values kShrink times as large.
+__device__ __forceinline__ float rstd_of(const Moments& group) {
+  return group.m2 < 0.0f ? kShrink / sqrtf(-group.m2 * (1.0f / kGroupSize)) : 1.0f / sqrtf(group.m2 * (1.0f / kGroupSize) + kEps);
+}
+
+// What a channel's values meet after the norm's statistics are known.
+__device__ __forceinline__ Coefficients coefficients_of(const Moments& group, int channel, const Arguments& a) {
+  const float c_gamma = to_float(a.p_gamma[channel]);
+  const float c_beta = to_float(a.p_beta[channel]);
+  const float c_scale = to_float(a.p_scale[channel]);
+  const float sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
+  float factor = rstd_of(group);
+  float offset = 0.0f;
+  factor *= c_gamma;
+  offset = c_beta;
+  factor *= c_scale;  // mul(shape=(64, 1, 1), init=ones)
+  offset *= c_scale;
+  return {sign * group.mean, sign * group.rest, sign * factor, offset};
+}
+
+// What a lane has seen of one sample: the values of each of its two channels.
+struct Tally {
+  float values;
+  float mean[2], rest[2], m2[2], m2_rest[2];
+};
+
+// Moments of the union of `count` values, of which b's are `share`, by differences of means alone: their rounding is as small as the spread.
+__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b, float count, float share) {
+  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
+  const float mean = fmaf(d, share, a.mean);
+  return {count, mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * (a.count * share) * all};
+}
+
+// The same; an empty `b` changes nothing.
+__device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
+  const float count = a.count + b.count;
+  return merge(a, b, count, a.count == 0.0f ? 1.0f : __fdividef(b.count, count));
+}
+
+// The moments of kLanes lanes, merged in their order by distances kFirst, 2 kFirst and so on; all of them receive the same bits.
+template <int kFirst, int kLanes>
+__device__ __forceinline__ Moments lane_merge(Moments own) {
+#pragma unroll
+  for (int bit = kFirst; bit < kLanes; bit *= 2) {
+    const Moments other = {__shfl_xor_sync(0xffffffffu, own.count, bit), __shfl_xor_sync(0xffffffffu, own.mean, bit),
+                           __shfl_xor_sync(0xffffffffu, own.rest, bit), __shfl_xor_sync(0xffffffffu, own.m2, bit)};
+    own = threadIdx.x & bit ? merge(other, own) : merge(own, other);
+  }
+  return own;
+}
+
+// --- one tile: multiply, then statistics and extremes from the accumulators ---
+
+constexpr int kTileOctets = kTileColumns / 8;  // columns come in eights: a lane holds two neighbours, 2 (lane % 4) and the next, of two channels
+
+// Of column 8 j + 2 (lane % 4) + next of a tile with `columns` columns: does it exist?
+__device__ __forceinline__ bool exists(int j, int next, int columns) {
+  return 8 * j + 8 <= kLastColumns || 8 * j + static_cast<int>(threadIdx.x) % 4 * 2 + next < columns;
+}
+
+// acc = weights x pixels of the tile whose first pixel is at `tile`, in units of 16 bytes. Corrections come first: the tensor core truncates,
+// and loses less while the sum is small.
+__device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], uint32_t tile, const uint32_t (&high)[kHalves][2],
+                                              const uint32_t (&low)[kHalves][2], int group) {
+  wait_for_turn(group);
+  wgmma_fence();
+  wgmma(acc, low[0], low[1], pixels(tile, 1), false);  // low 0,0, low 0,1
+  wgmma(acc, low[2], low[3], pixels(tile + 2, 126), true);  // low 0,2, low 1,0
+  wgmma(acc, low[4], low[5], pixels(tile + 129, 1), true);  // low 1,1, low 1,2
+  wgmma(acc, low[6], low[7], pixels(tile + 256, 1), true);  // low 2,0, low 2,1
+  wgmma(acc, high[0], high[1], pixels(tile + 2048, 1), true);  // high 0,0 low x, high 0,1 low x
+  wgmma(acc, high[2], high[3], pixels(tile + 2050, 126), true);  // high 0,2 low x, high 1,0 low x
+  wgmma(acc, high[4], high[5], pixels(tile + 2177, 1), true);  // high 1,1 low x, high 1,2 low x
+  wgmma(acc, high[6], high[7], pixels(tile + 2304, 1), true);  // high 2,0 low x, high 2,1 low x
+  wgmma(acc, low[8], high[8], pixels(tile + 258, 2048), true);  // low 2,2, high 2,2 low x
+  wgmma(acc, high[0], high[1], pixels(tile, 1), true);  // high 0,0, high 0,1
+  wgmma(acc, high[2], high[3], pixels(tile + 2, 126), true);  // high 0,2, high 1,0
+  wgmma(acc, high[4], high[5], pixels(tile + 129, 1), true);  // high 1,1, high 1,2
+  wgmma(acc, high[6], high[7], pixels(tile + 256, 1), true);  // high 2,0, high 2,1
+  wgmma(acc, high[8], low[8], pixels(tile + 258, 2048), true);  // high 2,2, low 2,2 low x
+  wgmma_commit();
+  pass_turn(group);  // issuing takes as long as multiplying: the tensor cores are nearly free
+  wgmma_wait(acc);
+}
+
+// Values of a channel that this lane holds of a tile.
+__device__ __forceinline__ float values_of(int columns) {
+  const int whole = min(columns, kTileColumns);
+  return (whole / 8 * 2 + min(max(whole % 8 - static_cast<int>(threadIdx.x) % 4 * 2, 0), 2));
+}
+
+// Octets that exist in every tile and whose number is a power of two: the mean of equal values is then exact.
+constexpr int kSureOctets = 4;
+
+// The mean of a lane's part of kSureOctets octets: near enough that differences from it keep their bits, whatever one value is.
+__device__ __forceinline__ float reference(const float (&acc)[kAccumulators], int h) {
+  float sums[kSureOctets];
+#pragma unroll
+  for (int j = 0; j < kSureOctets; ++j) sums[j] = acc[4 * j + 2 * h] + acc[4 * j + 2 * h + 1];
+#pragma unroll
+  for (int step = kSureOctets / 2; step > 0; step /= 2) {
+#pragma unroll
+    for (int j = 0; j < step; ++j) sums[j] += sums[j + step];
+  }
+  return sums[0] * (0.5f / kSureOctets);
+}
+
+// Extremes of columns that meet in a lane: two neighbours.
+constexpr int kLaneExtremes = kTileOctets;
+
+// Two walks over a tile: a mean, then differences from it, whose own mean corrects it; tiles are merged in the order in which they come.
+__device__ __forceinline__ void take_tile(const float (&acc)[kAccumulators], int columns, float (&extremes)[kLaneExtremes][2], Tally& tally) {
+  const float values = values_of(columns);
+  const float inverse = __fdividef(1.0f, fmaxf(values, 1.0f));
+  const float count = tally.values + values;
+  const float share = tally.values == 0.0f ? 1.0f : __fdividef(values, count);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float mean = reference(acc, h);
+    float left = 0.0f, even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int i = h * 2; i < kAccumulators; i += 4) {
+      const int j = i / 4 % kTileOctets;
+      extremes[j][h] = fmaxf(extremes[j][h], fmaxf(acc[i], acc[i + 1]));
+      const float first = exists(j, 0, columns) ? __fsub_rn(acc[i], mean) : 0.0f;
+      const float second = exists(j, 1, columns) ? __fsub_rn(acc[i + 1], mean) : 0.0f;
+      left += first + second;
+      even = fmaf(first, first, even);
+      odd = fmaf(second, second, odd);
+    }
+    const float correction = left * inverse;
+    float whole_mean = mean, rest = 0.0f;
+    accumulate(whole_mean, rest, correction);
+    const Moments all = merge({tally.values, tally.mean[h], tally.rest[h], 0.0f}, {values, whole_mean, rest, fmaf(-correction, left, even + odd)}, count, share);
+    tally.mean[h] = all.mean, tally.rest[h] = all.rest;
+    accumulate(tally.m2[h], tally.m2_rest[h], all.m2);
+  }
+  tally.values = count;
+}
+
+// Extremes of a strip's columns -> its slot. Lanes that are neighbours exchange one channel each, so that four columns meet.
+__device__ __forceinline__ void store_extremes(float* slot, const float (&extremes)[kLaneExtremes][2]) {
+  const int quad = threadIdx.x % 4;
+  const int h = quad % 2;
+  const int channel = row_of(h);
+#pragma unroll
+  for (int j = 0; j < kTileOctets; ++j) {
+    const float other = __shfl_xor_sync(0xffffffffu, h ? extremes[j][0] : extremes[j][1], 1);
+    const float best = fmaxf(h ? extremes[j][1] : extremes[j][0], other);
+    const int entry = 2 * j + quad / 2;
+    if (entry < kEntries) slot[channel * kSlotPitch + entry] = best;
+  }
+}
+
+// --- a sample that is finished: publish its moments, merge them, write its rows ---
+
+// Hands this warpgroup's moments of a sample to every CTA of the cluster, itself included.
+__device__ __forceinline__ void publish_moments(const Channel* channels, const Tally& tally, const Work& work, int item, int group) {
+  Shared& s = shared();
+  Moments both[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int channel = row_of(h);
+    Moments own = lane_merge<1, 4>({tally.values, tally.mean[h], tally.rest[h], whole(tally.m2[h], tally.m2_rest[h])});
+    // From accumulators to the norm's input.
+    const float unscale = channels[channel].unscale;
+    own.mean *= unscale, own.rest *= unscale, own.m2 *= unscale * unscale;
+    accumulate(own.mean, own.rest, channels[channel].sign * channels[channel].c_conv_bias);
+    own.mean *= channels[channel].sign, own.rest *= channels[channel].sign;
+    own = lane_merge<4, 4 * kMerged>(own);
+    both[h] = own;
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int channel = row_of(h);
+    const Moments& own = both[h];
+    const int set = channel / kMerged;
+    // The lanes that share the set share the CTAs.
+    const int to = threadIdx.x % (4 * kMerged);
+    if (to < kCluster) {
+      store_remote(remote_address(&s.moments[item % 2][set][work.rank][group], to), own.count, own.mean, own.rest, own.m2,
+                   remote_address(&s.moments_ready[item % 2], to));
+    }
+  }
+  if (threadIdx.x == 0) expect_bytes(&s.moments_ready[item % 2], static_cast<int>(sizeof(s.moments[0])));
+}
+
+// How large |x| of a sample may be, so that what its parts and those of this channel's weights lose does not show beside the group's spread, wherever
+// either meets zeros: 2^-26 a product, of a weight's scale for each x, of x's scale for each weight. Nothing, where squares exceed fp32's range.
+__device__ __forceinline__ void note_limit(const Moments& group, float unscale, uint32_t* noted) {
+  const float lost = unscale * kLostShare * rstd_of(group);
+  const float limit = (kAllowedLoss / lost - 1.0f / kInputScale) * kWeightScale;
+  const uint32_t bits = group.m2 < INFINITY ? __float_as_uint(fmaxf(limit, 1e-37f)) : 0u;
+  if (bits < __float_as_uint(kLargestInput)) atomicMin(noted, bits);
+}
+
+// Each warpgroup merges for itself, when it first needs the result.
+__device__ __forceinline__ void finish_statistics(const Work& work, int item, int group, const Arguments& a) {
+  Shared& s = shared();
+  wait(&s.moments_ready[item % 2], item / 2 & 1);
+  const int channel = threadIdx.x % 128;
+  if (channel < kChannels) {
+    const Moments total = merge(&s.moments[item % 2][channel / kGroupChannels * kSetsOfGroup][0][0], kSetsOfGroup * kCluster * kMultiplyGroups);
+    note_limit(total, s.channels[group][channel].unscale, &s.limit[item]);
+    Coefficients own = coefficients_of(total, channel, a);
+    // The slots hold accumulators, so the mean becomes one: less the bias, over the scale, which is a power of two.
+    const Channel& units = s.channels[group][channel];
+    accumulate(own.mean, own.rest, -units.sign * units.c_conv_bias);
+    const float rest = own.rest;
+    own.rest = 0.0f;
+    accumulate(own.mean, own.rest, rest);
+    own.mean /= units.unscale, own.rest /= units.unscale, own.factor *= units.unscale;
+    s.coefficients[group][channel] = own;
+  }
+  sync_group(group);
+}
+
+// Normalises the extremes of a strip and writes them as a row of y; `y` is at the CTA's first channel.
+__device__ __forceinline__ void write_row(float* y, const float* slot, const Coefficients* coefficients) {
+  constexpr int kAtOnce = 128 / kRowThreads;  // channels
+  const int first = threadIdx.x % 128 / kRowThreads;
+  for (int column = threadIdx.x % kRowThreads; column < kPooledWidth; column += kRowThreads) {
+#pragma unroll 16
+    for (int i = 0; i < kChannels / kAtOnce; ++i) {
+      const int channel = i * kAtOnce + first;
+      const Coefficients c = coefficients[channel];
+      const float v = slot[channel * kSlotPitch + column];
+      y[channel * kPooledPlane + column] = from_float(finish_value(v, c.mean, c.rest, c.factor, c.offset));
+    }
+  }
+}
+
+// --- samples beyond fp16's range: the whole chain again with ordinary multiply-adds, slow and right for any value ---
+
+// Of a sample's largest |x|, and what it may be. An infinite x counts as out of range; NaN does not: as an operand it makes the same NaN.
+__device__ __forceinline__ bool out_of_range(float largest, float limit) {
+  return largest > kLargestInput || (largest > 0.0f && largest < kSmallestInput) || largest >= limit;
+}
+
+constexpr int kMultiplyThreads = kMultiplyGroups * 128;
+constexpr int kExactBarrier = kMultiplyGroups + 1;
+static_assert(kMultiplyThreads * sizeof(Moments) <= kSharedAt, "the threads' moments take the place of planes and slots");
+
+// The norm's input at one place; `image` is the sample, `weight` the channel's.
+__device__ __forceinline__ float exact_value(const float* image, const float* weight, int row, int column, float c_conv_bias) {
+  float v = 0.0f, rest = 0.0f;
+#pragma unroll 1
+  for (int c = 0; c < kInChannels; ++c) {
+#pragma unroll 1
+    for (int tap = 0; tap < kTaps; ++tap) {
+      const int at_row = row + tap / kKernelWidth;
+      const int at_column = column + tap % kKernelWidth;
+      accumulate(v, rest, __fmul_rn(image[c * kInPlane + at_row * kWidth + at_column], weight[c * kTaps + tap]));
+    }
+  }
+  v = whole(v, rest);
+  return prepare_value(v, c_conv_bias);
+}
+
+// The multiplying threads of the cluster share the sample's groups.
+__device__ __forceinline__ void exact_sample(const Arguments& a, const Work& work, int64_t sample) {
+  Moments* scratch = reinterpret_cast<Moments*>(memory);  // the operand planes are no longer needed
+  const float* image = a.x + sample * kInChannels * kInPlane;
+#pragma unroll 1
+  for (int group = work.rank; group < kChannels / kGroupChannels; group += kCluster) {
+    const int first_channel = group * kGroupChannels;
+    Moments total;
+#pragma unroll 1
+    for (float times = 1.0f;; times = kShrink) {  // again where squares exceed fp32's range
+      Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
+      float m2_rest = 0.0f;
+#pragma unroll 1
+      for (int i = threadIdx.x; i < kGroupSize; i += kMultiplyThreads) {
+        const int channel = first_channel + i / (kOutHeight * kOutWidth);
+        const int place = i % (kOutHeight * kOutWidth);
+        const float v = times * exact_value(image, a.weight + channel * kInChannels * kTaps, place / kOutWidth, place % kOutWidth, to_float(a.p_conv_bias[channel]));
+        own.count += 1.0f;
+        const float delta = __fsub_rn(v, own.mean) - own.rest;
+        const float step = delta / own.count;
+        const float mean = __fadd_rn(own.mean, step);
+        own.rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
+        own.mean = mean;
+        accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.rest));
+      }
+      own.m2 = whole(own.m2, m2_rest);
+      named_barrier(kExactBarrier, kMultiplyThreads);
+      scratch[threadIdx.x] = own;
+      named_barrier(kExactBarrier, kMultiplyThreads);
+      total = merge(scratch, kMultiplyThreads);
+      if (times != 1.0f) total = {total.count, total.mean * kGrow, total.rest * kGrow, -total.m2};
+      if (times != 1.0f || total.m2 < INFINITY) break;
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kGroupChannels * kPooledPlane; i += kMultiplyThreads) {
+      const int channel = first_channel + i / kPooledPlane;
+      const int place = i % kPooledPlane;
+      const float c_gamma = to_float(a.p_gamma[channel]);
+      const float c_scale = to_float(a.p_scale[channel]);
+      const float sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
+      float best = -INFINITY;
+#pragma unroll 1
+      for (int w = 0; w < kWindowHeight * kWindowWidth; ++w) {
+        const int row = place / kPooledWidth * kWindowHeight + w / kWindowWidth;
+        const int column = place % kPooledWidth * kWindowWidth + w % kWindowWidth;
+        best = fmaxf(best, sign * exact_value(image, a.weight + channel * kInChannels * kTaps, row, column, to_float(a.p_conv_bias[channel])));
+      }
+      const Coefficients c = coefficients_of(total, channel, a);
+      a.y[(sample * kOutChannels + channel) * kPooledPlane + place] =
+          from_float(finish_value(best, c.mean, c.rest, c.factor, c.offset));
+    }
+  }
+}
+
+// --- the kernel ---
+
+// A multiplying warpgroup takes every kMultiplyGroups-th strip of its CTA's parts, sample after sample. Before it puts a strip's extremes into
+// their slot, it writes out what the slot holds of the sample before.
+__device__ __forceinline__ void multiply_strips(int group, const Work& work, const Arguments& a) {
+  Shared& s = shared();
+  uint32_t high[kHalves][2];
+  uint32_t low[kHalves][2];
+  const Channel* channels = s.channels[group];
+  load_weights(a, work, s.channels[group], high, low);
+  sync_group(group);
+  auto row_of_y = [&](int item, int strip) {
+    const int row = work.part(item).first_row / kWindowHeight + strip;
+    return a.y + (work.sample_of(item) * kOutChannels) * kPooledPlane + row * kPooledWidth;
+  };
+
+  if (group == 1) pass_turn(group);
+  int stream = 0, strips = 0;  // rows of x, and strips, before this sample's
+  for (int item = 0; item < work.items; ++item) {
+    const Part part = work.part(item);
+    const int waiting = item > 0 ? work.part(item - 1).pooled : 0;  // rows of the sample before that are still to be written
+    bool merged = item == 0;
+    Tally tally = {};
+    const int turn = item * kUnits % kMultiplyGroups;
+    for (int strip = (group + kMultiplyGroups - turn) % kMultiplyGroups; strip < kUnits; strip += kMultiplyGroups) {
+      const int rows = part.strip_rows(strip);
+      const int top = strip * kWindowHeight;
+      constexpr int columns = kOutWidth;
+      float extremes[kLaneExtremes][2];
+#pragma unroll
+      for (int i = 0; i < kLaneExtremes; ++i) extremes[i][0] = extremes[i][1] = -INFINITY;
+      for (int row = 0; row < rows; ++row) {
+        const int first = stream + top + row;  // row of x at the tile's top
+        const int last = first + kKernelHeight - 1;
+        const uint32_t tile = operand_address(memory) + first % kRing * kPitch;
+        wait(&s.row_ready[last % kRing], last / kRing & 1);
+        float acc[kAccumulators];
+        multiply_tile(acc, tile, high, low, group);
+        take_tile(acc, columns, extremes, tally);
+      }
+      for (int row = rows; row < kWindowHeight; ++row) {  // a short strip passes the turns of the rows that it lacks
+        wait_for_turn(group);
+        pass_turn(group);
+      }
+      if (rows == 0) {  // a part may have fewer strips; rows must be waited for in order all the same
+        const int last = stream + part.input_rows() - 1;
+        wait(&s.row_ready[last % kRing], last / kRing & 1);
+      } else {
+        // A barrier's next phase may not begin before somebody has waited for this one, and tiles wait for their last rows alone.
+        for (int row = threadIdx.x % 32; row < part.freed_rows(strip); row += 32) {
+          const int freed = stream + top + row;
+          wait(&s.row_ready[freed % kRing], freed / kRing & 1);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(&s.strip_done[(strips + strip) % kStripBarriers]);
+      }
+      // The sample before is complete in every warpgroup: from here on its slots may be read, and reused.
+      if (!merged) finish_statistics(work, item - 1, group, a);
+      merged = true;
+      if (strip < waiting) {
+        write_row(row_of_y(item - 1, strip), slot_of(strip), s.coefficients[group]);
+        sync_group(group);
+      }
+      if (strip < part.pooled) store_extremes(slot_of(strip), extremes);
+    }
+    // Also where this warpgroup had no strip: it frees the moments' place.
+    if (!merged) finish_statistics(work, item - 1, group, a);
+    publish_moments(channels, tally, work, item, group);
+    stream += part.input_rows();
+    strips += part.strips;
+  }
+
+  if (group == 0) wait_for_turn(group);  // the last one that was passed
+  const int last = work.items - 1;
+  finish_statistics(work, last, group, a);
+  for (int strip = group; strip < work.part(last).pooled; strip += kMultiplyGroups) {
+    write_row(row_of_y(last, strip), slot_of(strip), s.coefficients[group]);
+  }
+}
+
+__global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1) conv(const __grid_constant__ Arguments a) {
+  Shared& s = shared();
+  const Work work;
+
+  // Zeros in the planes (the padding stays so), barriers.
+  uint4* pixels_of = reinterpret_cast<uint4*>(memory);
+  for (int i = threadIdx.x; i < kPlanes * kPlanePixels; i += kThreads) pixels_of[i] = make_uint4(0u, 0u, 0u, 0u);
+  for (int i = threadIdx.x; i < kItems; i += kThreads) s.largest[i] = 0u;
+  for (int i = threadIdx.x; i < kItems; i += kThreads) s.limit[i] = 0x7f800000u;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kRing; ++i) barrier_init(&s.row_ready[i], 4);             // the converting warps
+    for (int i = 0; i < kStripBarriers; ++i) barrier_init(&s.strip_done[i], 4);   // a multiplying warpgroup's
+    for (int i = 0; i < kRawStages; ++i) barrier_init(&s.raw_ready[i], 1);
+    for (int i = 0; i < 2; ++i) barrier_init(&s.moments_ready[i], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  fence_operands();
+  cluster_sync();
+
+  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  if (group == kMultiplyGroups) {
+    give_registers<kConvertRegisters>();
+    convert_rows(a.x, work);
+    cluster_sync();  // the cluster's CTAs may write into each other's shared memory up to here
+  } else {
+    take_registers<kMultiplyRegisters>();
+    multiply_strips(group, work, a);
+    cluster_sync();
+    for (int item = 0; item < work.items; ++item) {
+      if (out_of_range(__uint_as_float(s.largest[item]), __uint_as_float(s.limit[item]))) exact_sample(a, work, work.sample_of(item));
+    }
+  }
+}
+
+// --- host ---
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+// Own errors, beside cudaError_t (positive).
+constexpr int kMisaligned = -1;  // x is no multiple of 16 bytes
+constexpr int kNoClusters = -2;  // the device cannot hold a cluster of this kernel
+
+// Once on each device: shared memory above 48 KB, and whether a cluster fits.
+int prepare(int device, const cudaLaunchConfig_t& config) {
+  constexpr int kDevices = 64;
+  static std::mutex lock;
+  static bool ready[kDevices] = {};
+  const std::lock_guard<std::mutex> guard(lock);
+  if (device < kDevices && ready[device]) return 0;
+  cudaError_t error = cudaFuncSetAttribute(conv, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error != cudaSuccess) return error;
+  int fitting = 0;
+  error = cudaOccupancyMaxActiveClusters(&fitting, conv, &config);
+  if (error != cudaSuccess) return error;
+  if (fitting < 1) return kNoClusters;
+  if (device < kDevices) ready[device] = true;
+  return 0;
+}
+
+}  // namespace
+}  // namespace conv_sm90a
+
+extern "C" int conv_sm90a_launch(const float* x, const float* weight, const float* p_conv_bias, const float* p_gamma,
+    const float* p_beta, const float* p_scale, float* y,
+    int device, cudaStream_t stream) {
+  using namespace conv_sm90a;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+
+  if (reinterpret_cast<uintptr_t>(x) % 16 != 0) return kMisaligned;
+
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kClusters * kCluster;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {kCluster, 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  if (const int error = prepare(device, config)) return error;
+  return cudaLaunchKernelEx(&config, conv, Arguments{x, weight, p_conv_bias, p_gamma, p_beta, p_scale, y});
+}

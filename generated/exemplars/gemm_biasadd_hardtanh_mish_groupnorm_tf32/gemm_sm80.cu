@@ -1,0 +1,532 @@
+// gemm_biasadd_hardtanh_mish_groupnorm_tf32: x W^T by one TF32 product of operands rounded to nearest, the whole chain in its epilogue
+//
+//   linear(in_features=8192, out_features=8192, bias=True)  # gemm
+//   add(shape=(8192,), init=randn)  # bias
+//   hardtanh(min_val=-1.0, max_val=1.0)  # hardtanh
+//   mish()  # mish
+//   group_norm(num_groups=256, eps=1e-05, affine=True)  # groupnorm
+//   x (1024, 8192) -> y (1024, 8192), tf32
+//
+// Plan for sm_80 on h100:
+//   tf32, one TF32 product of operands rounded to nearest: the fastest here for h100 at tf32
+//   tiles of 128x256: 256 blocks on 132 SMs, 0.595 ms estimated
+//   groups of 32 channels lie within a tile, so the whole chain ends in this kernel
+//   256 blocks of 256 threads, 98304 bytes of shared memory
+//
+// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml PRECISION=tf32
+
+#include <cuda_runtime.h>
+#include <cstdint>
+#include <mutex>
+
+namespace gemm_sm80 {
+namespace {
+
+constexpr int kBatch = 1024;  // rows of x and y
+constexpr int kInFeatures = 8192;  // K: values in a row of x or W
+constexpr int kOutFeatures = 8192;  // rows of W, columns of y
+constexpr int kGroupWidth = 32;  // out_features / num_groups = 8192 / 256
+constexpr float kEps = 1.0e-5f;  // added to the variance, inside the root
+constexpr int kTileM = 128;  // rows of x in a block's tile
+constexpr int kTileN = 256;  // rows of W in a block's tile
+constexpr int kTileColumns = 256;  // columns of y that a block writes
+constexpr int kTilesM = (kBatch + kTileM - 1) / kTileM;  // batch / tile_m, rounded up: 8
+constexpr int kTilesN = (kOutFeatures + kTileColumns - 1) / kTileColumns;  // out_features / tile_columns, rounded up: 32
+constexpr int kRaster = 8;  // tiles of x that pass by one tile of W before the next
+constexpr int kWarpsN = 4;  // warps along the tile's columns
+constexpr int kThreads = 256;  // 32 * warps_m * warps_n
+constexpr int kBlocksPerSm = 1;  // leaves 255 registers a thread
+constexpr int kWarpM = 64;  // tile_m / warps_m: rows of a warp's part
+constexpr int kWarpN = 64;  // tile_n / warps_n: columns of a warp's part
+constexpr int kBlocksM = 4;  // warp_m / 16: multiplies along the rows
+constexpr int kBlocksN = 8;  // warp_n / 8: multiplies along the columns
+constexpr int kRowBytes = 64;  // one row of a panel in shared memory
+constexpr int kStageK = 16;  // panel_k: values of K in a stage, one panel
+constexpr int kStages = 4;  // stages in flight
+constexpr int kStageCount = 512;  // in_features / stage_k, rounded up
+constexpr int kCopyRows = 64;  // rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes
+constexpr int kStageBytes = 24576;  // (tile_m + tile_n) * row_bytes
+constexpr int kSharedBytes = 98304;  // 4 stages, reused by the epilogue
+constexpr int kBlocks = kTilesM * kTilesN;  // 256
+constexpr int kSpan = kGroupWidth;  // neighbouring columns that a team of lanes takes together
+constexpr int kSpans = kTileColumns / kSpan;  // 8
+constexpr int kVector = 4;  // values in one access: the most that span and out_features allow, 16 bytes at most
+constexpr int kTeam = 2;  // lanes in a team
+constexpr int kTeams = kThreads / kTeam;  // 128
+constexpr int kVectorsPerLane = (kSpan / kVector + kTeam - 1) / kTeam;  // 4
+constexpr int kRoundRows = 64;  // rows staged at once: what fits into the stages' memory
+constexpr int kItemsPerTeam = kRoundRows * kSpans / kTeams;  // 4
+constexpr int kPitch = 264;  // tile_n + 8: a staged row in floats, so that a warp's stores meet no bank twice
+constexpr int kRounds = kTileM / kRoundRows;  // 2
+constexpr float kInverseSpan = 1.0f / kSpan;  // for the mean and the variance
+constexpr float kHardtanhMinVal = -1.0f;  // hardtanh's min_val
+constexpr float kHardtanhMaxVal = 1.0f;  // hardtanh's max_val
+
+// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+__device__ __forceinline__ void await_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+// Closes the group of copies that this thread has started.
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until all but the newest kPending groups of this thread's copies have arrived.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l / 4 of each.
+// On fp32 rows a matrix is 8 x 4 values, and lane l receives value l % 4 of row l / 4.
+__device__ __forceinline__ void load_matrices(uint32_t (&values)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
+               : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+               : "r"(row));
+}
+
+// sums (16x8) += a (16x8) b (8x8)
+__device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The nearest TF32 number, ties away from zero; infinities and NaN stay what they are.
+__device__ __forceinline__ uint32_t round_tf32(float v) {
+  uint32_t rounded;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(v));
+  return rounded;
+}
+
+// Shared memory holds kStages stages; a stage is a panel of x, then a panel of W; a panel has kRowBytes of K for each row.
+// Byte offset of 16-byte piece `piece` of `row` in a panel, permuted so that 8 neighbouring rows meet every bank once.
+__device__ __forceinline__ uint32_t panel_offset(int row, int piece) {
+  return row * kRowBytes + ((piece ^ ((row >> 1) & 3)) << 4);
+}
+
+// Starts the copy of 16 bytes.
+__device__ __forceinline__ void copy_piece(uint32_t shared, const float* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global));
+}
+
+// Starts this thread's copies of one stage of x.
+__device__ __forceinline__ void copy_x(uint32_t shared, const float* global) {
+#pragma unroll
+  for (int row = 0; row < kTileM; row += kCopyRows) {
+    const float* values = global + static_cast<int64_t>(row) * kInFeatures;
+    copy_piece(shared + row * kRowBytes, values);
+  }
+}
+
+// Starts this thread's copies of one stage of W.
+__device__ __forceinline__ void copy_w(uint32_t shared, const float* global) {
+#pragma unroll
+  for (int row = 0; row < kTileN; row += kCopyRows) {
+    const float* values = global + static_cast<int64_t>(row) * kInFeatures;
+    copy_piece(shared + row * kRowBytes, values);
+  }
+}
+
+// Where this thread reads x and W and writes shared memory: piece `threadIdx.x % pieces` of every kCopyRows-th row.
+struct Source {
+  const float* x;
+  const float* w;
+  uint32_t offset;
+};
+
+__device__ __forceinline__ Source source_of(const float* x, const float* w, int first_row, int first_column) {
+  constexpr int kPieces = kRowBytes / 16;
+  const int row = threadIdx.x / kPieces;
+  const int piece = threadIdx.x % kPieces;
+  const int k = piece * (16 / static_cast<int>(sizeof(float)));
+  return {x + static_cast<int64_t>(first_row + row) * kInFeatures + k, w + static_cast<int64_t>(first_column + row) * kInFeatures + k,
+          panel_offset(row, piece)};
+}
+
+// Starts the copies of the source's next stage into the stage at `shared` and steps on.
+__device__ __forceinline__ void copy_stage(uint32_t shared, Source& source) {
+  copy_x(shared + source.offset, source.x);
+  copy_w(shared + kTileM * kRowBytes + source.offset, source.w);
+  source.x += kStageK;
+  source.w += kStageK;
+}
+
+struct TilePlace {
+  int first_row;
+  int first_column;
+};
+
+// Blocks that run at the same time share tiles: kRaster tiles of x pass by one tile of W before the next tile of W comes.
+__device__ __forceinline__ TilePlace place_of(int block) {
+  const int group = block / (kRaster * kTilesN);
+  const int within = block % (kRaster * kTilesN);
+  return {(group * kRaster + within % kRaster) * kTileM, within / kRaster * kTileColumns};
+}
+
+// The part of a tile that a warp multiplies.
+struct WarpPlace {
+  int row;
+  int column;
+};
+
+__device__ __forceinline__ WarpPlace warp_place() {
+  const int warp = threadIdx.x / 32;
+  return {warp / kWarpsN * kWarpM, warp % kWarpsN * kWarpN};
+}
+
+// The shared-memory row and 16-byte piece that this lane names to load_matrices: for 16 rows of x (a fragment of the left operand) the
+// matrices are (rows 0-7, piece 0), (8-15, 0), (0-7, 1), (8-15, 1); for 16 rows of W they are (0-7, 0), (0-7, 1), (8-15, 0), (8-15, 1).
+__device__ __forceinline__ int left_row() { return threadIdx.x % 16; }
+__device__ __forceinline__ int left_piece() { return threadIdx.x / 16 % 2; }
+__device__ __forceinline__ int right_row() { return threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8; }
+__device__ __forceinline__ int right_piece() { return threadIdx.x / 8 % 2; }
+
+// One step's operands of a warp: 8 of K, 32 bytes of each row.
+struct Fragments {
+  uint32_t x[kBlocksM][4];
+  uint32_t w[kBlocksN][2];
+};
+
+__device__ __forceinline__ void load_fragments(Fragments& fragments, uint32_t x_panel, uint32_t w_panel, const WarpPlace& warp, int step) {
+#pragma unroll
+  for (int m = 0; m < kBlocksM; ++m) {
+    load_matrices(fragments.x[m], x_panel + panel_offset(warp.row + m * 16 + left_row(), step * 2 + left_piece()));
+  }
+#pragma unroll
+  for (int n = 0; n < kBlocksN; n += 2) {
+    uint32_t pair[4];
+    load_matrices(pair, w_panel + panel_offset(warp.column + n * 8 + right_row(), step * 2 + right_piece()));
+    fragments.w[n][0] = pair[0];
+    fragments.w[n][1] = pair[1];
+    fragments.w[n + 1][0] = pair[2];
+    fragments.w[n + 1][1] = pair[3];
+  }
+}
+
+__device__ __forceinline__ void multiply_fragments(float (&sums)[kBlocksM][kBlocksN][4], Fragments& fragments) {
+#pragma unroll
+  for (int n = 0; n < kBlocksN; ++n) {
+#pragma unroll
+    for (int part = 0; part < 2; ++part) fragments.w[n][part] = round_tf32(__uint_as_float(fragments.w[n][part]));
+  }
+#pragma unroll
+  for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+    for (int part = 0; part < 4; ++part) fragments.x[m][part] = round_tf32(__uint_as_float(fragments.x[m][part]));
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) multiply(sums[m][n], fragments.x[m], fragments.w[n]);
+  }
+}
+
+// The product of a tile, in the warps' accumulators. While a step is multiplied the next step's fragments are loaded, across stages too,
+// and kStages - 1 stages of copies are under way.
+__device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][4], uint32_t shared, Source source, const WarpPlace& warp) {
+  constexpr int kSteps = kRowBytes / 32;
+  const uint32_t x_panel = shared;
+  const uint32_t w_panel = shared + kTileM * kRowBytes;
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) {
+    if (stage < kStageCount) copy_stage(shared + stage * kStageBytes, source);
+    close_copies();
+  }
+  wait_copies<kStages - 2>();
+  __syncthreads();
+
+  Fragments fragments[2];
+  load_fragments(fragments[0], x_panel, w_panel, warp, 0);
+  int read = 0;
+  int write = kStages - 1;
+#pragma unroll 1
+  for (int stage = 0; stage < kStageCount; ++stage) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step == kSteps - 1) {  // the next fragments come from the next stage
+        read = read + 1 == kStages ? 0 : read + 1;
+        wait_copies<kStages - 2>();
+        __syncthreads();
+      }
+      load_fragments(fragments[(step + 1) % 2], x_panel + read * kStageBytes, w_panel + read * kStageBytes, warp, (step + 1) % kSteps);
+      if (step == 0) {  // the stage written now was last read before the barrier above
+        if (stage + kStages - 1 < kStageCount) copy_stage(shared + write * kStageBytes, source);
+        close_copies();
+        write = write + 1 == kStages ? 0 : write + 1;
+      }
+      multiply_fragments(sums, fragments[step % 2]);
+    }
+  }
+  wait_copies<0>();
+}
+
+// Writes a warp's sums to its rows and columns of the staged tile. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
+__device__ __forceinline__ void stage_sums(float* staged, const float (&sums)[kBlocksM][kBlocksN][4], int row, int column) {
+  const int lane = threadIdx.x % 32;
+  float* corner = staged + (row + lane / 4) * kPitch + column + lane % 4 * 2;
+#pragma unroll
+  for (int m = 0; m < kBlocksM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kBlocksN; ++n) {
+      *reinterpret_cast<float2*>(corner + m * 16 * kPitch + n * 8) = make_float2(sums[m][n][0], sums[m][n][1]);
+      *reinterpret_cast<float2*>(corner + (m * 16 + 8) * kPitch + n * 8) = make_float2(sums[m][n][2], sums[m][n][3]);
+    }
+  }
+}
+
+// 4 neighbouring staged sums.
+__device__ __forceinline__ void load_staged(const float* from, float* values) {
+  const float4 t = *reinterpret_cast<const float4*>(from);
+  values[0] = t.x;
+  values[1] = t.y;
+  values[2] = t.z;
+  values[3] = t.w;
+}
+
+__device__ __forceinline__ void load(const float* from, float (&v)[4]) {
+  const float4 t = *reinterpret_cast<const float4*>(from);
+  v[0] = t.x;
+  v[1] = t.y;
+  v[2] = t.z;
+  v[3] = t.w;
+}
+
+__device__ __forceinline__ void store(float* to, const float (&v)[4]) {
+  *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+}
+
+// min(max(v, lo), hi); NaN goes through.
+__device__ __forceinline__ float hardtanh(float v, float lo, float hi) {
+  return v < lo ? lo : (v > hi ? hi : v);
+}
+
+// e^v, error at most 3 units; results below 2^-126 may be 0.
+__device__ __forceinline__ float exponential(float v) {
+  return expf(v);
+}
+
+// a / b for b >= 1, error at most 3 units; 0 for b > 2^126 on a GPU, whose fast division this is.
+__device__ __forceinline__ float divide(float a, float b) {
+  return __fdividef(a, b);
+}
+
+// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20 on, n / (n + 2) rounds to 1.
+__device__ __forceinline__ float mish(float v) {
+  const float e = exponential(v > 20.0f ? 20.0f : v);
+  const float n = e * (e + 2.0f);
+  return v * divide(n, n + 2.0f);
+}
+
+// Sum over kTeam lanes, of one number or of two; all of them receive the same bits.
+__device__ __forceinline__ float lane_sum(float v) {
+#pragma unroll
+  for (int offset = kTeam / 2; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+  return v;
+}
+
+__device__ __forceinline__ float2 lane_sum(float2 v) { return make_float2(lane_sum(v.x), lane_sum(v.y)); }
+
+// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
+// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
+constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
+
+// Finishes kRoundRows staged rows of the tile. A team of lanes takes kSpan neighbouring columns of a row into registers
+// (a group of the norm), forms their mean and m2 in two passes, normalises and stores.
+__device__ __forceinline__ void finish_rows(
+    const float* staged,
+    int first_row,
+    int first_column,
+    const float* __restrict__ p_gemm_bias,
+    const float* __restrict__ p_bias,
+    const float* __restrict__ p_gamma,
+    const float* __restrict__ p_beta,
+    float* __restrict__ y) {
+  const int team = threadIdx.x / kTeam;
+  const int lane = threadIdx.x % kTeam;
+#pragma unroll 1
+  for (int i = 0; i < kItemsPerTeam; ++i) {
+    const int item = team + i * kTeams;
+    const int row = item / kSpans;
+    float values[kVectorsPerLane][kVector];
+#pragma unroll
+    for (int j = 0; j < kVectorsPerLane; ++j) {
+      const int column = item % kSpans * kSpan + (lane + j * kTeam) * kVector;
+      const int channel = first_column + column;
+      float c_gemm_bias[kVector];
+      load(p_gemm_bias + channel, c_gemm_bias);
+      float c_bias[kVector];
+      load(p_bias + channel, c_bias);
+      const float* source = staged + row * kPitch + column;
+#pragma unroll
+      for (int e = 0; e < kVector; e += 4) load_staged(source + e, &values[j][e]);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        float v = values[j][e] + c_gemm_bias[e];
+        v = v + c_bias[e];  // add(shape=(8192,), init=randn)
+        v = hardtanh(v, kHardtanhMinVal, kHardtanhMaxVal);  // hardtanh(min_val=-1.0, max_val=1.0)
+        v = mish(v);  // mish()
+        values[j][e] = v;
+      }
+    }
+
+    // Differences from one value first, so that a constant group's mean is exact; then from that mean: their own mean corrects it.
+    const float shift = __shfl_sync(0xffffffffu, values[0][0], 0, kTeam);
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kVectorsPerLane; ++j) {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) sum += __fsub_rn(values[j][e], shift);
+    }
+    float mean = fmaf(lane_sum(sum), kInverseSpan, shift);
+    float2 sums = make_float2(0.0f, 0.0f);  // of differences, of their squares
+#pragma unroll
+    for (int j = 0; j < kVectorsPerLane; ++j) {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        const float difference = __fsub_rn(values[j][e], mean);
+        sums.x += difference;
+        sums.y = fmaf(difference, difference, sums.y);
+      }
+    }
+    sums = lane_sum(sums);
+    float mean_rest = sums.x * kInverseSpan;
+    const float m2 = fmaf(-mean_rest, sums.x, sums.y);
+    float rstd = rsqrtf(m2 * kInverseSpan + kEps);
+    const bool beyond = !(m2 < INFINITY);
+    if (__any_sync(0xffffffffu, beyond)) {  // the same of values kShrink times as large
+      const float shrunk_shift = shift * kShrink;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kVectorsPerLane; ++j) {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) sum += fmaf(values[j][e], kShrink, -shrunk_shift);
+      }
+      const float shrunk_mean = fmaf(lane_sum(sum), kInverseSpan, shrunk_shift);
+      float2 sums = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int j = 0; j < kVectorsPerLane; ++j) {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          const float difference = fmaf(values[j][e], kShrink, -shrunk_mean);
+          sums.x += difference;
+          sums.y = fmaf(difference, difference, sums.y);
+        }
+      }
+      sums = lane_sum(sums);
+      if (beyond) {
+        const float shrunk_rest = sums.x * kInverseSpan;
+        mean = shrunk_mean * kGrow;
+        mean_rest = shrunk_rest * kGrow;
+        rstd = rsqrtf(fmaf(-shrunk_rest, sums.x, sums.y) * kInverseSpan) * kShrink;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kVectorsPerLane; ++j) {
+      const int column = item % kSpans * kSpan + (lane + j * kTeam) * kVector;
+      const int channel = first_column + column;
+      float c_gamma[kVector];
+      load(p_gamma + channel, c_gamma);
+      float c_beta[kVector];
+      load(p_beta + channel, c_beta);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        float v = (__fsub_rn(values[j][e], mean) - mean_rest) * rstd;
+        v = fmaf(v, c_gamma[e], c_beta[e]);
+        values[j][e] = v;
+      }
+      store(y + static_cast<int64_t>(first_row + row) * kOutFeatures + channel, values[j]);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) gemm(
+    const float* __restrict__ x,
+    const float* __restrict__ p_gemm_weight,
+    const float* __restrict__ p_gemm_bias,
+    const float* __restrict__ p_bias,
+    const float* __restrict__ p_gamma,
+    const float* __restrict__ p_beta,
+    float* __restrict__ y) {
+  await_previous_kernel();
+  extern __shared__ __align__(128) unsigned char shared[];
+  const TilePlace tile = place_of(blockIdx.x);
+  const WarpPlace warp = warp_place();
+
+  float sums[kBlocksM][kBlocksN][4] = {};
+  multiply_tile(sums, shared_address(shared), source_of(x, p_gemm_weight, tile.first_row, tile.first_column), warp);
+
+  float* staged = reinterpret_cast<float*>(shared);
+  for (int round = 0; round < kRounds; ++round) {
+    __syncthreads();
+    const int row = warp.row - round * kRoundRows;
+    if (row >= 0 && row < kRoundRows) stage_sums(staged, sums, row, warp.column);
+    __syncthreads();
+    finish_rows(staged, tile.first_row + round * kRoundRows, tile.first_column, p_gemm_bias, p_bias, p_gamma, p_beta, y);
+  }
+}
+
+// Makes `device` current and gives the caller's device back at the end of the scope.
+struct DeviceScope {
+  int previous = -1;
+  cudaError_t error;
+  explicit DeviceScope(int device) {
+    error = cudaGetDevice(&previous);
+    if (error != cudaSuccess || previous == device) {
+      previous = -1;
+    } else {
+      error = cudaSetDevice(device);
+    }
+  }
+  ~DeviceScope() {
+    if (previous >= 0) cudaSetDevice(previous);
+  }
+};
+
+// More than 48 KB of shared memory must be asked for, once on each device.
+cudaError_t allow_shared_memory(int device) {
+  constexpr int kDevices = 64;
+  static std::mutex lock;
+  static bool allowed[kDevices] = {};
+  const std::lock_guard<std::mutex> guard(lock);
+  if (device < kDevices && allowed[device]) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (error == cudaSuccess && device < kDevices) allowed[device] = true;
+  return error;
+}
+
+}  // namespace
+}  // namespace gemm_sm80
+
+extern "C" int gemm_sm80_launch(
+    const float* x,
+    const float* p_gemm_weight,
+    const float* p_gemm_bias,
+    const float* p_bias,
+    const float* p_gamma,
+    const float* p_beta,
+    float* y,
+    int device,
+    cudaStream_t stream) {
+  using namespace gemm_sm80;
+  const DeviceScope scope(device);
+  if (scope.error != cudaSuccess) return scope.error;
+  const cudaError_t allowed = allow_shared_memory(device);
+  if (allowed != cudaSuccess) return allowed;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = kBlocks;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+#ifdef __CUDA_ARCH_LIST__
+  constexpr int architectures[] = {__CUDA_ARCH_LIST__};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = architectures[0] >= 900 ? 1 : 0;
+#endif
+  return cudaLaunchKernelEx(&config, gemm, x, p_gemm_weight, p_gemm_bias, p_bias, p_gamma, p_beta, y);
+}

@@ -1,5 +1,0 @@
-"""gemm_biasadd_hardtanh_mish_groupnorm_small: generated from specs/gemm_biasadd_hardtanh_mish_groupnorm_small.yaml."""
-
-from .model import Model, ModelNew, get_init_inputs, get_inputs
-
-__all__ = ["Model", "ModelNew", "get_init_inputs", "get_inputs"]

@@ -1,5 +1,0 @@
-"""matmul_groupnorm_leakyrelu_sum_small: generated from specs/matmul_groupnorm_leakyrelu_sum_small.yaml."""
-
-from .model import Model, ModelNew, get_init_inputs, get_inputs
-
-__all__ = ["Model", "ModelNew", "get_init_inputs", "get_inputs"]
