@@ -72,7 +72,7 @@ def refuse(*args, **kwargs):
     raise AssertionError("a test module plans or renders while it is collected")
 
 for module in [module for name, module in sys.modules.items() if name.startswith("codegen")]:
-    for name in ("plan", "plan_for_class", "plan_backward", "plan_backward_cuda", "make_package", "render", "render_kernel"):
+    for name in ("plan", "planned", "plan_backward", "plan_backward_cuda", "make_package", "render", "render_kernel"):
         if callable(getattr(module, name, None)):
             setattr(module, name, refuse)
 sys.exit(pytest.main(["--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider", *sys.argv[1:]]))
