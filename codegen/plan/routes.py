@@ -30,7 +30,7 @@ from codegen.plan.gemm.route import choose_arithmetic, gemm_ms, plan_gemm
 from codegen.plan.gemm_sm90a.route import hopper_linear_ms, plan_sm_90a
 from codegen.plan.model import Buffer, Library, Plan, PlanError
 from codegen.plan.norm.route import plan_norm, plan_norm_of_product
-from codegen.plan.parts import plan_parts
+from codegen.plan.parts import parts_of, plan_parts
 from codegen.plan.stages.route import first_stage, head_of, plan_stages
 from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS, DeviceClass, Target
@@ -79,9 +79,10 @@ def plan_for_class(spec: Spec, target: str, device: DeviceClass) -> Plan:
 def _planned(spec: Spec, target: Target, device: DeviceClass, debug: bool, candidate: Candidate | None) -> Plan:
     if departure(spec.chain) is not None:
         made = plan_parts(
-            spec, lambda part: _planned(part, target, device, debug, candidate), functools.partial(Plan, spec, target, device, floor=floor(spec, device))
-        )
-        if target.name == "sm_90a" and not made.kernels:
+            spec, target, device, lambda part: _planned(part, target, device, debug, candidate),
+            functools.partial(Plan, spec, target, device, floor=floor(spec, device)),
+        )  # fmt: skip
+        if target.name == "sm_90a" and not any(part.fused for part in parts_of(spec)):
             raise PlanError("none of this target's kernels serves a part of the chain; sm_80 has the same library steps")
         return made
     first = first_stage(spec, target)
