@@ -104,6 +104,11 @@ class SegmentKernel(Kernel):
         return (*self.before.applied, *self.after.applied, *((exponential,) if self.statistic == "exponentials" or self.core == "softmax" else ()))
 
     @property
+    def subtracts(self) -> bool:
+        """Whether a mean is subtracted here."""
+        return any("minus(" in line for program in self.programs for line in program.lines)
+
+    @property
     def programs(self) -> tuple[Program, ...]:
         return (self.before, self.after)
 

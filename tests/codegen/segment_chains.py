@@ -1,0 +1,127 @@
+"""Chains in segments for tests: a spec from a few words, all its kernels compiled as one source, run step by step beside PyTorch's own operators."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from codegen.ir.segment import Segment, segments_of
+from codegen.plan import Launch, Plan, plan
+from codegen.render import render_kernel
+from codegen.spec import Spec, load_spec
+from codegen.torch_text import module_lines, reference_lines
+from runtime.library import call_of
+from tests.codegen.emulated import STRICT, compile_text, emulated_text
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def segment_spec(folder: Path, shape: Sequence[int], chain: list[Any], precision: str = "fp32", inputs: dict[str, Sequence[int]] | None = None) -> Spec:
+    """The spec of `chain` for an input u of `shape`, its batch first; `inputs` are further ones, of whole shapes."""
+    listed = {"u": {"shape": list(shape[1:])}} | {name: {"shape": list(other), "batched": False} for name, other in (inputs or {}).items()}
+    data = {"name": "segments_under_test", "batch": shape[0], "precision": precision, "inputs": listed, "chain": chain}
+    path = folder / "spec.yaml"
+    path.write_text(json.dumps(data))
+    return load_spec(path)
+
+
+class SegmentChain:
+    """A chain by the emitted kernels and by PyTorch. Parameters and running statistics are random and of the spec's type."""
+
+    def __init__(self, spec: Spec, target: str, seed: int = 0) -> None:
+        self.spec, self.target, self.dtype = spec, target, DTYPES[spec.precision.dtype]
+        self.generator = torch.Generator().manual_seed(seed)
+        self.module = nn.Module()
+        exec("\n".join(module_lines(spec)), {"nn": nn, "torch": torch, "self": self.module})  # noqa: S102
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if tensor.is_floating_point():
+                drawn = torch.randn(tensor.shape, generator=self.generator)
+                drawn = drawn.abs() + 0.5 if name.endswith("running_var") else drawn + (1.0 if name.endswith("weight") else 0.0)
+                tensor.data = drawn.to(self.dtype)
+            else:
+                tensor.fill_(3)
+        self.plan: Plan | None = None
+        self.library: ctypes.CDLL | None = None
+
+    def sources(self, scale: float = 1.0, offset: float = 0.0) -> list[torch.Tensor]:
+        """Random inputs."""
+        return [(torch.randn(given.shape, generator=self.generator) * scale + offset).to(self.dtype) for given in self.spec.inputs]
+
+    def pytorch(self, sources: Sequence[torch.Tensor], dtype: torch.dtype | None = None, training: bool = False) -> dict[str, torch.Tensor]:
+        """PyTorch's result "y" at `dtype` (default: the spec's own), and in training the new running statistics by their keys."""
+        dtype = dtype or self.dtype
+        before = {key: tensor.clone() for key, tensor in self.module.state_dict().items()}
+        module = self.module.to(dtype).train(training)
+        names = {"torch": torch, "F": F, "self": module}
+        names |= {given.name: source.to(dtype) for given, source in zip(self.spec.inputs, sources, strict=True)}
+        with torch.no_grad():
+            exec("\n".join(reference_lines(self.spec)), names)  # noqa: S102
+            made = {"y": names["v"], **{f"state:{key}": buffer.clone() for key, buffer in module.named_buffers() if training}}
+        self.module.to(self.dtype).load_state_dict(before)
+        return made
+
+    def kernels(self, sources: Sequence[torch.Tensor], training: bool = False, threads: int = 2) -> dict[str, torch.Tensor]:
+        """The same by the plan's steps; fails where a launcher returns an error."""
+        spec = self.spec
+        tensors = {buffer.name: torch.full(buffer.shape, torch.nan, dtype=DTYPES[buffer.dtype]) for buffer in self.plan.buffers}
+        tensors["y"] = torch.full(spec.output_shape, torch.nan, dtype=self.dtype)
+        for number, (given, source) in enumerate(zip(spec.inputs, sources, strict=True)):
+            tensors["x" if number == 0 else f"input:{given.name}"] = source.contiguous()
+        tensors |= {key: tensor.detach().contiguous() for key, tensor in self.module.state_dict().items()}
+        for step in self.plan.training if training and self.plan.training else self.plan.steps:
+            if isinstance(step, Launch):
+                pointers = [ctypes.c_void_p(tensors[name].data_ptr()) for name in step.arguments]
+                last = threads if self.target == "cpu" else 0
+                assert getattr(self.library, step.kernel.function(self.plan.target))(*pointers, last, None) == 0
+            else:
+                made = call_of(step.operation, step.options, spec.precision.name)(*(name if name is None else tensors[name] for name in step.arguments))
+                made = made if isinstance(made, tuple) else (made,)
+                tensors |= {name: tensor.contiguous() for name, tensor in zip((step.out, *step.also), made, strict=True)}
+        return {"y": tensors["y"], **{name: tensor for name, tensor in tensors.items() if name.startswith("state:")}}
+
+    @property
+    def segments(self) -> list[Segment]:
+        return [piece for piece in segments_of(self.spec, 0, len(self.spec.chain), False) if isinstance(piece, Segment)]
+
+
+def build_segments(folder: Path, specs: Sequence[Spec], target: str = "cpu") -> list[SegmentChain]:
+    """The chains of `specs`, their kernels compiled together; a warning is a failure. For sm_80 they are emulated."""
+    chains, texts = [SegmentChain(spec, target, seed) for seed, spec in enumerate(specs)], ['#include "chains.h"'] if target != "cpu" else []
+    for i, chain in enumerate(chains):
+        planned = plan(chain.spec, target)
+
+        def named(steps, number=i):
+            return tuple(replace(s, kernel=replace(s.kernel, name=f"chain{number}_{s.kernel.name}")) if isinstance(s, Launch) else s for s in steps)
+
+        chain.plan = replace(planned, steps=named(planned.steps), training=named(planned.training))
+        texts += [render_kernel(chain.plan, kernel) for kernel in chain.plan.kernels] if target == "cpu" else [emulated_text(chain.plan)]
+    if target == "cpu":
+        (folder / "chains.cpp").write_text("\n".join(texts))
+        command = ["g++", *chains[0].plan.target.flags, "-shared", "-fPIC", "-o", "chains.so", "chains.cpp"]
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+        assert result.returncode == 0 and not result.stderr, result.stderr
+        library = ctypes.CDLL(str(folder / "chains.so"))
+    else:
+        library = ctypes.CDLL(str(compile_text(folder, "\n".join(texts), STRICT)))
+    for chain in chains:
+        chain.library = library
+    return chains
+
+
+def error_of(got: torch.Tensor, exact: torch.Tensor) -> float:
+    """Frobenius norm of the difference over the exact result's, over elements that are finite in the exact result; the others must be the same."""
+    finite = exact.isfinite()
+    assert torch.equal(got.isnan(), exact.isnan()), "NaN in other places"
+    assert torch.equal(got[got.isinf()].double(), exact[exact.isinf()]), "other infinities"
+    scale = exact[finite].norm()
+    difference = (got.double()[finite] - exact[finite]).norm()
+    return float(difference / scale) if scale > 0 else float(difference)
