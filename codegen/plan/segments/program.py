@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ def access(tensor: Tensor, shape: Shape, whole: Shape, width: int) -> Access:
     length, mode = run_of(shape, whole)
     if width == 1 and mode == "vector":
         mode = "uniform"
-    offset = element_offset(shape, whole)
+    offset = "index" if math.prod(shape) == math.prod(whole) else element_offset(shape, whole)
     return Access(tensor, _value(tensor, offset), offset, mode if length % width == 0 else "element")
 
 
