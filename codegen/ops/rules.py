@@ -55,6 +55,8 @@ def linear_parameters(values: Values, shape: Shape) -> tuple[Parameter, ...]:
 
 
 def group_norm_shape(values: Values, shape: Shape) -> Shape:
+    if len(shape) < 2:
+        raise ShapeError(f"group_norm takes (batch, channels, ...), the input here is {shape}")
     if shape[1] % values["num_groups"]:
         raise ShapeError(f"num_groups: {values['num_groups']} does not divide the {shape[1]} channels before it")
     if math.prod(shape[1:]) // values["num_groups"] == 1 and shape[0] >= 1:

@@ -1,6 +1,7 @@
-"""Parts of a chain: runs of steps that a fused plan computes, and single steps by torch's library.
+"""Parts of a chain: runs of steps that a fused plan computes, segments that kernels of ours compute, and single steps by torch's library.
 
-A chain that departs from the fused form is cut in front of every step that no fused plan takes. Each fused part is planned as a chain of its
+A chain that departs from the fused form is cut in front of every step that no fused plan takes. What lies between fused parts is cut into segments, as the
+mode needs them (codegen/ir/segment.py); producers and dropout in training are left to the library. Each fused part is planned as a chain of its
 own, whose input and result are named values of the whole. A part ends early where a later step reuses a value inside it.
 """
 
@@ -10,36 +11,34 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from codegen.ir.fused_form import departure
+from codegen.ir.segment import Segment, role, segments_of
 from codegen.ops import Kind
 from codegen.plan.model import Buffer, Launch, Library, Plan
+from codegen.plan.segments.route import plan_segment
+from codegen.plan.shared.names import input_name, value_name
 from codegen.spec import Input, Spec, Step
+from codegen.targets import DeviceClass, Target
 
 
 @dataclass(frozen=True)
 class Part:
-    """The steps from place `first` to place `last`, not included; `fused`: one plan computes them."""
+    """The steps from place `first` to place `last`, not included; `fused`: one plan computes them, else segments and single steps."""
 
     first: int
     last: int
     fused: bool
 
 
-def value_name(spec: Spec, index: int) -> str:
-    """The name of the result of step `index`; that of what comes in for -1."""
-    return "x" if index < 0 else "y" if index == len(spec.chain) - 1 else f"value:{index}"
-
-
-def input_name(spec: Spec, name: str) -> str:
-    """The name of an input in a plan: x for the first."""
-    return "x" if name == spec.inputs[0].name else f"input:{name}"
-
-
 def parts_of(spec: Spec) -> tuple[Part, ...]:
-    """The longest fused parts, from the front, and between them single steps."""
-    found, at = [], 0
+    """The longest fused parts, from the front, and between them whatever there is."""
+    found: list[Part] = []
+    at = 0
     while at < len(spec.chain):
         end = max((end for end in range(at + 2, len(spec.chain) + 1) if _fuses(spec, at, end)), default=None)
-        found.append(Part(at, at + 1, False) if end is None else Part(at, end, True))
+        if end is None and found and not found[-1].fused:
+            found[-1] = replace(found[-1], last=at + 1)
+        else:
+            found.append(Part(at, end or at + 1, end is not None))
         at = found[-1].last
     return tuple(found)
 
@@ -95,22 +94,54 @@ def library_step(spec: Spec, step: Step, training: bool) -> Library:
     return Library(name, tuple(arguments), value_name(spec, step.index), options, also)
 
 
-def plan_parts(spec: Spec, planned: Callable[[Spec], Plan], whole: Callable[..., Plan]) -> Plan:
+def plan_parts(spec: Spec, target: Target, device: DeviceClass, planned: Callable[[Spec], Plan], whole: Callable[..., Plan]) -> Plan:
     """The plan of a chain in parts: `planned` plans a fused one, `whole` makes the Plan from steps and buffers."""
     parts = parts_of(spec)
     plans = {part: planned(part_spec(spec, part)) for part in parts if part.fused}
-    buffers = [buffer for number, part in enumerate(parts) if part.fused for buffer in _buffers(spec, plans[part], number, part)]
-    steps = {training: tuple(_steps(spec, parts, plans, training)) for training in (False, True)}
-    return whole(steps=steps[False], training=steps[True] if spec.has_modes else (), buffers=tuple(buffers), why=tuple(_why(spec, parts, plans)))
+    fused = [buffer for number, part in enumerate(parts) if part.fused for buffer in _buffers(spec, plans[part], number, part)]
+    modes = [_Mode(spec, target, device, training) for training in ((False, True) if spec.has_modes else (False,))]
+    steps = [tuple(mode.steps(parts, plans)) for mode in modes]
+    buffers = {buffer.name: buffer for buffer in (*fused, *(buffer for mode in modes for buffer in mode.buffers))}
+    why = tuple(_why(spec, parts, plans, modes))
+    return whole(steps=steps[0], training=steps[1] if spec.has_modes else (), buffers=tuple(buffers.values()), why=why)
 
 
-def _steps(spec: Spec, parts: tuple[Part, ...], plans: dict[Part, Plan], training: bool) -> Iterator[Launch | Library]:
-    for number, part in enumerate(parts):
-        if not part.fused:
-            yield library_step(spec, spec.chain[part.first], training)
-            continue
-        for step in plans[part].steps:
-            yield _renamed(spec, step, plans[part], number, part)
+class _Mode:
+    """The steps of evaluation or of training, and what they leave: buffers, segments, operators of torch's library."""
+
+    def __init__(self, spec: Spec, target: Target, device: DeviceClass, training: bool) -> None:
+        self.spec, self.target, self.device, self.training = spec, target, device, training
+        self.buffers: list[Buffer] = []
+        self.segments: list[Segment] = []
+        self.library: list[str] = []
+
+    def steps(self, parts: tuple[Part, ...], plans: dict[Part, Plan]) -> Iterator[Launch | Library]:
+        for number, part in enumerate(parts):
+            if part.fused:
+                yield from (_renamed(self.spec, step, plans[part], number, part) for step in plans[part].steps)
+                continue
+            for piece in segments_of(self.spec, part.first, part.last, self.training):
+                if isinstance(piece, Segment):
+                    yield from self._segment(piece)
+                    continue
+                if role(piece, self.training) == "library":
+                    self.library.append(piece.operator.name)
+                yield library_step(self.spec, piece, self.training)
+
+    def _segment(self, segment: Segment) -> Iterator[Launch]:
+        spec = self.spec
+        self.segments.append(segment)
+        differs = self.training and any(step.operator.modes for step in segment.steps)
+        name = f"part{segment.first}to{segment.last - 1}" + ("_training" if differs else "")
+        kernels, between = plan_segment(spec, segment, name, self.target, self.device)
+        self.buffers += between
+        if segment.last < len(spec.chain):
+            self.buffers.append(Buffer(value_name(spec, segment.last - 1), segment.steps[-1].output_shape, spec.precision.dtype))
+        for key, shape, _ in spec.buffers:
+            if any(f"state:{key}" in kernel.arguments for kernel in kernels):
+                self.buffers.append(Buffer(f"state:{key}", shape, spec.precision.dtype))
+        known = replace(spec, inputs=(Input("x", segment.steps[0].input_shape, spec.values),), chain=segment.steps)
+        yield from (Launch(kernel, part=known) for kernel in kernels)
 
 
 def _names(spec: Spec, number: int, part: Part, plan: Plan) -> Callable[[str | None], str | None]:
@@ -143,14 +174,17 @@ def _buffers(spec: Spec, plan: Plan, number: int, part: Part) -> Iterator[Buffer
         yield Buffer(value_name(spec, part.last - 1), plan.spec.output_shape, plan.spec.result.dtype)
 
 
-def _why(spec: Spec, parts: tuple[Part, ...], plans: dict[Part, Plan]) -> Iterator[str]:
+def _why(spec: Spec, parts: tuple[Part, ...], plans: dict[Part, Plan], modes: list[_Mode]) -> Iterator[str]:
     yield f"parts, for the chain as a whole has not the form of one fused plan: {departure(spec.chain)}"
     for part in parts:
         if part.fused:
             yield from plans[part].why
-    library = [spec.chain[part.first].operator.name for part in parts if not part.fused]
-    if library:
-        yield f"library steps: {', '.join(library)}"
+    for mode in modes:
+        when = " in training" if mode.training else ""
+        if mode.segments:
+            yield f"segments{when}: {'; '.join(' -> '.join(step.operator.name for step in segment.steps) for segment in mode.segments)}"
+        if mode.library:
+            yield f"library steps{when}: {', '.join(mode.library)}"
 
 
 __all__ = ["Part", "input_name", "library_step", "part_spec", "parts_of", "plan_parts", "value_name"]

@@ -13,7 +13,7 @@ from codegen.ir.fused_form import departure
 from codegen.plan import tuned
 from codegen.plan.floor import floor
 from codegen.plan.model import Plan, Refusal
-from codegen.plan.parts import plan_parts
+from codegen.plan.parts import parts_of, plan_parts
 from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.stages.route import cut, plan_stages
 from codegen.plan.table import ROUTES
@@ -61,10 +61,10 @@ def _in_parts(request: Request) -> Plan:
     """The plan of a chain that no one fused plan computes. Raises Refusal."""
     spec, target, device = request.spec, request.target, request.device
     whole = functools.partial(Plan, spec, target, device, floor=floor(spec, device))
-    found = plan_parts(spec, lambda part: planned(replace(request, spec=part)), whole)
+    found = plan_parts(spec, target, device, lambda part: planned(replace(request, spec=part)), whole)
     rival = RIVALS.get(target.name)
-    if rival is not None and not found.kernels:
-        raise Refusal(f"none of this target's kernels serves a part of the chain; {rival} has the same library steps")
+    if rival is not None and not any(part.fused for part in parts_of(spec)):
+        raise Refusal(f"none of this target's kernels serves a part of the chain; {rival} has the same steps")
     return found
 
 
