@@ -16,7 +16,7 @@ from bench.machine import precision_flags
 from bench.measure import INPUT_SEED
 from bench.peers import build
 from bench.subject import Subject
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.spec import SpecError
 from runtime import Package, RuntimeFailure
 from runtime.build import ensure_built, plan_build
@@ -29,7 +29,7 @@ def guarded(job: Mapping[str, Any], setting: Mapping[str, Any], work: Callable[[
     """`work(job, setting)`; a failure of ours becomes {"failure": why}, a lost CUDA context ends the process."""
     try:
         return work(job, setting)
-    except (RuntimeFailure, RuntimeError, SpecError, PlanError) as error:
+    except (RuntimeFailure, RuntimeError, SpecError, Refusal) as error:
         result = {"failure": f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')[:300]}"}
         if "CUDA error" in str(error) or "CUDA error" in repr(error.__cause__):
             raise ProcessLost(result) from error

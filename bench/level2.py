@@ -26,7 +26,7 @@ from bench.level2_classes import ORDINARY, class_of
 from bench.machine import Machine, cards
 from bench.store import LEVEL2, RESULTS, Record
 from bench.sweep.draw import footprint
-from codegen.plan import PlanError
+from codegen.plan import Refusal
 from codegen.spec import Spec, SpecError, load_spec
 from runtime.resources import usable_cores
 
@@ -204,7 +204,7 @@ def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Pat
             continue
         try:
             path, _, _ = harness.write_standalone(problem.spec, work)
-        except (SpecError, PlanError) as error:
+        except (SpecError, Refusal) as error:
             level.keep(problem, {"harness": {"verdict": "no file", "why": str(error), "key": ""}})
             level.console.print(f"{problem.label}: no standalone.py: {error}", highlight=False)
             continue
