@@ -32,6 +32,7 @@ from runtime.resources import usable_cores
 
 SPECS = Path(__file__).resolve().parents[1] / "codegen" / "specs" / "kernelbench" / "level2"
 EXAMINERS = 5  # children that verify at once on a card, at most; what finds too little memory is verified alone afterwards
+HELD = 2.5  # times bench.sweep.draw.footprint: what verifying a large result holds on the card at most, with what torch's allocator keeps
 _NUMBERED = re.compile(r"(\d+)_(\w+)\.yaml")
 
 VERDICT = ("verified", "families", "worst", "error", "eager_error", "problems")
@@ -155,11 +156,15 @@ def measure_all(level: Level, problems: list[Problem], timing: bool = True, forc
     current = lambda p: level.record(p).get("key") == built[p]["key"] and "families" in level.record(p)  # noqa: E731
     unknown = sorted((p for p in built if force or not current(p)), key=lambda p: -footprint(p.spec))
     places = max(1, len(on))
-    workers = max(1, min(EXAMINERS * places, usable_cores() // 2)) if cuda else 1
+    most = max(1, min(EXAMINERS * places, usable_cores() // 2)) if cuda else 1
+    memory = torch.cuda.get_device_properties(level.device).total_memory if cuda else 0
+    heavy = {p: jobs[p] for p in unknown if HELD * footprint(p.spec) * most > memory * places}
+    light = {p: jobs[p] for p in unknown if p not in heavy}
+    few = max(1, min(most, int(memory * places / (HELD * max((footprint(p.spec) for p in heavy), default=1))))) if cuda else 1
     begun, crowded = time.time(), []
 
     def examined(problem: Problem, result: Result) -> None:
-        if workers > 1 and problem not in crowded and result.get("failure", "").startswith("OutOfMemoryError"):
+        if most > 1 and problem not in crowded and result.get("failure", "").startswith("OutOfMemoryError"):
             crowded.append(problem)
         elif "failure" in result:
             refused(problem, "verification", result["failure"])
@@ -169,7 +174,9 @@ def measure_all(level: Level, problems: list[Problem], timing: bool = True, forc
             level.console.print(f"{problem.label}: {_judged(record)}", highlight=False)
 
     until = begun + EXAMINED * (level.deadline - begun) if level.deadline and timing else level.deadline
-    complete &= level.run("examine", {p: jobs[p] for p in unknown}, workers, until, on, examined, **setting)
+    for group, workers in ((light, most), (heavy, few)):
+        if group:
+            complete &= level.run("examine", group, workers, until, on, examined, **setting)
     if crowded:
         complete &= level.run("examine", {p: jobs[p] for p in crowded}, 1, until, on, examined, **setting)
     if timing:
@@ -181,6 +188,8 @@ def measure_all(level: Level, problems: list[Problem], timing: bool = True, forc
                 return level.console.print(f"{problem.label}: [bold red]not timed[/]: {result['failure']}", highlight=False)
             level.console.print(f"{problem.label}: {_timed(level.keep(problem, result))}", highlight=False)
 
+        if level.device.type == "cuda":
+            torch.cuda.empty_cache()
         complete &= level.run("times", {p: jobs[p] for p in untimed}, places, level.deadline, on, timed, **setting)
     return complete
 

@@ -8,7 +8,7 @@ import click
 import jinja2
 from rich.console import Console
 
-from bench import pictures, store
+from bench import level2_page, pictures, store
 from bench.kernel_tables import renewed
 from bench.records import PREPARED, backward_keys, ledger, loaders_choice, read_all
 from bench.store import KERNELBENCH, RESULTS, SWEEP, Record
@@ -95,10 +95,11 @@ def build(results: Path, out: Path) -> Path:
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Folder of the records; default bench/results.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("build/report"), show_default=True)
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), default=Path("docs/results.md"), show_default=True, help="Write every table here.")
+@click.option("--level2", type=click.Path(dir_okay=False, path_type=Path), default=Path("docs/level2.md"), show_default=True, help="Write KernelBench's level 2 here.")
 @click.option("--readme", type=click.Path(dir_okay=False, path_type=Path), default=Path("README.md"), show_default=True, help="Put the table between its markers here.")
 @click.option("--kernels", type=click.Path(dir_okay=False, path_type=Path), default=Path("docs/kernels.md"), show_default=True, help="Renew the rows that name records here.")
-def main(results, out, page, readme, kernels) -> None:
-    """Write the page with pictures, docs/results.md, the README's table and the figures of docs/kernels.md."""
+def main(results, out, page, level2, readme, kernels) -> None:
+    """Write the page with pictures, docs/results.md, docs/level2.md, the README's table and the figures of docs/kernels.md."""
     with Console(stderr=True).status("drawing"):
         drawn = build(results, out)
     click.echo(f"{drawn} and pictures beside it")
@@ -108,6 +109,7 @@ def main(results, out, page, readme, kernels) -> None:
             click.echo(f"{status.gpu}: {status.spec} {status.precision} ({status.target}) is unverified: {status.state}")
     cards = cards_of(read_all(results), statuses, results)
     _renew(page, results_page(cards))
+    _renew(level2, level2_page.page(results))
     if readme.is_file():
         try:
             changed = put_table(readme, readme_table(cards))

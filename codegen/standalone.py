@@ -8,25 +8,30 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from codegen.ir.fused_form import departure
 from codegen.manifest import Package
-from codegen.ops import Shape
+from codegen.ops import OPERATORS, Kind, Shape
 from codegen.plan import Refusal
 from codegen.plan.model import Launch, Library, Plan
+from codegen.plan.parts import value_name
 from codegen.render import render_template
 from codegen.targets import TARGETS, Target
-from codegen.torch_text import module_lines, parameters
+from codegen.torch_text import module_lines, parameters, torch_call
 
+PRODUCERS = frozenset(operator.name for operator in OPERATORS.values() if operator.kind is Kind.PRODUCER)
 _PREFERENCE = ("sm_90a", "sm_80")
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward of one target for one batch: the method's name and its statements."""
+    """The forward of one target for one batch: the method's name and its statements, those of training where they differ."""
 
     method: str
     output_shape: Shape
+    allocates_result: bool
     buffers: tuple[tuple[str, str], ...]  # (name, the expression that allocates it)
     steps: tuple[str, ...]
+    training: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,11 @@ def render_standalone(package: Package, files: dict[str, str]) -> str:
     if not targets:
         raise Refusal("standalone.py needs a CUDA target; emit sm_80 or sm_90a")
     spec = package.spec
+    parts = [_part(name, package, files) for name in targets]
+    statements = [line for part in parts for run in part.forwards for line in (*run.steps, *run.training)]
     return render_template(
-        "model/standalone.py.j2", spec=spec, package=package, parts=[_part(name, package, files) for name in targets], modules=module_lines(spec),
+        "model/standalone.py.j2", spec=spec, package=package, parts=parts, modules=module_lines(spec), inputs=[given.name for given in spec.inputs],
+        kernels=any(part.sources for part in parts), functional=any("F." in line for line in statements), products=any("_product(" in line for line in statements),
         needed=_needed(TARGETS[targets[-1]]), names=[name for name, _ in spec.args], signature=parameters(spec),
         half=spec.precision.itemsize == 2, parameters=[key for key, _ in spec.parameters], init_args=tuple(value for _, value in spec.args),
         sizes_text=f"up to {spec.batch}" if spec.pad_batch else " or ".join(filter(None, (", ".join(map(str, spec.batches[:-1])), str(spec.batch)))),
@@ -79,13 +87,14 @@ def _part(name: str, package: Package, files: dict[str, str]) -> Part:
 def _forward(method: str, plan: Plan) -> Forward:
     made_by_torch = {step.out for step in plan.steps if isinstance(step, Library)}
     buffers = tuple(
-        (_variable(buffer.name), f"torch.empty({buffer.bytes}, dtype=torch.uint8, device=x.device)")
+        (_variable(buffer.name), f"torch.empty({buffer.bytes}, dtype=torch.uint8, device={plan.spec.inputs[0].name}.device)")
         if buffer.bytes
-        else (_variable(buffer.name), f"torch.empty({buffer.shape}, dtype=torch.{buffer.dtype}, device=x.device)")
+        else (_variable(buffer.name), f"torch.empty({buffer.shape}, dtype=torch.{buffer.dtype}, device={plan.spec.inputs[0].name}.device)")
         for buffer in plan.buffers
         if buffer.name not in made_by_torch
     )
-    return Forward(method, plan.spec.output_shape, buffers, tuple(_statement(step, plan) for step in plan.steps))
+    steps, training = (tuple(_statement(step, plan) for step in mode) for mode in (plan.steps, plan.training))
+    return Forward(method, plan.spec.output_shape, "y" not in made_by_torch, buffers, steps, () if training == steps else training)
 
 
 def _plain_comments(text: str) -> str:
@@ -96,23 +105,49 @@ def _plain_comments(text: str) -> str:
 
 
 def _tensor(name: str | None, plan: Plan) -> str:
-    keys = {key for key, _ in plan.spec.parameters}
+    keys = {key for key, _ in plan.spec.parameters} | {key for key, _, _ in plan.spec.buffers}
+    if name == "x":
+        return plan.spec.inputs[0].name
     return "None" if name is None else f"self.{name}" if name in keys else _variable(name)
 
 
-def _variable(buffer: str) -> str:
-    return buffer.replace(":", "_")
+def _variable(name: str) -> str:
+    """The local variable of a plan's value: `input:residual` is the argument, `value:3` v_3, `part0:sums` part0_sums."""
+    if name.startswith("input:"):
+        return name.removeprefix("input:")
+    return f"v_{name.removeprefix('value:')}" if name.startswith("value:") else name.replace(":", "_")
 
 
 def _statement(step: Launch | Library, plan: Plan) -> str:
     if isinstance(step, Launch):
         arguments = ", ".join(_tensor(name, plan) for name in step.arguments)
         return f'_launch("{step.kernel.function(plan.target)}", {arguments})'
+    out = _variable(step.out)
+    if step.operation in PRODUCERS:
+        return f"{out} = {_product(step, plan)}"
+    own = next(other for other in plan.spec.chain if value_name(plan.spec, other.index) == step.out)
+    second = next((_tensor(name, plan) for name in step.arguments[1:] if name is not None), None)
+    made = torch_call(own, _tensor(step.arguments[0], plan), second)
+    return f"{out} = ({made}).contiguous()" if own.operator.expression else f"{out} = {made}.contiguous()"
+
+
+def _product(step: Library, plan: Plan) -> str:
+    """The expression of a producer by torch's library, in exactly the arithmetic that the precision promises: what cuDNN takes from a switch is an
+    argument here, and `_product`, which the file defines, sees to that of matrix products."""
     x, weight, bias = (_tensor(name, plan) for name in step.arguments)
+    tf32 = plan.spec.precision.name == "tf32"
     if step.operation == "linear":
-        return f"{step.out} = torch.mm({x}, {weight}.t())" if bias == "None" else f"{step.out} = torch.addmm({bias}, {x}, {weight}.t())"
-    o = step.options
-    return (
-        f"{step.out} = torch.ops.aten.cudnn_convolution({x}, {weight}, {list(o['padding'])}, {list(o['stride'])}, {list(o['dilation'])}, "
-        f"{o['groups']}, False, False, {o['allow_tf32']})"
-    )
+        if departure(plan.spec.chain) is not None:
+            return f"_product({x}, {weight}, {bias})"
+        return f"torch.mm({x}, {weight}.t())" if bias == "None" else f"torch.addmm({bias}, {x}, {weight}.t())"
+    o = {key: list(value) if isinstance(value, tuple) else value for key, value in step.options.items()}
+    flat = step.operation.endswith("1d")
+    axes = {key: ([1 if key in ("stride", "dilation") else 0] if flat else []) + o[key] for key in ("padding", "stride", "dilation", "output_padding") if key in o}
+    operands = f"{x}.unsqueeze(2), {weight}.unsqueeze(2)" if flat else f"{x}, {weight}"
+    tail = f"{o['groups']}, False, False, {tf32})" + (".squeeze(2)" if flat else "")
+    if "transpose" in step.operation:
+        text = f"torch.ops.aten.cudnn_convolution_transpose({operands}, {axes['padding']}, {axes['output_padding']}, {axes['stride']}, {axes['dilation']}, {tail}"
+    else:
+        text = f"torch.ops.aten.cudnn_convolution({operands}, {axes['padding']}, {axes['stride']}, {axes['dilation']}, {tail}"
+    text += ".contiguous()" if departure(plan.spec.chain) is not None else ""
+    return text if bias == "None" else f"{text}.add_({bias}.view({', '.join(['1', '-1', *['1'] * len(o['stride'])])}))"

@@ -56,9 +56,14 @@ def reference_lines(spec: Spec) -> list[str]:
 
 def _call(spec: Spec, step: Step) -> str:
     source = "v" if step.index else spec.inputs[0].name
+    return torch_call(step, source, _other(spec, step, source))
+
+
+def torch_call(step: Step, source: str, other: str | None) -> str:
+    """The PyTorch expression of an operator on the variable `source` and, where it takes a second value, `other`."""
     if step.module is not None:
         return f"self.{step.name}({source})"
-    return step.operator.call(step.values).format(v=source, p=_other(spec, step, source))
+    return step.operator.call(step.values).format(v=source, p=other)
 
 
 def _other(spec: Spec, step: Step, source: str) -> str:

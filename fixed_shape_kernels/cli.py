@@ -119,7 +119,7 @@ COMMANDS = {
     ),
     "kernelbench": Row(
         _MEASURE, "bench.kernelbench:main", "KernelBench's own harness over standalone.py",
-        ("kernelbench --checkout KernelBench --problem 30 --precision fp32",),
+        ("kernelbench --checkout KernelBench --problem 30 --precision fp32", "kernelbench --level 2 --no-harness --problem 30"),
     ),
     "report": Row(
         _MEASURE, "bench.report:main", "a page with pictures, and the tables, from the records",

@@ -18,6 +18,7 @@ import yaml
 from codegen.ir.fused_form import FOLDS, NORMS, POOLS, PRODUCERS, departure
 from codegen.numerics import PRECISIONS
 from codegen.ops import FILLS, OPERATORS, REQUIRED, Argument, Kind, Operator
+from codegen.plan.floor import producer_flop as flop_of
 from codegen.spec import Spec, SpecError, load_spec
 
 Range = tuple[int, int]
@@ -160,15 +161,16 @@ def _attempt(rng: Random, limits: Limits, name: str, first: Operator, precision:
 
 
 def producer_flop(spec: Spec) -> float:
-    """Multiply-adds of the producer, two FLOP each."""
-    return 2.0 * math.prod(spec.producer.output_shape) * math.prod(spec.producer.parameters[0].shape[1:])
+    """Multiply-adds of the producers, two FLOP each."""
+    return sum(flop_of(step) for step in spec.chain if step.operator.kind is Kind.PRODUCER)
 
 
 def footprint(spec: Spec) -> float:
-    """Bytes that verifying needs at most: x and the parameters in fp32 and in float64, and of the largest result behind x five float64 tensors at once."""
+    """Bytes that verifying needs at most: inputs and the parameters in fp32 and in float64, and of the largest result behind x five float64 tensors at once."""
     parameters = sum(math.prod(shape) for _, shape in spec.parameters)
     largest = max(math.prod(step.output_shape) for step in spec.chain)
-    return 16.0 * (parameters + math.prod(spec.input_shape)) + 40.0 * largest
+    inputs = sum(math.prod(given.shape) for given in spec.inputs)
+    return 16.0 * (parameters + inputs) + 40.0 * largest
 
 
 def draw(seed: int, index: int, limits: Limits, folder: Path) -> Spec:

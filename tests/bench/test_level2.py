@@ -1,0 +1,134 @@
+"""KernelBench's level 2: problems in child processes, records that a later call goes on with, classes apart, the page."""
+
+import json
+import math
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from bench import level2, store
+from bench.kernelbench import main, reference_source, work_tree
+from bench.level2_classes import CLASSES, MEANINGS, ORDINARY, class_of
+from bench.level2_page import page
+from bench.store import LEVEL2
+from codegen.spec import load_spec
+
+GOOD = """\
+name: two_products
+batch: 16
+chain:
+  - linear: {name: a, in_features: 24, out_features: 16}
+  - sigmoid
+  - linear: {name: b, in_features: 16, out_features: 8}
+  - logsumexp: {dim: 1}
+"""
+BAD = GOOD.replace("in_features: 16", "in_features: 15")
+
+
+def call(folder, results, work, *more):
+    arguments = ["--level", "2", "--no-harness", "--specs", folder, "--device", "cpu", "--results", results, "--work", work, "--seconds", "0.1", *more]
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    specs = tmp_path / "specs"
+    specs.mkdir()
+    (specs / "45_two_products.yaml").write_text(GOOD)
+    (specs / "45_two_products_small.yaml").write_text(GOOD)
+    return specs
+
+
+@pytest.mark.slow
+def test_problems_are_verified_timed_and_gone_on_with(folder, tmp_path):
+    (folder / "80_again.yaml").write_text(GOOD.replace("two_products", "again"))
+    (folder / "70_bad.yaml").write_text(BAD)
+    results, work = tmp_path / "results", tmp_path / "work"
+    first = call(folder, results, work)
+    assert first.exit_code == 1 and "2 of 3 verified" in first.output, first.output
+    found = {record["problem"]: record for record in store.read(LEVEL2, results, "cpu")}
+    right = found[45]
+    assert right["verified"] and right["class"] == ORDINARY and right["algebra"] is False and right["error"] <= 3e-7 and right["eager_error"] <= 3e-7
+    assert right["library_steps"] == ["linear", "sigmoid", "linear", "logsumexp"] and set(right["peers"]) == {"eager", "compile"}
+    assert right["speedup_torch"] == pytest.approx(min(right["peers"].values()) / right["ours_ms"], rel=2e-3)
+    assert found[80]["class"] == "constant" and not found[70]["verified"] and "linear takes" in found[70]["failure"]
+
+    (folder / "70_bad.yaml").unlink()
+    path = LEVEL2.path(results, "cpu")
+    before = path.read_text()
+    again = call(folder, results, work, "--problem", "45", "--problem", "80")
+    assert again.exit_code == 0 and "2 of 2 verified" in again.output and "right" not in again.output
+    assert path.read_text() == before, "what holds for today's sources is not measured again"
+
+    (folder / "45_two_products.yaml").write_text(GOOD.replace("sigmoid", "tanh"))
+    assert call(folder, results, work, "--verify-only").exit_code == 0
+    changed = store.find(LEVEL2, results, "cpu", problem=45, precision="fp32")
+    assert changed["library_steps"][1] == "tanh" and "ours_ms" not in changed, "times of other sources leave the record"
+    text = page(results)
+    assert "| 45 | two_products | yes |" in text and text.index("| 45 |") < text.index("Listed apart") < text.index("| 80 | again")
+
+
+def test_specs_are_found_by_number_and_one_each(folder):
+    (problem,) = level2.problems_in(folder, (), ("fp32",))
+    assert (problem.number, problem.name, problem.spec.batch) == (45, "two_products", 16)
+    with pytest.raises(click.ClickException, match="no spec of problem 3"):
+        level2.problems_in(folder, (3,), ("fp32",))
+    (folder / "45_other.yaml").write_text(GOOD)
+    with pytest.raises(click.ClickException, match="two specs of problem 45"):
+        level2.problems_in(folder, (), ("fp32",))
+
+
+def test_a_level_without_a_checkout_needs_no_harness(folder, tmp_path):
+    refused = CliRunner().invoke(main, ["--level", "2", "--specs", str(folder)])
+    assert refused.exit_code == 2 and "--no-harness" in refused.output
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(click.ClickException, match="no checkout of KernelBench"):
+        work_tree(tmp_path / "empty", tmp_path)
+
+
+def record(problem, precision="fp32", **more):
+    return {
+        "format": 1, "problem": problem, "precision": precision, "name": "chain", "class": class_of(problem), "gpu": "CPU", "torch": "2", "cuda": None, "verified": True,
+        "error": 1e-7, "eager_error": 1e-7, "library_steps": ["linear"], "kernels": 1, "problems": {}, "failed": {}, **more,
+    }  # fmt: skip
+
+
+def timed(ratio):
+    return {"ours_ms": 1.0, "peers": {"eager": 2 * ratio, "graph": 3 * ratio, "compile": ratio}, "best_torch": "compile", "speedup_torch": ratio}
+
+
+def test_means_are_of_ordinary_verified_and_timed_problems(tmp_path):
+    rows = [
+        record(1, **timed(2.0)), record(2, **timed(8.0)), record(9, **timed(1000.0)), record(3, **timed(0.001) | {"verified": False}), record(4),
+        record(5, "bf16", **timed(3.0)), record(66, harness={"verdict": "wrong", "ms": 1.0, "eager_ms": 2.0, "tf32_reference": True}),
+    ]  # fmt: skip
+    store.replace(LEVEL2, tmp_path, "cpu", rows)
+    text = page(tmp_path)
+    assert "Over the 2 ordinary ones that are both: 4.000 times" in text and "### bf16" in text and "(TF32)" in text
+    assert level2.geometric_mean(list(level2.speedups(rows[:3]))) == pytest.approx(math.sqrt(16.0))
+    assert "Without a record: 5 to 8, 10 to 65, 67 to 100." in text
+
+
+def test_the_page_needs_no_record(tmp_path):
+    text = page(tmp_path)
+    assert "No card has been measured yet" in text and all(f"| {number} | {kind} |" in text for number, (kind, _) in CLASSES.items())
+
+
+def test_every_degenerate_problem_has_a_class_and_a_line():
+    assert all(1 <= number <= 100 and kind in MEANINGS and why and "\n" not in why for number, (kind, why) in CLASSES.items())
+    assert class_of(30) == ORDINARY and len(CLASSES) == 9
+
+
+def test_references_of_several_inputs(tmp_path):
+    path = tmp_path / "layer.yaml"
+    path.write_text("name: layer\nbatch: 2\ninputs: {x: {shape: [4]}, other: {shape: [4]}}\nchain:\n  - relu\n  - add: {from: other}\n")
+    scope: dict = {}
+    exec(reference_source(load_spec(path)), scope)
+    x, other = scope["get_inputs"]()
+    assert scope["Model"]()(x, other).equal(x.relu() + other)
+
+
+def test_records_are_lines(tmp_path):
+    store.replace(LEVEL2, tmp_path, "cpu", [record(2), record(1)])
+    assert [json.loads(line)["problem"] for line in LEVEL2.path(tmp_path, "cpu").read_text().splitlines()] == [1, 2]
