@@ -9,7 +9,7 @@ import torch
 
 from tests.codegen.segment_chains import build_segments
 from tests.codegen.segment_draw import random_spec
-from tests.codegen.test_segments import CASES, check, check_constant_groups, norms, specs_of
+from tests.codegen.test_segment_kernels import CASES, check, check_constant_groups, norms, specs_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

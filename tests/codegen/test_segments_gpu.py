@@ -6,7 +6,7 @@ import pytest
 
 from tests.codegen.segment_chains import build_on_gpu
 from tests.codegen.segment_draw import random_spec
-from tests.codegen.test_segments import check, check_constant_groups, norms, specs_of
+from tests.codegen.test_segment_kernels import check, check_constant_groups, norms, specs_of
 
 pytestmark = pytest.mark.gpu
 

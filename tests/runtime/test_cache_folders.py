@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from runtime import BuildError, Package, PackageError, kernel_report, prebuilt
 from runtime import cache as cache_module
 from runtime import folders as folders_module
-from runtime.__main__ import main
+from fixed_shape_kernels.cli import main
 from runtime.build import ensure_built, plan_build
 from runtime.cache import RECORD, Cache, CacheWarning, default_cache
 from runtime.folders import cannot_write
@@ -171,7 +171,7 @@ remount("ro")
 finding = find()
 assert finding.state == "optional" and "read-only" in finding.detail and f"1 entries in {folder}/cache/v1 are used" in finding.detail, finding
 from click.testing import CliRunner
-from runtime.__main__ import main
+from fixed_shape_kernels.cli import main
 output = CliRunner().invoke(main, ["cache", "list"]).output
 assert f"{folder}/cache/v1" in output and "tiny" in output, output
 assert CliRunner().invoke(main, ["cache", "verify"]).output.endswith("1 sound, 0 damaged\\n")
