@@ -234,7 +234,11 @@ def _cut(spec: Spec, segment: Segment) -> Segment:
     kept = [step for step in segment.steps if step.index < last]
     core = segment.core if segment.core in kept else None
     return replace(
-        segment, last=last, core=core, before=tuple(step for step in kept if step in segment.before), after=tuple(step for step in kept if step in segment.after)
+        segment,
+        last=last,
+        core=core,
+        before=tuple(step for step in kept if step in segment.before),
+        after=tuple(step for step in kept if step in segment.after),
     )
 
 

@@ -1,10 +1,10 @@
 """From a segment to its kernels.
 
-    map       element-wise operators alone: a thread takes 16 bytes of the result
-    rows      a group lies in one piece: a team of threads, up to a block, holds it in registers where it fits, else reads it twice
-    columns   groups lie side by side: threads along them, slices share a group's values
-    windows   a thread takes a window
-    split     few large groups, or groups in pieces: blocks leave partial statistics, a second kernel merges them, a third goes over the values again
+map       element-wise operators alone: a thread takes 16 bytes of the result
+rows      a group lies in one piece: a team of threads, up to a block, holds it in registers where it fits, else reads it twice
+columns   groups lie side by side: threads along them, slices share a group's values
+windows   a thread takes a window
+split     few large groups, or groups in pieces: blocks leave partial statistics, a second kernel merges them, a third goes over the values again
 """
 
 from __future__ import annotations
@@ -208,8 +208,10 @@ class _Planner:
 
         def slices_for(width: int, most: int) -> int:
             slices = 1
-            while slices < most and slices * 2 <= grouping.joined and (
-                -(-grouping.joined // slices) * width > HELD or grouping.groups // width * slices < self.sms * BUSY_THREADS
+            while (
+                slices < most
+                and slices * 2 <= grouping.joined
+                and (-(-grouping.joined // slices) * width > HELD or grouping.groups // width * slices < self.sms * BUSY_THREADS)
             ):
                 slices *= 2
             return slices
