@@ -229,6 +229,7 @@ def test_every_kind_compiles_for_a_gpu(tmp_path) -> None:
         ((64, 256, 28, 28), CASES["planes"][1][:1] + [shifted("b", 256, 1, 1), {"add": {"from": "r"}}], {"r": [256, 1, 1]}),
         ((2048, 4096), ["silu", {"layer_norm": {"name": "ln"}}], None), ((32, 256, 64, 64), ["silu", {"group_norm": {"name": "gn", "num_groups": 32}}, "tanh"], None),
         ((1024, 65536), [{"softmax": {"dim": 1}}], None), ((32, 256, 64, 64), [{"softmax": {"dim": 1}}], None), ((16, 3000, 32, 32), [{"logsumexp": {"dim": 1}}], None),
+        ((100000, 4), [{"softmax": {"dim": 1}}], None), ((100000, 2, 16), ["gelu", {"log_softmax": {"dim": 1}}], None), ((5000, 37), [{"layer_norm": {"name": "n"}}], None),
         ((64, 128, 64, 64), [{"batch_norm": {"name": "bn"}}, "relu"], None), ((262144, 256), [{"amax": {"dim": 0}}], None),
         ((16, 64, 32, 56, 56), [{"max_pool3d": {"kernel_size": 3, "stride": 2, "padding": 1}}], None), ((64, 128, 56, 56), ["relu", {"avg_pool2d": {"kernel_size": 2}}], None),
     ]  # fmt: skip
