@@ -93,6 +93,10 @@ class Window:
         """Whether windows leave the input along an axis."""
         return self.padding[axis] > 0 or self.last(axis) > self.input[axis]
 
+    @property
+    def clipped_anywhere(self) -> bool:
+        return any(self.clipped(axis) for axis in range(3))
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -154,7 +158,7 @@ def grouping_of(core: Step) -> Grouping | None:
     if core.operator.kind in (Kind.SOFTMAX, Kind.REDUCTION):
         return Grouping.of(shape, axes_of(values["dim"], shape, name))
     window = window_of(core)
-    if window is None or not window.average or math.prod(window.output) > 1 or window.size != window.input or any(window.padding):
+    if window is None or math.prod(window.output) > 1 or window.size != window.input or any(window.padding):
         return None
     return None if window.divisor else Grouping.of(shape, range(2, rank))
 
@@ -234,7 +238,11 @@ def _cut(spec: Spec, segment: Segment) -> Segment:
     kept = [step for step in segment.steps if step.index < last]
     core = segment.core if segment.core in kept else None
     return replace(
-        segment, last=last, core=core, before=tuple(step for step in kept if step in segment.before), after=tuple(step for step in kept if step in segment.after)
+        segment,
+        last=last,
+        core=core,
+        before=tuple(step for step in kept if step in segment.before),
+        after=tuple(step for step in kept if step in segment.after),
     )
 
 

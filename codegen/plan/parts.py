@@ -53,8 +53,7 @@ def _fuses(spec: Spec, first: int, last: int) -> bool:
 def part_spec(spec: Spec, part: Part) -> Spec:
     """The part as a spec of its own."""
     steps = tuple(
-        replace(step, index=step.index - part.first, tap=None if step.tap is None else step.tap - part.first)
-        for step in spec.chain[part.first : part.last]
+        replace(step, index=step.index - part.first, tap=None if step.tap is None else step.tap - part.first) for step in spec.chain[part.first : part.last]
     )
     shape = steps[0].input_shape
     return replace(spec, inputs=(Input("x", shape, spec.values),), chain=steps, batch=shape[0], unused=())
@@ -74,7 +73,8 @@ def library_step(spec: Spec, step: Step, training: bool) -> Library:
     elif step.reads is not None:
         arguments.append(input_name(spec, step.reads))
     arguments += [step.key(buffer) for buffer in step.buffers]
-    options = {key: value for key, value in values.items() if key not in ("from", "shape", "init", "view", "parameter", "bias", "affine", "elementwise_affine") and value is not None}
+    hidden = ("from", "shape", "init", "view", "parameter", "bias", "affine", "elementwise_affine")
+    options = {key: value for key, value in values.items() if key not in hidden and value is not None}
     also: tuple[str, ...] = ()
     if values.get("view") is not None:
         options["operand"] = step.operand[1]

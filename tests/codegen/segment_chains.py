@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 
 from codegen.ir.segment import Segment, segments_of
 from codegen.plan import Launch, Plan, plan
@@ -167,7 +167,11 @@ def build_segments(folder: Path, specs: Sequence[Spec], target: str = "cpu") -> 
 def same_places(got: torch.Tensor, exact: torch.Tensor) -> bool:
     """Are NaN and the infinities of both signs where they are in `exact`?"""
     infinite = exact.isinf()
-    return torch.equal(got.isnan(), exact.isnan()) and torch.equal(got.isinf(), infinite) and torch.equal(got[infinite].sign().double(), exact[infinite].sign().double())
+    return (
+        torch.equal(got.isnan(), exact.isnan())
+        and torch.equal(got.isinf(), infinite)
+        and torch.equal(got[infinite].sign().double(), exact[infinite].sign().double())
+    )
 
 
 def error_of(got: torch.Tensor, exact: torch.Tensor) -> float:

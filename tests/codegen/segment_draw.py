@@ -15,7 +15,19 @@ from tests.codegen.segment_chains import segment_spec
 
 SIZES = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 33, 64)
 MOST_VALUES = 6000
-FUNCTIONS = ("relu", "gelu", "silu", "tanh", "sigmoid", "mish", "hardswish", "softsign", "elu", {"leaky_relu": {"negative_slope": 0.2}}, {"clamp": {"min": -1.5, "max": 2.0}})
+FUNCTIONS = (
+    "relu",
+    "gelu",
+    "silu",
+    "tanh",
+    "sigmoid",
+    "mish",
+    "hardswish",
+    "softsign",
+    "elu",
+    {"leaky_relu": {"negative_slope": 0.2}},
+    {"clamp": {"min": -1.5, "max": 2.0}},
+)
 FOLDS = ("min", "max", "amin", "amax", "sum", "mean", "logsumexp")
 
 
@@ -50,7 +62,9 @@ def _chain(folder: Path, random: Random, shape: list[int], precision: str) -> Sp
 def _step(random: Random, shape: tuple[int, ...], chain: list, number: int, inputs: dict[str, list[int]]) -> Any:
     rank = len(shape)
     name = f"step{number}"
-    kind = random.choice(("function", "function", "number", "parameter", "parameter", "tap", "input", "norm", "norm", "softmax", "fold", "pool", "pool", "shape"))
+    kind = random.choice(
+        ("function", "function", "number", "parameter", "parameter", "tap", "input", "norm", "norm", "softmax", "fold", "pool", "pool", "shape")
+    )
     arithmetic = random.choice(("add", "sub", "mul"))
     if kind == "function":
         function = random.choice(FUNCTIONS)

@@ -38,7 +38,9 @@ def test_constant_groups_give_beta(tmp_path) -> None:
 
 
 def test_the_order_of_threads_does_not_change_bits(tmp_path) -> None:
-    chains = build_segments(tmp_path, [spec for name, spec in zip(CASES, specs_of(tmp_path, "fp32"), strict=True) if name not in ("wide_rows", "few_rows")], "sm_80")
+    chains = build_segments(
+        tmp_path, [spec for name, spec in zip(CASES, specs_of(tmp_path, "fp32"), strict=True) if name not in ("wide_rows", "few_rows")], "sm_80"
+    )
     for chain in chains:
         sources, made = chain.sources(), []
         for seed in (0, 1, 77):

@@ -31,8 +31,8 @@ FINISHED = {
 def core_name(core: Step) -> str:
     """The name under which templates know a core: norms by moments are one, and so are minimum and amin."""
     name = core.operator.name
-    if core.operator.kind is Kind.POOL:
-        return "mean"
+    if core.operator.kind is Kind.POOL:  # over whole planes
+        return "max" if name.startswith("max") else "mean"
     if core.operator.kind is Kind.NORM and name != "rms_norm":
         return "group_norm"
     return name.removeprefix("a") if name in ("amin", "amax") else name

@@ -246,4 +246,3 @@ def source_of(spec: Spec, segment: Segment) -> Tensor:
 def statistics_access(tensor: Tensor, grouping: Grouping, width: int) -> Access:
     """How runs of values meet a number for each group."""
     return access(tensor, (grouping.outer, 1, grouping.inner, 1), grouping.shape, width)
-

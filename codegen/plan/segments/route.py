@@ -1,10 +1,10 @@
 """From a segment to its kernels.
 
-    map       element-wise operators alone: a thread takes 16 bytes of the result
-    rows      a group lies in one piece: a team of threads, up to a block, holds it in registers where it fits, else reads it twice
-    columns   groups lie side by side: threads along them, slices share a group's values
-    windows   a thread takes a window
-    split     few large groups, or groups in pieces: blocks leave partial statistics, a second kernel merges them, a third goes over the values again
+map       element-wise operators alone: a thread takes 16 bytes of the result
+rows      a group lies in one piece: a team of threads, up to a block, holds it in registers where it fits, else reads it twice
+columns   groups lie side by side: threads along them, slices share a group's values
+windows   a thread takes a window
+split     few large groups, or groups in pieces: blocks leave partial statistics, a second kernel merges them, a third goes over the values again
 """
 
 from __future__ import annotations
@@ -208,8 +208,10 @@ class _Planner:
 
         def slices_for(width: int, most: int) -> int:
             slices = 1
-            while slices < most and slices * 2 <= grouping.joined and (
-                -(-grouping.joined // slices) * width > HELD or grouping.groups // width * slices < self.sms * BUSY_THREADS
+            while (
+                slices < most
+                and slices * 2 <= grouping.joined
+                and (-(-grouping.joined // slices) * width > HELD or grouping.groups // width * slices < self.sms * BUSY_THREADS)
             ):
                 slices *= 2
             return slices
@@ -376,17 +378,31 @@ class _Planner:
 
     def windows(self, window: Window) -> SegmentKernel:
         outputs = math.prod(self.core.output_shape)
-        blocks = -(-outputs // THREADS)
+        width = self._window_access(window)
+        windows = max(1, width // window.size[2])  # of a thread: neighbours
+        runs = outputs // windows
+        blocks = -(-runs // THREADS)
         numbers = [
             *self._window_numbers(window, outputs),
+            Constant("kAccess", str(width), "values of one access"),
+            Constant("kRun", str(windows), "neighbouring windows of a thread"),
+            Constant("kRuns", str(runs), "kOutputs / kRun"),
             Constant("kThreads", str(THREADS), "threads of a block"),
-            Constant("kBlocks", str(blocks), "kOutputs / kThreads" + (", rounded up" if outputs % THREADS else "")),
+            Constant("kBlocks", str(blocks), "kRuns / kThreads" + (", rounded up" if runs % THREADS else "")),
         ]
         made = self.kernel(
-            "windows", self.before(1), self.after(1), numbers=numbers, story="a thread a window", threads=THREADS, blocks=blocks, ragged=outputs % THREADS != 0,
-            window=window, divisor=divisor_of(window) if window.average else "", max_registers=register_limit(THREADS, 2),
+            "windows", self.before(width), self.after(windows), numbers=numbers, story="a thread a window" if windows == 1 else f"a thread {windows} windows",
+            threads=THREADS, blocks=blocks, ragged=runs % THREADS != 0, width=width, result_width=windows, window=window,
+            divisor=divisor_of(window) if window.average else "", max_registers=register_limit(THREADS, 2),
         )  # fmt: skip
         return replace(made, core="windows", statistic="sum" if window.average else "max")
+
+    def _window_access(self, window: Window) -> int:
+        """Values of one access: those of whole windows side by side where these share none and leave none out, else 1."""
+        size = window.size[2]
+        apart = size == window.stride[2] and window.dilation[2] == 1 and not window.clipped(2) and window.output[2] * size == window.input[2]
+        width = math.gcd(self.widest, window.input[2])
+        return width if apart and width % size == 0 and not (window.average and window.clipped_anywhere) else 1
 
     def _window_numbers(self, window: Window, outputs: int) -> list[Constant]:
         name = self.core.operator.name
