@@ -19,7 +19,7 @@ import click
 import torch
 from rich.console import Console
 
-from bench import store
+from bench import harness, store
 from bench.children import Result, child_command, run_jobs
 from bench.jobs import EXAMINED
 from bench.level2_classes import ORDINARY, class_of
@@ -204,8 +204,8 @@ def _timed(record: Record) -> str:
     return f"{record['ours_ms']:.4f} ms; {peers}; {record['speedup_torch']}x {record['best_torch']}"
 
 
-def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Path, timeout_s: float, harness: Any, force: bool = False) -> bool:
-    """The second phase, by bench.kernelbench (`harness`). True when nothing is left to do for lack of time."""
+def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Path, timeout_s: float, force: bool = False) -> bool:
+    """The second phase, by bench.harness. True when nothing is left to do for lack of time."""
     env, builds = harness.environment(checkout, work.resolve()), work / "build"
     written: dict[Problem, tuple[Path, str]] = {}
     for problem in problems:

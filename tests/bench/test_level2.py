@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from bench import level2, store
-from bench.kernelbench import main, reference_source, work_tree
+from bench.harness import reference_source, work_tree
+from bench.kernelbench import main
 from bench.level2_classes import CLASSES, MEANINGS, ORDINARY, class_of
 from bench.level2_page import page
 from bench.store import LEVEL2

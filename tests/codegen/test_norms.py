@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from bench.kernelbench import reference_source
+from bench.harness import reference_source
 from codegen.plan import PlanError, plan
 from codegen.render import render_kernel
 from codegen.spec import SpecError
