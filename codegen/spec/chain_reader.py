@@ -186,7 +186,7 @@ class ChainReader(Scalars):
                 values[argument.name] = argument.default
         if not sound or INVALID in values.values():
             return name, None
-        if operator.kind is Kind.POOL and values["stride"] is None:
+        if operator.kind is Kind.POOL and values.get("stride", ()) is None:
             values["stride"] = values["kernel_size"]
         complaint = operator.check(values)
         if complaint:
