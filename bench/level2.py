@@ -7,7 +7,6 @@ problem in a child process with a limit. The harness: its own script over standa
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -19,13 +18,14 @@ import click
 import torch
 from rich.console import Console
 
-from bench import store
+from bench import harness, store
 from bench.children import Result, child_command, run_jobs
 from bench.jobs import EXAMINED
 from bench.level2_classes import ORDINARY, class_of
 from bench.machine import Machine, cards
 from bench.store import LEVEL2, RESULTS, Record
 from bench.sweep.draw import footprint
+from bench.sweep.summary import geometric_mean
 from codegen.plan import Refusal
 from codegen.spec import Spec, SpecError, load_spec
 from runtime.resources import usable_cores
@@ -204,8 +204,8 @@ def _timed(record: Record) -> str:
     return f"{record['ours_ms']:.4f} ms; {peers}; {record['speedup_torch']}x {record['best_torch']}"
 
 
-def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Path, timeout_s: float, harness: Any, force: bool = False) -> bool:
-    """The second phase, by bench.kernelbench (`harness`). True when nothing is left to do for lack of time."""
+def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Path, timeout_s: float, force: bool = False) -> bool:
+    """The second phase, by bench.harness. True when nothing is left to do for lack of time."""
     env, builds = harness.environment(checkout, work.resolve()), work / "build"
     written: dict[Problem, tuple[Path, str]] = {}
     for problem in problems:
@@ -241,11 +241,6 @@ def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Pat
 def uses_tf32(spec: Spec) -> bool:
     """May the harness's reference use TF32? It leaves torch's switches alone, which allow it to convolutions of fp32 and not to matrix products."""
     return spec.precision.name == "fp32" and any(step.operator.name.startswith("conv") for step in spec.chain)
-
-
-def geometric_mean(values: list[float]) -> float | None:
-    """None of no values."""
-    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
 
 
 def speedups(records: list[Record], of: Callable[[Record], float | None] = lambda record: record.get("speedup_torch")) -> Iterator[float]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import click
 
-from bench.sweep.draw import LARGE, SMALL, draw
+from tests.fused_draw import LARGE, SMALL, draw
 from codegen.emit import make_package
 from codegen.numerics import PRECISIONS
 from codegen.plan import Refusal

@@ -1,4 +1,4 @@
-"""A random spec: any chain that the operator table allows, sizes log-uniform, every precision.
+"""A random spec: any chain with a producer that the operator table allows, sizes log-uniform, every precision.
 
 What an argument may be is read off the table's `type`, so an operator that joins the table is drawn from then on. A draw that the spec's reader
 refuses, or that costs more than its limits, is thrown away and drawn again: the reader alone says what is valid.
@@ -15,15 +15,15 @@ from typing import Any
 
 import yaml
 
-from codegen.ir.fused_form import FOLDS, NORMS, POOLS, PRODUCERS, departure
 from codegen.numerics import PRECISIONS
-from codegen.ops import FILLS, OPERATORS, REQUIRED, Argument, Kind, Operator
+from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator, Shape, ShapeError
 from codegen.plan.floor import producer_flop as flop_of
 from codegen.spec import Spec, SpecError, load_spec
+from codegen.spec.types import result_shape
 
 Range = tuple[int, int]
 ATTEMPTS = 2000  # about one draw in four is a valid spec within its limits
-CHAIN = 3  # at most so many operators before the norm, and behind it
+CHAIN = 3  # at most so many operators before the norms, and behind them
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,13 @@ class _Scene:
 
     rng: Random
     limits: Limits
-    rank: int
-    channels: int = 1  # behind the producer
+    shape: Shape = ()  # of the value that the operator in hand takes
     drawn: dict[str, Any] = field(default_factory=dict)  # of the operator in hand
-    names: list[str] = field(default_factory=list)  # of the operators so far
+    results: dict[str, Shape] = field(default_factory=dict)  # that `from` may name: earlier operators' and other inputs
+
+    @property
+    def channels(self) -> int:
+        return self.shape[1] if len(self.shape) > 1 else self.shape[0]
 
 
 def size(rng: Random, low: int, high: int) -> int:
@@ -68,9 +71,25 @@ def _divisor(rng: Random, number: int) -> int:
     return rng.choice([*small, *(number // d for d in small if d * d != number)])
 
 
-def _pair(rng: Random, low: int, high: int) -> int | list[int]:
-    """One size for both axes, or now and then one for each."""
-    return [rng.randint(low, high), rng.randint(low, high)] if rng.random() < 0.2 else rng.randint(low, high)
+def _several(rng: Random, low: int, high: int, axes: int) -> int | list[int]:
+    """One size for all axes, or now and then one for each."""
+    return [rng.randint(low, high) for _ in range(axes)] if rng.random() < 0.2 else rng.randint(low, high)
+
+
+def _axes(scene: _Scene) -> int | list[int]:
+    """An axis behind the batch, counted from either end; now and then several, or the batch's own."""
+    rank = len(scene.shape)
+    axis = lambda at: at - rank if scene.rng.random() < 0.3 else at  # noqa: E731
+    chosen = scene.rng.sample(range(1, rank), scene.rng.randint(1, rank - 1)) if rank > 1 and scene.rng.random() < 0.4 else [scene.rng.randint(min(1, rank - 1), rank - 1)]
+    return axis(chosen[0]) if len(chosen) == 1 else [axis(at) for at in sorted(chosen)]
+
+
+def _operand_shape(scene: _Scene) -> list[int]:
+    """One value a channel or one for all; now and then any of the trailing axes."""
+    shape = scene.shape
+    if scene.rng.random() < 0.25:
+        return [size if scene.rng.random() < 0.6 else 1 for size in shape[scene.rng.randint(min(1, len(shape) - 1), len(shape) - 1) :]]
+    return [scene.channels if scene.rng.random() < 0.8 else 1, *[1] * (len(shape) - 2)]
 
 
 def _number(rng: Random, default: Any) -> float:
@@ -81,28 +100,33 @@ def _number(rng: Random, default: Any) -> float:
 
 # Arguments whose meaning lies in their name: what they may be depends on the shapes around them.
 _BY_NAME: dict[str, Callable[[_Scene], Any]] = {
-    "in_features": lambda s: size(s.rng, *s.limits.features),
+    "in_features": lambda s: s.shape[-1],
     "out_features": lambda s: size(s.rng, *s.limits.features),
-    "in_channels": lambda s: size(s.rng, *s.limits.channels),
+    "in_channels": lambda s: s.channels,
     "out_channels": lambda s: size(s.rng, *s.limits.channels),
     "groups": lambda s: 1 if s.rng.random() < 0.6 else _divisor(s.rng, math.gcd(s.drawn["in_channels"], s.drawn["out_channels"])),
     "num_groups": lambda s: _divisor(s.rng, s.channels),
-    "dim": lambda s: 1,
-    "normalized_shape": lambda s: s.channels,
+    "normalized_shape": lambda s: list(s.shape[s.rng.randint(1, max(1, len(s.shape) - 1)) :]) or s.shape[-1],
     "num_features": lambda s: s.channels,
-    "kernel_size": lambda s: _pair(s.rng, 1, s.rng.choice((3, 3, 5, 7))),
+    "kernel_size": lambda s: _several(s.rng, 1, s.rng.choice((3, 3, 5, 7)), max(1, len(s.shape) - 2)),
+    "momentum": lambda s: _number(s.rng, 0.1),
+    "p": lambda s: round(s.rng.random(), 3),
+    "eps": lambda s: _number(s.rng, 1e-5),
+    "sizes": lambda s: [0, -1],
 }
+_AXES = {"single": 1, "pair": 2, "triple": 3}
 _BY_TYPE: dict[str, Callable[[_Scene, Argument], Any]] = {
     "size": lambda s, a: s.rng.randint(1, 3),
     "count": lambda s, a: s.rng.randint(0, 2),
-    "pair": lambda s, a: _pair(s.rng, 1, 3),
-    "count_pair": lambda s, a: _pair(s.rng, 0, 3),
+    **{name: lambda s, a, axes=axes: _several(s.rng, 1, 3, axes) for name, axes in _AXES.items()},
+    **{f"count_{name}": lambda s, a, axes=axes: _several(s.rng, 0, 3, axes) for name, axes in _AXES.items()},
     "number": lambda s, a: _number(s.rng, a.default),
     "bound": lambda s, a: _number(s.rng, None),
     "flag": lambda s, a: s.rng.random() < 0.5,
-    "fill": lambda s, a: s.rng.choice(FILLS),
-    "tap": lambda s, a: s.rng.choice(s.names),
-    "shape": lambda s, a: [s.channels if s.rng.random() < 0.8 else 1, *[1] * (s.rank - 2)],
+    "tap": lambda s, a: s.rng.choice(list(s.results)),
+    "shape": lambda s, a: _operand_shape(s),
+    "axis": lambda s, a: s.rng.randint(-len(s.shape), len(s.shape) - 1),
+    "axes": lambda s, a: _axes(s),
 }
 
 
@@ -116,48 +140,90 @@ def _argument(scene: _Scene, argument: Argument) -> Any:
     return _BY_TYPE[argument.type](scene, argument)
 
 
-# The operators of the fused form, and arguments of theirs that it has no use for. A seed keeps its specs while the grammar grows.
-FUSED = (
-    *PRODUCERS, *NORMS, *POOLS, *FOLDS,
-    *(op.name for op in OPERATORS.values() if op.kind is Kind.ELEMENTWISE and op.name not in ("rsub", "rdiv", "minimum", "maximum")),
-)  # fmt: skip
-_LEFT_OUT = {("sub", "from"), ("div", "from"), *((producer, "init") for producer in PRODUCERS)}
-
-
-def _arguments(operator: Operator) -> list[Argument]:
-    """Those of an operator that are drawn."""
-    return [a for a in operator.arguments if a.name not in ("parameter", "view") and (operator.name, a.name) not in _LEFT_OUT]
-
-
-def _operator(scene: _Scene, operator: Operator, name: str) -> dict[str, Any] | str:
-    """One entry of the chain. Half of what has a default is left at it."""
+def _operator(scene: _Scene, operator: Operator, name: str) -> dict[str, Any] | str | None:
+    """One entry of the chain, which the scene's value goes through; None where the operator does not take it. Half of what has a default is left at it."""
     scene.drawn = {}
-    for argument in _arguments(operator):
+    for argument in operator.arguments:
         if argument.default is REQUIRED or scene.rng.random() < 0.5:
+            if argument.type == "tap" and not scene.results:
+                return None
             scene.drawn[argument.name] = _argument(scene, argument)
+    tap = scene.drawn.get("from")
+    values = _values(operator, scene.drawn)
+    if operator.check(values):
+        return None
+    try:
+        result = result_shape(operator, values, scene.shape, scene.results.get(tap))
+    except ShapeError:
+        return None
+    if not result:  # a number, of which nothing further is drawn
+        return None
+    scene.shape = result
+    if operator.takes_name:
+        scene.results[name] = scene.shape
     given = ({"name": name} if operator.takes_name else {}) | scene.drawn
-    scene.names += [name] if operator.takes_name else []
     return {operator.name: given} if given else operator.name
 
 
+def _values(operator: Operator, drawn: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as the reader gives them to the table: defaults filled in, one size for several axes repeated."""
+    values = {argument.name: drawn.get(argument.name, None if argument.default is REQUIRED else argument.default) for argument in operator.arguments}
+    for argument in operator.arguments:
+        value = values[argument.name]
+        axes = _AXES.get(argument.type.removeprefix("count_")) if isinstance(argument.type, str) else None
+        values[argument.name] = (value,) * axes if axes and isinstance(value, int) else tuple(value) if isinstance(value, list) else value
+    if values.get("stride", ()) is None:
+        values["stride"] = values["kernel_size"]
+    return values
+
+
+def _takes(operator: Operator, shape: Shape) -> bool:
+    """Can the operator take a value of as many axes at all?"""
+    return operator.rank in (0, len(shape) - 2) and (operator.kind is not Kind.NORM or len(shape) > 1)
+
+
 def _attempt(rng: Random, limits: Limits, name: str, first: Operator, precision: str) -> dict[str, Any]:
-    kinds = {kind: [op for op in OPERATORS.values() if op.kind is kind and op.name in FUSED] for kind in Kind}
-    norm = rng.choice(kinds[Kind.NORM])
-    behind = [kind for kind in Kind if kind not in (Kind.PRODUCER, Kind.NORM) and kinds[kind]]
     images = first.name != "linear"
-    scene = _Scene(rng, limits, 4 if images else 2)
-    data: dict[str, Any] = {"name": name, "batch": size(rng, *(limits.images if images else limits.batch)), "precision": precision}
-    data["input"] = {"values": rng.choice(("rand", "randn"))}
-    if images:
-        height = size(rng, *limits.side)
-        data["input"] |= {"height": height, "width": height if rng.random() < 0.6 else size(rng, *limits.side)}
-    chain = [_operator(scene, first, "producer")]
-    scene.channels = scene.drawn.get("out_features") or scene.drawn["out_channels"]
-    before = [rng.choice(kinds[Kind.ELEMENTWISE]) for _ in range(rng.randint(0, CHAIN))]
-    after = [rng.choice(kinds[rng.choice(behind)]) for _ in range(rng.randint(0, CHAIN))]
-    for place, operator in enumerate([*before, norm, *after], 1):
-        chain.append(_operator(scene, operator, f"op{place}"))
-    return data | {"chain": chain}
+    kinds = {kind: [op for op in OPERATORS.values() if op.kind is kind] for kind in Kind}
+    behind = [kind for kind in Kind if kind not in (Kind.PRODUCER, Kind.NORM)]
+    batch = size(rng, *(limits.images if images else limits.batch))
+    side = size(rng, *limits.side)
+    sizes = [size(rng, *limits.channels), *(side if rng.random() < 0.6 else size(rng, *limits.side) for _ in range(first.rank))] if images else [size(rng, *limits.features)]
+    scene = _Scene(rng, limits, (batch, *sizes))
+    inputs: dict[str, Any] = {"x": {"values": rng.choice(("rand", "randn")), "shape": sizes}}
+    data: dict[str, Any] = {"name": name, "batch": batch, "precision": precision}
+    chain: list[dict[str, Any] | str] = []
+
+    def add(choose: Callable[[], Operator]) -> None:
+        """One more operator, of those that take the value; the reader refuses the spec where luck finds none."""
+        for _ in range(ATTEMPTS // 100):
+            operator = choose()
+            entry = _operator(scene, operator, f"op{len(chain)}") if _takes(operator, scene.shape) else None
+            if entry is not None:
+                chain.append(entry)
+                return
+
+    def any_of(*which: Kind) -> Callable[[], Operator]:
+        return lambda: rng.choice(kinds[rng.choice(which)])
+
+    if rng.random() < 0.2:
+        add(any_of(*behind))  # in front of the producer
+    add(lambda: first)
+    if rng.random() < 0.25:  # a second input of the value's own shape, or one that has no batch and broadcasts
+        own = scene.shape[:1] == (batch,) and rng.random() < 0.5
+        inputs["other"] = {"shape": list(scene.shape[1:])} if own else {"shape": list(scene.shape[-1:]), "batched": False}
+        scene.results["other"] = scene.shape if own else scene.shape[-1:]
+    for _ in range(rng.randint(0, CHAIN)):
+        add(any_of(Kind.ELEMENTWISE))
+    for _ in range(rng.choice((0, 1, 1, 1, 2))):
+        add(any_of(Kind.NORM))
+    for _ in range(rng.randint(0, CHAIN)):
+        add(any_of(*behind))
+    if rng.random() < 0.1:
+        add(any_of(Kind.PRODUCER))
+    if "other" in inputs and not any(isinstance(entry, dict) and next(iter(entry.values())).get("from") == "other" for entry in chain):
+        chain.append({"add": {"from": "other"}})
+    return data | ({"inputs": inputs} if len(inputs) > 1 else {"input": inputs["x"]}) | {"chain": chain}
 
 
 def producer_flop(spec: Spec) -> float:
@@ -177,7 +243,7 @@ def draw(seed: int, index: int, limits: Limits, folder: Path) -> Spec:
     """Case `index` of the sequence `seed`, written to a YAML file in `folder`. The same arguments and table give the same spec."""
     rng = Random(f"{seed}:{index}")
     name = f"sweep_{seed}_{index:03d}"
-    producers = [op for op in OPERATORS.values() if op.name in PRODUCERS]
+    producers = [op for op in OPERATORS.values() if op.kind is Kind.PRODUCER]
     fixed = rng.choice(producers), rng.choice(list(PRECISIONS))  # kept from draw to draw, so that no kind is rarer for being refused more often
     path = folder / f"{name}.yaml"
     folder.mkdir(parents=True, exist_ok=True)
@@ -187,6 +253,6 @@ def draw(seed: int, index: int, limits: Limits, folder: Path) -> Spec:
             spec = load_spec(path)
         except SpecError:
             continue
-        if departure(spec.chain) is None and producer_flop(spec) <= limits.flop and footprint(spec) <= limits.bytes:
+        if producer_flop(spec) <= limits.flop and footprint(spec) <= limits.bytes:
             return spec
     raise RuntimeError(f"no valid spec in {ATTEMPTS} draws: the operator table and bench/sweep/draw.py no longer fit")

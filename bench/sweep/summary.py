@@ -22,8 +22,8 @@ def geometric_mean(values: list[float]) -> float | None:
 
 
 def class_of(case: Case) -> str:
-    """The class that a case is counted in: convolutions together, linears by precision."""
-    return "conv2d" if case["producer"] == "conv2d" else case["precision"]
+    """The class that a case is counted in: convolutions of a kind together, linears by precision."""
+    return case["precision"] if case["producer"] == "linear" else case["producer"]
 
 
 def timed(cases: list[Case]) -> list[Case]:
@@ -40,7 +40,7 @@ def classes(cases: list[Case]) -> list[dict[str, Any]]:
             continue
         ratios = [case["speedup"] for case in timed(mine)]
         rows.append({
-            "name": "conv2d, all precisions" if name == "conv2d" else f"linear, {name}" if mine[0]["producer"] == "linear" else name,
+            "name": f"linear, {name}" if mine[0]["producer"] == "linear" else f"{name}, all precisions" if name == mine[0]["producer"] else name,
             "cases": len(mine), "right": counts(mine)["right"], "timed": len(ratios), "speedup": geometric_mean(ratios),
             "speedup_torch": geometric_mean([case["speedup_torch"] for case in mine if case.get("speedup_torch")]),
             "least": min(ratios, default=None), "below": sum(ratio < FLOOR for ratio in ratios), "wanted": WANTED.get(name),

@@ -1,16 +1,21 @@
 """KernelBench's level 2: problems in child processes, records that a later call goes on with, classes apart, the page."""
 
+import io
 import json
 import math
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
+from rich.console import Console
 
-from bench import level2, store
-from bench.kernelbench import main, reference_source, work_tree
+from bench import harness, level2, store
+from bench.harness import reference_source, work_tree
+from bench.kernelbench import main
 from bench.level2_classes import CLASSES, MEANINGS, ORDINARY, class_of
 from bench.level2_page import page
+from bench.machine import Machine
 from bench.store import LEVEL2
 from codegen.spec import load_spec
 
@@ -132,3 +137,36 @@ def test_references_of_several_inputs(tmp_path):
 def test_records_are_lines(tmp_path):
     store.replace(LEVEL2, tmp_path, "cpu", [record(2), record(1)])
     assert [json.loads(line)["problem"] for line in LEVEL2.path(tmp_path, "cpu").read_text().splitlines()] == [1, 2]
+
+
+HARNESS = """
+import pathlib, sys
+kernel = [a.split("=", 1)[1] for a in sys.argv if a.startswith("kernel_src_path=")][0]
+found = "ModelNew" in pathlib.Path(kernel).read_text()
+print("[INFO] Evaluating")
+print(f"compiled=True correctness={found} runtime=1.0 runtime_stats={{'mean': 1.0, 'std': 0.01}} ref_runtime_stats={{'mean': 2.0, 'std': 0.01}}")
+print("[Eval] Reference Eager exec time: 2.0 ms")
+print("[Eval] Custom Kernel exec time: 1.0 ms")
+"""
+
+
+def test_the_harness_judges_each_file_once(folder, tmp_path, monkeypatch):
+    """A stand-in for the script; what it says goes into the record beside our own figures, and is not asked for again."""
+    scripts, problems = tmp_path / "kb" / "scripts", tmp_path / "kb" / "KernelBench" / "level2"
+    scripts.mkdir(parents=True), problems.mkdir(parents=True)
+    (scripts / "run_and_check.py").write_text(HARNESS)
+    (problems / "45_Gemm_Sigmoid_LogSumExp.py").write_text("")
+    monkeypatch.setattr(level2, "cards", lambda device: ("0",))
+    monkeypatch.setattr(harness, "prebuild", lambda *args: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    machine, told = Machine("NVIDIA H200", "h200", "2.11.0", "13.0", None), io.StringIO()
+    store.put(LEVEL2, tmp_path, "h200", [record(45, **machine.facts, **timed(2.0))])
+    for expected in (1, 0):
+        level = level2.Level(machine, torch.device("cuda"), tmp_path, Console(file=told), None, 60.0, 0.1, tmp_path / "packages")
+        chosen = level2.problems_in(folder, (), ("fp32",))
+        told.truncate(0)
+        assert level2.run_harness(level, chosen, work_tree(tmp_path / "kb", tmp_path), tmp_path / "work", 60.0)
+        assert told.getvalue().count("correct") == expected
+    made = store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32")
+    assert made["harness"]["verdict"] == "correct" and made["harness"]["ms"] == 1.0 and made["harness"]["tf32_reference"] is False
+    assert made["speedup_torch"] == 2.0 and "correct, 1 / 2" in page(tmp_path)

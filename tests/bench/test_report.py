@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from bench.kernel_tables import CARD, RATES, ROW, renewed
-from bench.kernelbench import PROBLEMS, SMALL, Run, noisy, parse, reference_source, spreads
+from bench.harness import noisy, parse, reference_source, spreads
+from bench.kernelbench import PROBLEMS, SMALL, Run
 from bench.pictures import _label, merged
 from bench.records import backward_keys, conclude, find, keep, name_of
 from bench.report import build

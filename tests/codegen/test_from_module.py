@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from bench.kernelbench import reference_source
+from bench.harness import reference_source
 from codegen.from_module.worker import answer, import_file
 from codegen.ops import OPERATORS, Kind
 from codegen.spec import load_spec, shipped

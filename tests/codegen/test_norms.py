@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from bench.kernelbench import reference_source
+from bench.harness import reference_source
 from codegen.plan import Refusal, plan
 from codegen.render import render_kernel
 from codegen.spec import SpecError

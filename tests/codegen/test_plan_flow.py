@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from bench.sweep.draw import LARGE, draw
+from tests.fused_draw import LARGE, draw
 from codegen.plan import Library, Refusal
 from codegen.plan.route import Request
 from codegen.plan.model import Plan

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.sweep.draw import SMALL, draw
+from tests.fused_draw import SMALL, draw
 from codegen.plan import Refusal, plan, planner
 from codegen.plan.planner import choices, planned, ways_of
 from codegen.plan.route import Choice, Offer, Request, Route

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.sweep.draw import LARGE, draw
+from tests.fused_draw import LARGE, draw
 from codegen.ir.chain import chain_of
 from codegen.ops import Kind
 from codegen.spec import load_spec, shipped

@@ -189,10 +189,16 @@ class Statements:
             shape = next(given.shape for given in self.spec.inputs if given.name == step.reads)
             name = input_name(self.spec, step.reads)
             return self.read(Tensor(name, "t_x" if name == "x" else f"in_{step.reads}"), shape, whole)
-        return self.parameter(step, 0, step.parameters[0].shape, whole) if step.parameters else None
+        if step.operand is None:
+            return None
+        key, shape = step.operand
+        return self.learned(key, shape, whole)
 
     def parameter(self, step: Step, number: int, shape: Shape, whole: Shape) -> str:
-        key = step.key(step.parameters[number])
+        return self.learned(step.key(step.parameters[number]), shape, whole)
+
+    def learned(self, key: str, shape: Shape, whole: Shape) -> str:
+        """The C name of a parameter's value, of which `shape` is the form that meets a value of shape `whole`."""
         return self.read(Tensor(key, f"p_{c_identifier(key)}"), shape, whole)
 
     def _evaluate(self, step: Step) -> None:
