@@ -161,14 +161,13 @@ class Subject:
         with torch.no_grad(), precision_flags(precision or self.spec.precision.name):
             return self.eager(x)
 
-    def run_eager_product(self, x: torch.Tensor, precision: str | None = None) -> torch.Tensor:
-        """PyTorch's product at that precision with the rest of the chain in float64, rounded to the storage type: what a norm whose squares cannot exceed their range makes of it."""
-        producer = self.spec.producer.name
-        product = self.eager.get_submodule(producer)
-        handle = self._exact.get_submodule(producer).register_forward_hook(lambda module, inputs, exact: product(inputs[0].to(x.dtype)).double())
+    def run_eager_beside_exact_norm(self, x: torch.Tensor, precision: str | None = None) -> torch.Tensor:
+        """PyTorch's result as `run_eager` gives it, but for the norm, which is float64's, rounded once: that of an eager whose squares cannot exceed their range."""
+        exact = self._exact.get_submodule(self.spec.norm.name)
+        norm = self.eager.get_submodule(self.spec.norm.name)
+        handle = norm.register_forward_hook(lambda module, inputs, result: in_chunks(exact, inputs[0].double(), CONV_CHUNK).to(result.dtype))
         try:
-            with precision_flags(precision or self.spec.precision.name):
-                return self._chunked(x.double()).to(getattr(torch, self.spec.precision.dtype))
+            return self.run_eager(x, precision)
         finally:
             handle.remove()
 
@@ -188,9 +187,13 @@ class Subject:
 
     def _chunked(self, x: torch.Tensor) -> torch.Tensor:
         batch_first = self.spec.output_shape[0] == self.spec.batch
-        size = CONV_CHUNK if x.dim() > 2 and batch_first else x.shape[0]
         with torch.no_grad():
-            return torch.cat([self._exact(part) for part in x.split(size)])
+            return in_chunks(self._exact, x, CONV_CHUNK if batch_first else x.shape[0])
+
+
+def in_chunks(module: nn.Module, x: torch.Tensor, size: int) -> torch.Tensor:
+    """The results of a module for `size` samples at a time where they are images, for all at once where they are rows."""
+    return torch.cat([module(part) for part in x.split(size if x.dim() > 2 else x.shape[0])])
 
 
 def round_tf32(x: torch.Tensor) -> torch.Tensor:

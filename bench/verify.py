@@ -116,7 +116,7 @@ def _examine(subject: Subject, family: Family, repeats: int, seed: int) -> Findi
     part = x if rows is None else x[rows]
     y = y if rows is None else y[rows]
     exact = subject.run_exact(part)
-    run_eager = subject.run_eager_product if family.beyond else subject.run_eager
+    run_eager = subject.run_eager_beside_exact_norm if family.beyond else subject.run_eager
     eager_y = run_eager(part)
     groups = spec.num_groups if spec.output_shape[1:2] == (spec.channels,) else None
     measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, eager_y)  # noqa: E731

@@ -303,6 +303,29 @@ def test_groups_beyond_fp32_need_a_norm_that_holds_them(small):
     assert set(judged(small, beta_alone, families)) == set(judged(small, lambda model, x, correct: correct(x), families)) == set(families)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_yardstick_beyond_fp32_is_rounded_as_often_as_eager(precision, tmp_path, monkeypatch):
+    """Samples that stay in range are held to eager itself: a product and a sum rounded to bf16 in front of the norm, one rounding less than eager's, are right."""
+    monkeypatch.chdir(tmp_path)
+    emitted = emit("specs/matmul_swish_sum_groupnorm_small.yaml", precision, "cpu")
+    spec, storage = emitted.spec, getattr(torch, emitted.spec.precision.dtype)
+    subject = Subject(emitted, emitted.module.Model(*emitted.module.get_init_inputs()), CPU)
+    draw = Draw(spec, CPU, 5)
+    x, parameters = draw.finish(*FAMILIES["one square overflows"].make(draw))
+    subject.load(parameters)
+    eager, yardstick, exact = subject.run_eager(x), subject.run_eager_beside_exact_norm(x), subject.run_exact(x)
+    step = torch.finfo(storage).eps  # eager's norm and the exact one may round to neighbours
+    torch.testing.assert_close(yardstick[1::2].double(), eager[1::2].double(), rtol=step, atol=4e-6)
+    assert compare(yardstick[::2], exact[::2], 1e-2, None).relative < 4 * step < 0.1 * compare(eager[::2], exact[::2], 1e-2, None).relative
+
+    def twice_rounded(model, x, correct):
+        product, group_norm = model.matmul(x).double(), copy.deepcopy(model.group_norm).double()
+        return group_norm((F.silu(product) + model.bias.double()).to(storage).double()).to(storage)
+
+    families = tuple(name for name, family in FAMILIES.items() if family.beyond)
+    assert judged(emitted, twice_rounded, families) == {}
+
+
 FEW = """
 name: few
 batch: 2
