@@ -43,8 +43,8 @@ _ROWS = {"fp32": 8.0, "tf32": 8.0, "bf16": 8.0, "fp16": 2.0}  # decades on both 
 
 @dataclass(frozen=True)
 class Family:
-    """`make(draw)` returns x and the parameters, `Draw.finish` adds what else a chain takes; `initial` families keep the weights the constructor drew. `beyond`: squares exceed fp32's range, so that
-    eager's norm is no yardstick, and its product with an exact norm is."""
+    """`make(draw)` returns x and the parameters, `Draw.finish` adds what else a chain takes; `initial` families keep the weights the constructor drew.
+    `beyond`: squares exceed fp32's range, so that eager is a yardstick only with an exact norm in the place of its own."""
 
     name: str
     summary: str

@@ -17,7 +17,8 @@ class Errors:
     precision's tolerance. `group_mean`, `group_std`: largest deviation of a (sample, group)'s mean and standard deviation; None where the result
     has no groups.
     `parity`: None when NaN, +inf and -inf stand where they must, else what is wrong. `concentration`: the sum of the differences' fourth powers over the square of
-    the sum of their squares: 1 where one element holds all of the error, 3 / n where n are normal.
+    the sum of their squares: 1 where one element holds all of the error, 3 / n where n are normal. `nearly_outside`: how many elements
+    would be outside if all differences were as many times as large as the promise allows.
     """
 
     relative: float
@@ -28,17 +29,18 @@ class Errors:
     group_std: float | None
     parity: str | None
     concentration: float = 0.0
+    nearly_outside: int = 0
 
     @property
     def outside_share(self) -> float:
         return self.outside / max(self.elements, 1)
 
 
-def compare(y: torch.Tensor, exact: torch.Tensor, tolerance: float, groups: int | None, eager: torch.Tensor | None = None) -> Errors:
+def compare(y: torch.Tensor, exact: torch.Tensor, tolerance: float, groups: int | None, eager: torch.Tensor | None = None, margin: float = 1.0) -> Errors:
     """Errors of `y` against the float64 result `exact` of the same shape.
 
     `groups` are those of a sample; None where the result has not the norm's channels any more. `eager` is PyTorch's result at the same precision: where it is not finite although the exact one is (an intermediate overflowed in the
-    storage type), `y` may be either.
+    storage type), `y` may be either. `margin` is how many times this result's errors another one's may be.
     """
     y64 = y.double()
     difference, inside = y64 - exact, exact
@@ -48,10 +50,17 @@ def compare(y: torch.Tensor, exact: torch.Tensor, tolerance: float, groups: int 
         difference, inside = torch.where(finite, difference, 0.0), torch.where(finite, exact, 0.0)
     norm = float(inside.norm())
     relative = float(difference.norm()) / norm if norm else float(difference.norm())
-    outside = int((difference.abs() > tolerance + tolerance * inside.abs()).sum())
+    outside, nearly_outside = _outside(difference, inside, tolerance, 1.0, margin)
     mean, std = (None, None) if groups is None else _group_deviation(y64, exact, finite, groups)
     parity = None if ordinary and y.dtype is not torch.float16 else _parity(y, exact, eager)
-    return Errors(relative, float(difference.abs().max()), outside, exact.numel(), mean, std, parity, _concentration(difference))
+    largest, concentration = float(difference.abs().max()), _concentration(difference)
+    return Errors(relative, largest, outside, exact.numel(), mean, std, parity, concentration, nearly_outside)
+
+
+def _outside(difference: torch.Tensor, exact: torch.Tensor, tolerance: float, *factors: float) -> list[int]:
+    """How many elements are outside the tolerance where differences are multiplied by each of the factors."""
+    off = difference.abs().div_(exact.abs().add_(1.0).mul_(tolerance))
+    return [int((off > 1.0 / factor).sum()) for factor in factors]
 
 
 def _concentration(difference: torch.Tensor) -> float:

@@ -48,6 +48,11 @@ class Yardsticks:
     rms: float
 
 
+def margin_of(spec: Spec) -> float:
+    """How many times the yardstick's error a result's may be."""
+    return {"fp32": FP32_MARGIN, "tf32": TF32_MARGIN}.get(spec.precision.name, HALF_MARGIN)
+
+
 def allowed_error(spec: Spec, by: Yardsticks) -> float:
     """The largest relative error that keeps the promise."""
     name = spec.precision.name
@@ -67,21 +72,21 @@ def lenient(spec: Spec) -> bool:
 def allowed_outside(spec: Spec, by: Yardsticks, benchmark: bool) -> int | None:
     """How many elements may lie outside the tolerance; None where there is no rule.
 
-    Zero on the benchmark's inputs in fp32. Else the number of the yardstick's own elements outside and three times its square root: two results
-    of equal error put equally many outside on average, and each count scatters by its root. The yardstick is eager, for tf32 the TF32 model or
-    eager with TF32 off.
+    Zero on the benchmark's inputs in fp32. Else as many as a result has whose errors are all as large as the promise allows, the yardstick's times
+    `margin_of`: n of them, and three times the root of n, by which a count scatters. (Errors of which a tenth more is right, and elements of which
+    not one more is, would contradict each other.) The yardstick is eager, for tf32 the TF32 model or eager with TF32 off.
     """
     if lenient(spec):
         return None
     if _none_outside(spec, benchmark):
         return 0
-    count = _counted(by).outside
+    count = _counted(by).nearly_outside
     return math.floor(count + SIGMAS * math.sqrt(count))
 
 
 def _counted(by: Yardsticks) -> Errors:
     """The yardstick whose elements outside are counted."""
-    return max((by.eager_fp32, by.tf32), key=lambda errors: errors.outside) if by.tf32 else by.eager
+    return max((by.eager_fp32, by.tf32), key=lambda errors: errors.nearly_outside) if by.tf32 else by.eager
 
 
 def _none_outside(spec: Spec, benchmark: bool) -> bool:
@@ -97,7 +102,7 @@ def _excused(found: Errors, by: Sequence[Yardsticks]) -> int:
     yardsticks = [_counted(one) for one in by]
     if found.largest > max(errors.largest for errors in yardsticks):
         return 0
-    count = sum(errors.outside for errors in yardsticks)
+    count = sum(errors.nearly_outside for errors in yardsticks)
     return math.floor(count + (SIGMAS**2 + math.sqrt(SIGMAS**4 + 8 * SIGMAS**2 * count)) / 2)
 
 

@@ -200,14 +200,13 @@ class Subject:
             self._begin(self.eager)
             return self.eager(*inputs)
 
-    def run_eager_product(self, inputs: Inputs, precision: str | None = None) -> torch.Tensor:
-        """PyTorch's product at that precision with the rest of the chain in float64, rounded to the storage type: what a norm whose squares cannot exceed their range makes of it."""
-        producer = self.spec.producer.name
-        product = self.eager.get_submodule(producer)
-        handle = self._exact.get_submodule(producer).register_forward_hook(lambda module, given, exact: product(given[0].to(inputs[0].dtype)).double())
+    def run_eager_beside_exact_norm(self, inputs: Inputs, precision: str | None = None) -> torch.Tensor:
+        """PyTorch's result as `run_eager` gives it, but for the norm, which is float64's, rounded once: that of an eager whose squares cannot exceed their range."""
+        exact = self._exact.get_submodule(self.spec.norm.name)
+        norm = self.eager.get_submodule(self.spec.norm.name)
+        handle = norm.register_forward_hook(lambda module, given, result: exact(given[0].double()).to(result.dtype))
         try:
-            with precision_flags(precision or self.spec.precision.name):
-                return self.run_exact(inputs).to(getattr(torch, self.spec.precision.dtype))
+            return self.run_eager(inputs, precision)
         finally:
             handle.remove()
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from bench.families import FAMILIES, Draw, Family
 from bench.machine import choose_device, describe
 from bench.metrics import Errors, compare, same_bits
-from bench.promise import Yardsticks, allowed_error, allowed_outside, broken, by_chance, draws_for, independent, pooled, pooled_errors
+from bench.promise import Yardsticks, allowed_error, allowed_outside, broken, by_chance, draws_for, independent, margin_of, pooled, pooled_errors
 from bench.subject import Subject, built_target, construct, emit, target_to_emit
 from codegen.ir.fused_form import departure
 from codegen.numerics import PRECISIONS
@@ -132,13 +132,13 @@ def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: in
     rows = _rows(spec, subject.device, family)
     part = inputs if rows is None else tuple(given[rows] if of.batched else given for given, of in zip(inputs, spec.inputs, strict=True))
     y = y if rows is None else y[rows]
-    run_eager = subject.run_eager_product if family.beyond else subject.run_eager
+    run_eager = subject.run_eager_beside_exact_norm if family.beyond else subject.run_eager
     eager_y = run_eager(part)
     eager_state = subject.state(subject.eager)
     exact = subject.run_exact(part)
     problems += _state_problems(state, eager_state, subject.state(subject._exact))
     groups = spec.num_groups if departure(spec.chain) is None and spec.output_shape[1:2] == (spec.channels,) else None
-    measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, eager_y)  # noqa: E731
+    measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, eager_y, margin_of(spec))  # noqa: E731
     ours, eager = measure(y), measure(eager_y)
     tf32 = spec.precision.name == "tf32"
     finite = torch.isfinite(exact)

@@ -218,7 +218,7 @@ def yardsticks(**more):
 
 
 def with_errors(relative=0.0, outside=0):
-    return Errors(relative, relative, outside, 100, 0.0, 0.0, None)
+    return Errors(relative, relative, outside, 100, 0.0, 0.0, None, nearly_outside=outside)
 
 
 @pytest.mark.parametrize(("precision", "eager", "allowed"), [("fp32", 1e-8, 3e-7), ("fp32", 1e-6, 1.1e-6), ("bf16", 2e-3, 2.1e-3), ("fp16", 0.0, 0.0)])
@@ -240,6 +240,20 @@ def test_elements_outside_are_counted_against_eagers():
     by = yardsticks(eager=with_errors(outside=100))
     assert allowed_outside(fp32, by, True) == 0 and allowed_outside(fp32, by, False) == allowed_outside(bf16, by, True) == 130
     assert allowed_outside(bf16, yardsticks(), False) == 0
+
+
+@pytest.mark.parametrize(("precision", "most"), [("fp32", 1.1), ("bf16", 1.05)])
+def test_the_count_of_elements_outside_agrees_with_the_error_allowed(precision, most):
+    """Errors as large as the promise allows keep both of its columns, whatever their distribution; those half as large again keep neither."""
+    spec, generator = load_spec("specs/default.yaml", precision), torch.Generator().manual_seed(3)
+    tolerance, n = spec.precision.tolerance, 1 << 20
+    exact, normal = torch.randn(n, dtype=torch.float64, generator=generator), torch.randn(n, dtype=torch.float64, generator=generator)
+    for size in (torch.full((n,), 0.4), 10.0 ** torch.linspace(-4, 3, n)):  # tails of one size, and sizes from far within the tolerance to far outside
+        eager, measure = size * normal * tolerance, lambda error, margin=1.0: compare(exact + error, exact, tolerance, None, margin=margin)
+        by = yardsticks(eager=measure(eager, most), eager_fp32=measure(eager, most))
+        other = eager[torch.randperm(n, generator=generator)] if float(size[0]) == float(size[-1]) else -eager
+        assert measure(0.999 * most * other).outside <= allowed_outside(spec, by, False) < measure(1.5 * most * other).outside
+        assert measure(0.999 * most * other).relative <= allowed_error(spec, by) < measure(1.5 * most * other).relative
 
 
 def test_a_few_elements_outside_over_several_draws_need_a_yardstick_whose_worst_is_as_bad():
@@ -301,6 +315,29 @@ def test_groups_beyond_fp32_need_a_norm_that_holds_them(small):
 
     assert judged(small, in_float64, families) == {}
     assert set(judged(small, beta_alone, families)) == set(judged(small, lambda model, x, correct: correct(x), families)) == set(families)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_yardstick_beyond_fp32_is_rounded_as_often_as_eager(precision, tmp_path, monkeypatch):
+    """Samples that stay in range are held to eager itself: a product and a sum rounded to bf16 in front of the norm, one rounding less than eager's, are right."""
+    monkeypatch.chdir(tmp_path)
+    emitted = emit("specs/matmul_swish_sum_groupnorm_small.yaml", precision, "cpu")
+    spec, storage = emitted.spec, getattr(torch, emitted.spec.precision.dtype)
+    subject = Subject(emitted, emitted.module.Model(*emitted.module.get_init_inputs()), CPU)
+    draw = Draw(spec, CPU, 5)
+    x, parameters = draw.finish(*FAMILIES["one square overflows"].make(draw))
+    subject.load(parameters)
+    eager, yardstick, exact = subject.run_eager(x), subject.run_eager_beside_exact_norm(x), subject.run_exact(x)
+    step = torch.finfo(storage).eps  # eager's norm and the exact one may round to neighbours
+    torch.testing.assert_close(yardstick[1::2].double(), eager[1::2].double(), rtol=step, atol=4e-6)
+    assert compare(yardstick[::2], exact[::2], 1e-2, None).relative < 4 * step < 0.1 * compare(eager[::2], exact[::2], 1e-2, None).relative
+
+    def twice_rounded(model, x, correct):
+        product, group_norm = model.matmul(x).double(), copy.deepcopy(model.group_norm).double()
+        return group_norm((F.silu(product) + model.bias.double()).to(storage).double()).to(storage)
+
+    families = tuple(name for name, family in FAMILIES.items() if family.beyond)
+    assert judged(emitted, twice_rounded, families) == {}
 
 
 FEW = """

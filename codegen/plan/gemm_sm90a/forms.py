@@ -14,6 +14,8 @@ CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
 # Measured on an H200 (K = 8192): what promotion every 256 costs is lost in the noise, 128 costs 2 %, 64 more. The error of PyTorch's fp32
 # grows with K, that of a promoted sum hardly: shorter sums may be added up more often. (least K, k between promotions) So must those of results too few to
 # keep the card busy, whose K the vendor cuts into parts, which are more accurate: 7e-7 at 384 x 17696 -> 7761 with 256, 1.3 times PyTorch's.
+# For few rows the vendor's sums are about 16 chains each (1.6e-7 at K = 1021, one row). So exact are sums promoted every 64 (modelled: 1.5e-7, 3.7e-7
+# with 128). As long as all rows are one tile's, W's way from memory takes longer than the multiplication.
 PROMOTION = ((4096, 256), (512, 128), (0, 64))
 PARTS_RESULTS = 1 << 22  # fewer results are such
 
@@ -51,7 +53,9 @@ def form_of(spec: Spec, converted: bool) -> Form:
     if not form.promote:
         return form
     k = spec.input_shape[1]
-    if spec.batch * spec.channels < PARTS_RESULTS:
+    if spec.batch <= form.tile_samples:
+        k = 0
+    elif spec.batch * spec.channels < PARTS_RESULTS:
         k = min(k, PROMOTION[0][0] - 1)
     interval = next(interval for least, interval in PROMOTION if k >= least)
     return replace(form, promote=interval // TILE_K)
