@@ -30,6 +30,7 @@ from codegen.emit import make_package
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 from codegen.standalone import render_standalone
+from codegen.targets import TARGETS, cuda_targets, preference
 from codegen.torch_text import module_lines, parameters, reference_lines
 
 PROBLEMS = {
@@ -129,8 +130,9 @@ def write_standalone(spec: Spec, work: Path) -> tuple[Path, str, str]:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render_standalone(package, files), encoding="utf-8")
     targets = json.loads(files["manifest.json"])["targets"]
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability(0) == (9, 0)
-    target = "sm_90a" if hopper and "sm_90a" in targets else "sm_80"
+    emitted = [TARGETS[name] for name in preference(cuda_targets().values()) if name in targets]
+    capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
+    target = next((row.name for row in emitted if capability and row.runs_on(capability)), emitted[-1].name)
     return path, target, targets[target]["source_key"]
 
 

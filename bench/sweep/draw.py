@@ -144,15 +144,15 @@ def _attempt(rng: Random, limits: Limits, name: str, first: Operator, precision:
     kinds = {kind: [op for op in OPERATORS.values() if op.kind is kind and op.name in FUSED] for kind in Kind}
     norm = rng.choice(kinds[Kind.NORM])
     behind = [kind for kind in Kind if kind not in (Kind.PRODUCER, Kind.NORM) and kinds[kind]]
-    images = first.name != "linear"
-    scene = _Scene(rng, limits, 4 if images else 2)
+    images = first.rank > 0
+    scene = _Scene(rng, limits, first.fused_axes)
     data: dict[str, Any] = {"name": name, "batch": size(rng, *(limits.images if images else limits.batch)), "precision": precision}
     data["input"] = {"values": rng.choice(("rand", "randn"))}
     if images:
         height = size(rng, *limits.side)
         data["input"] |= {"height": height, "width": height if rng.random() < 0.6 else size(rng, *limits.side)}
     chain = [_operator(scene, first, "producer")]
-    scene.channels = scene.drawn.get("out_features") or scene.drawn["out_channels"]
+    scene.channels = scene.drawn[first.gives]
     before = [rng.choice(kinds[Kind.ELEMENTWISE]) for _ in range(rng.randint(0, CHAIN))]
     after = [rng.choice(kinds[rng.choice(behind)]) for _ in range(rng.randint(0, CHAIN))]
     for place, operator in enumerate([*before, norm, *after], 1):
