@@ -93,8 +93,7 @@ def _library_tail(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Pe
         return [Peer("library GEMM + compiled tail", lambda: tail(module(x)))]
     model = construct(variant, inputs[0].device, "sm_80")
     model.load_state_dict(eager.state_dict())
-    kind = "GEMM" if emitted.spec.producer.operator.name == "linear" else "convolution"
-    return [Peer(f"library {kind} + our tail", lambda: model(*inputs))]
+    return [Peer(f"library {emitted.spec.producer.operator.product} + our tail", lambda: model(*inputs))]
 
 
 def _triton(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Peer]:

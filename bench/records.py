@@ -16,9 +16,9 @@ from codegen.emit import make_package
 from codegen.manifest import source_key
 from codegen.render import render
 from codegen.spec import load_spec
+from codegen.targets import preference
 
 TORCH_PEERS = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")
-PREFERENCE = ("sm_90a", "sm_80", "cpu")  # the loader's order, the best first
 ACCURACY_MARGIN = 1.1
 PREPARED, NOT_PREPARED = "prepared", "not prepared"  # a record's weights
 
@@ -80,9 +80,10 @@ def lend_fastest_peers(records: list[Record]) -> None:
 def loaders_choice(records: list[Record]) -> list[Record]:
     """Of every package the record of the target that the loader prefers on that card, in the records' order."""
     best: dict[tuple[str, str, str], Record] = {}
+    order = preference()
     for record in records:
         key = (record["spec"], record["precision"], record["weights"])
-        if key not in best or PREFERENCE.index(record["target"]) < PREFERENCE.index(best[key]["target"]):
+        if key not in best or order.index(record["target"]) < order.index(best[key]["target"]):
             best[key] = record
     return [record for record in records if record in best.values()]
 

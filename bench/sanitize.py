@@ -42,7 +42,7 @@ from codegen.plan.planner import planned
 from codegen.plan.route import Request
 from codegen.render import render
 from codegen.spec import Spec, load_spec
-from codegen.targets import DEFAULT_TARGETS, TARGETS
+from codegen.targets import DEFAULT_TARGETS, TARGETS, cuda_targets
 from runtime import launch
 from runtime.devices import visible_capabilities
 
@@ -189,7 +189,7 @@ def _shape(plan: Plan) -> list[tuple]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("specs", nargs=-1)
 @click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)), help="Only this precision (repeatable).")
-@click.option("--target", "targets", multiple=True, type=click.Choice([t for t in TARGETS if t != "cpu"]), help="Only this target (repeatable); else all that run here.")
+@click.option("--target", "targets", multiple=True, type=click.Choice(list(cuda_targets())), help="Only this target (repeatable); else all that run here.")
 @click.option("--tool", "tools", multiple=True, type=click.Choice(TOOLS), help="Only this tool (repeatable).")
 @click.option("--device", type=click.Choice(["cuda"]), default="cuda", hidden=True)
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Folder for the record; default bench/results.")
@@ -207,7 +207,7 @@ def main(specs, precisions, targets, tools, device, results, budget_s, workers, 
     sanitizer = find_sanitizer()
     start = time.perf_counter()
     machine, console = describe(where), Console(soft_wrap=True, highlight=False)
-    able = [t for t in targets or DEFAULT_TARGETS if t != "cpu" and _runs_on(t, torch.cuda.get_device_capability(where))]
+    able = [t for t in targets or DEFAULT_TARGETS if TARGETS[t].runs_on(torch.cuda.get_device_capability(where))]
     packages = [e for e in index.entries(Path("generated")) if (not specs or load_spec(e[0]).path in wanted) and (not precisions or e[1] in precisions)]
     if not packages:
         raise click.ClickException("none of these is among the shipped packages (generated/index.yaml), and only those are examined")
@@ -250,10 +250,6 @@ def _groups(jobs: list[Job], together: int) -> Iterator[list[Job]]:
     for _, same in groupby(sorted(jobs, key=lambda job: (TOOLS.index(job.tool), job.target)), key=lambda job: (job.tool, job.target)):
         listed = list(same)
         yield from (listed[i : i + together] for i in range(0, len(listed), together))
-
-
-def _runs_on(target: str, capability: tuple[int, int]) -> bool:
-    return capability >= TARGETS[target].min_capability and (target != "sm_90a" or capability == (9, 0))
 
 
 def _jobs(packages: list[tuple[str, str]], targets: list[str], tools: tuple[str, ...]) -> list[Job]:

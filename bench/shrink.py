@@ -23,7 +23,7 @@ def shrunken(spec: Spec, library: bool = False, batch: int = BATCHES[0]) -> dict
     """
     data = copy.deepcopy(resolved(spec))
     data["name"] = f"{spec.name}_tiny"
-    linear = spec.producer.operator.name == "linear"
+    linear = not spec.producer.operator.rank
     data.pop("pad_batch", None)
     data["batch"] = min(spec.batch, batch if linear else CONV_BATCH)
     groups = min(spec.num_groups, max(GROUPS, CHANNELS // spec.group_channels)) if linear else spec.num_groups
@@ -33,8 +33,8 @@ def shrunken(spec: Spec, library: bool = False, batch: int = BATCHES[0]) -> dict
             continue
         (arguments,) = entry.values()
         changes: dict[str, Any] = {}
-        if step.operator.name == "linear":
-            changes = {"in_features": min(spec.input_shape[1], DEPTH), "out_features": channels}
+        if step is spec.producer and linear:
+            changes = {step.operator.takes: min(spec.input_shape[1], DEPTH), step.operator.gives: channels}
         elif step.operator.name == "group_norm":
             changes = {"num_groups": groups}
         elif step.values.get("shape"):

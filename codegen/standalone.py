@@ -15,11 +15,10 @@ from codegen.plan import Refusal
 from codegen.plan.model import Launch, Library, Plan
 from codegen.plan.parts import value_name
 from codegen.render import render_template
-from codegen.targets import TARGETS, Target
+from codegen.targets import TARGETS, Target, cuda_targets, preference
 from codegen.torch_text import module_lines, parameters, torch_call
 
-PRODUCERS = frozenset(operator.name for operator in OPERATORS.values() if operator.kind is Kind.PRODUCER)
-_PREFERENCE = ("sm_90a", "sm_80")
+PRODUCTS = frozenset(row.name for row in OPERATORS.values() if row.name == "linear" or (row.kind is Kind.PRODUCER and row.rank))
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ class Part:
 
 def render_standalone(package: Package, files: dict[str, str]) -> str:
     """The text of standalone.py, from the package's rendered files. Raises Refusal when the package has no CUDA target."""
-    targets = [name for name in _PREFERENCE if package.plan_for(name)]
+    targets = [name for name in preference(cuda_targets().values()) if package.plan_for(name)]
     if not targets:
-        raise Refusal("standalone.py needs a CUDA target; emit sm_80 or sm_90a")
+        raise Refusal(f"standalone.py needs a CUDA target; emit {' or '.join(cuda_targets())}")
     spec = package.spec
     parts = [_part(name, package, files) for name in targets]
     statements = [line for part in parts for run in part.forwards for line in (*run.steps, *run.training)]
@@ -73,7 +72,8 @@ def _needed(target: Target) -> str:
 
 def _part(name: str, package: Package, files: dict[str, str]) -> Part:
     target = TARGETS[name]
-    able = _PREFERENCE[_PREFERENCE.index(name) :]
+    able = preference(cuda_targets().values())
+    able = able[able.index(name) :]
     of_sizes = [next((plan for other in able if (plan := size.plan_for(other))), None) for size in package.sizes or (package,)]
     plans = [plan for plan in of_sizes if plan is not None]
     sources = "\n".join(files[file] for plan in plans for file in dict.fromkeys(kernel.file(plan.target) for kernel in plan.kernels))
@@ -123,9 +123,11 @@ def _statement(step: Launch | Library, plan: Plan) -> str:
         arguments = ", ".join(_tensor(name, plan) for name in step.arguments)
         return f'_launch("{step.kernel.function(plan.target)}", {arguments})'
     out = _variable(step.out)
-    if step.operation in PRODUCERS:
+    if step.operation in PRODUCTS:
         return f"{out} = {_product(step, plan)}"
     own = next(other for other in plan.spec.chain if value_name(plan.spec, other.index) == step.out)
+    if own.operator.kind is Kind.PRODUCER:
+        raise Refusal(f"standalone.py has no text of {step.operation} in the arithmetic that the precision promises; load the package instead")
     second = next((_tensor(name, plan) for name in step.arguments[1:] if name is not None), None)
     made = torch_call(own, _tensor(step.arguments[0], plan), second)
     return f"{out} = ({made}).contiguous()" if own.operator.expression else f"{out} = {made}.contiguous()"

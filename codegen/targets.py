@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Target:
-    """An instruction set with its limits. `smem_bytes` is what one block may plan for; `arch` is what the loader compiles for."""
+    """An instruction set with its limits. `smem_bytes` is what one block may plan for; `arch` is what the loader compiles for.
+
+    `rival` is a target that runs on the same cards: this one serves a chain only where the other is not estimated faster.
+    """
 
     name: str
     suffix: str
@@ -19,6 +23,13 @@ class Target:
     default_device: str
     flags: tuple[str, ...]
     summary: str
+    rival: str | None = None
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """Whether a GPU of this compute capability runs the target's code: later ones too where it is compiled for the device's own architecture."""
+        if self.language != "cuda":
+            return False
+        return capability >= self.min_capability if self.arch == "native" else capability == self.min_capability
 
 
 CUDA_FLAGS = ("-std=c++17", "-O3", "-lineinfo", "-Xptxas=-warn-spills,-warn-lmem-usage")
@@ -35,11 +46,22 @@ TARGETS: dict[str, Target] = {
             "sm_80", "sm80", "cuda", "native", (8, 0), 99 * 1024, 255, "h100", CUDA_FLAGS,
             "cp.async and mma.sync, at most 99 KB of shared memory: every capability from 8.0",
         ),
-        Target("sm_90a", "sm90a", "cuda", "sm_90a", (9, 0), 227 * 1024, 255, "h100", CUDA_FLAGS, "TMA, wgmma and clusters: H100 and H200"),
+        Target("sm_90a", "sm90a", "cuda", "sm_90a", (9, 0), 227 * 1024, 255, "h100", CUDA_FLAGS, "TMA, wgmma and clusters: H100 and H200", "sm_80"),
     )
 }  # fmt: skip
 
 DEFAULT_TARGETS = tuple(TARGETS)  # of a spec that names none: those of them that can serve it
+
+
+def preference(targets: Iterable[Target] = TARGETS.values()) -> tuple[str, ...]:
+    """The names of `targets` in the loader's order, the best first: code for exactly one architecture, for a range of them, for the host."""
+    ranked = sorted(targets, key=lambda t: (t.language == "cuda", t.arch != "native", t.min_capability), reverse=True)
+    return tuple(target.name for target in ranked)
+
+
+def cuda_targets() -> dict[str, Target]:
+    """The rows of the targets that run on GPUs, by name."""
+    return {name: target for name, target in TARGETS.items() if target.language == "cuda"}
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,10 @@ from .devices import check_driver, driver_version, visible_capabilities
 from .errors import BuildError, RuntimeFailure, ToolchainError
 from .folders import usable_place
 from .load import libraries_for, with_backwards
-from .manifest import TargetManifest
+from .manifest import TARGETS, TargetManifest
 from .package import Package
 from .resources import free_memory, parallel_jobs, usable_cores
 from .toolchain import Tool, find_cuobjdump, find_gxx, find_host_compiler, find_ninja, find_nvcc
-
-# The targets that the generator knows, as far as a machine is concerned: name, arch, least compute capability.
-KNOWN_TARGETS = (("cpu", None, None), ("sm_80", "native", (8, 0)), ("sm_90a", "sm_90a", (9, 0)))
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ def examine() -> list[Finding]:
     ]
     found = {finding.what: finding.state == "ok" for finding in findings}
     found["cache"] = all(finding.state != "missing" for finding in findings if finding.what == "cache")  # another folder will do
-    return findings + [_target(*target, capabilities, found) for target in KNOWN_TARGETS]
+    return findings + [_target(name, *row, capabilities, found) for name, row in TARGETS.items()]
 
 
 def _tool(name: str, find: Callable[[], Tool], needed: bool) -> Finding:

@@ -186,12 +186,21 @@ CALLS: dict[str, Callable[[Options], Callable[..., Made]]] = {
     "softshrink": _unary(functional.softshrink, "lambd"),
 }
 
-PRODUCERS = ("linear", *(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3)))
+
+def _producer(name: str) -> Callable[[Options, str], Callable[..., Made]]:
+    return lambda options, precision: Producer(name, options, precision)
+
+
+# Rows that get the precision, too, whose arithmetic they keep: (options, precision) -> (value, weight, bias) -> y.
+PRODUCERS: dict[str, Callable[[Options, str], Callable[..., Made]]] = {
+    "linear": _producer("linear"),
+    **{name: _producer(name) for name in (f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3))},
+}
 NAMES = frozenset((*CALLS, *PRODUCERS))
 
 
 def call_of(name: str, options: Options, precision: str) -> Callable[..., Made]:
     """The function of the operator `name` with these options: (value, parameters..., second value...) -> y, or a tuple that y starts."""
     if name in PRODUCERS:
-        return Producer(name, options, precision)
+        return PRODUCERS[name](options, precision)
     return CALLS[name](options)

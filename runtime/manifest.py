@@ -9,7 +9,8 @@ from .library import NAMES
 
 MANIFEST_FORMAT = 1
 RANGE_FORMAT = 2  # of a package for several batches, which holds for each what a package for one does
-TARGETS = ("cpu", "sm_80", "sm_90a")  # that the generator can emit for
+# The targets that the generator can emit for, as far as a machine is concerned: the arch and the least compute capability, None for the host's own.
+TARGETS: dict[str, tuple[str | None, tuple[int, int] | None]] = {"cpu": (None, None), "sm_80": ("native", (8, 0)), "sm_90a": ("sm_90a", (9, 0))}
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(cu|cpp)")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

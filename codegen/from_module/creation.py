@@ -15,7 +15,7 @@ from torch.nn.modules import module as torch_module
 from codegen.from_module import calls
 from codegen.from_module.faults import Fault, Refused, Unfit, first_line, line_here, line_of
 from codegen.from_module.graph import Entry
-from codegen.ops import Kind
+from codegen.ops import PARAMETER, Kind
 from codegen.spec.reader import HOLDERS
 
 SEED = 42
@@ -209,7 +209,7 @@ def order_of(model: nn.Module, entries: list[Entry], records: list[Record]) -> l
     """The names of what holds parameters in the order of creation, where that gives other random numbers or another state_dict than the order of `entries`."""
     created = {r.name: i for i, r in enumerate(records) if r.owner == id(model)}
     owners = [entry for entry in entries if entry.name in created and (entry.holds_parameter or entry.has_module)]
-    drawing = [e for e in owners if "conv" in e.operator or e.operator == "linear" or e.values.get("init") in ("rand", "randn")]
+    drawing = [e for e in owners if HOLDERS.get(e.operator, PARAMETER).kind is Kind.PRODUCER or e.values.get("init") in ("rand", "randn")]
     bare, modules = [e for e in owners if e.holds_parameter], [e for e in owners if not e.holds_parameter]
     places = [[created[entry.name] for entry in group] for group in (drawing, bare, modules)]
     return sorted((entry.name for entry in owners), key=created.get) if any(group != sorted(group) for group in places) else []

@@ -9,11 +9,12 @@ import math
 from collections.abc import Sequence
 
 from codegen.ops.axes import axes_of
-from codegen.ops import Kind, Shape
+from codegen.ops import OPERATORS, Kind, Shape
 from codegen.spec import Step
 
-PRODUCERS = {"linear": 2, "conv2d": 4}  # axes of what they take
+PRODUCERS = {row.name: row.fused_axes for row in OPERATORS.values() if row.fused_axes}  # axes of what they take
 NORMS = ("group_norm", "layer_norm", "instance_norm")
+_HEADS = " or ".join(f"a {name} of a matrix" if axes == 2 else f"a {name}" for name, axes in PRODUCERS.items())
 POOLS = ("max_pool2d", "avg_pool2d")
 FOLDS = ("min", "max", "sum", "mean", "logsumexp")
 
@@ -21,7 +22,7 @@ FOLDS = ("min", "max", "sum", "mean", "logsumexp")
 def departure(chain: Sequence[Step]) -> str | None:
     """Why `chain`, whose taps lie within it, does not have the form, in a sentence; None where it has."""
     if not chain or PRODUCERS.get(chain[0].operator.name) != len(chain[0].input_shape):
-        return f"it starts with {chain[0].operator.name if chain else 'nothing'}, not with a linear of a matrix or a conv2d"
+        return f"it starts with {chain[0].operator.name if chain else 'nothing'}, not with {_HEADS}"
     if chain[0].module is None:
         return f"{chain[0].operator.name} has a weight without a module"
     norm: Step | None = None

@@ -87,7 +87,15 @@ class Operator:
     groups: Callable[[Values, Shape], int] | None = None  # of a sample, for a norm
     buffers: Callable[[Values, Shape], tuple[Parameter, ...]] = lambda values, shape: ()  # state that is not learned
     rank: int = 0  # spatial axes of a convolution or pooling
+    takes: str = ""  # the argument with the channels that a producer takes
+    gives: str = ""  # the argument with the channels that it gives
+    fused_axes: int = 0  # axes of what a producer takes at the head of a fused plan; 0: it is a step by torch's library alone
     modes: bool = False  # does training compute something else than evaluation?
+
+    @property
+    def product(self) -> str:
+        """The common name of what a producer computes."""
+        return "convolution" if self.rank else "GEMM"
 
 
 def _norm(name: str, summary: str, arguments: tuple[Argument, ...], **row: Any) -> Operator:
@@ -121,7 +129,7 @@ def _sizes(rank: int, counts: bool = False) -> str:
     return ("count_" if counts else "") + {1: "single", 2: "pair", 3: "triple"}[rank]
 
 
-def _convolution(rank: int, transposed: bool = False) -> Operator:
+def _convolution(rank: int, transposed: bool = False, fused_axes: int = 0) -> Operator:
     ones, zeros = (1,) * rank, (0,) * rank
     name = f"conv{'_transpose' if transposed else ''}{rank}d"
     layout = "NC" + "DHW"[3 - rank :].replace("W", "L" if rank == 1 else "W")
@@ -133,7 +141,7 @@ def _convolution(rank: int, transposed: bool = False) -> Operator:
             Argument("padding", _sizes(rank, True), zeros), *extra, Argument("dilation", _sizes(rank), ones), Argument("groups", "size", 1),
             Argument("bias", "flag", True),
         ),
-        takes_name=True, requires_name=True, check=windows.conv_check, rank=rank,
+        takes_name=True, requires_name=True, check=windows.conv_check, rank=rank, takes="in_channels", gives="out_channels", fused_axes=fused_axes,
         shape=(windows.conv_transpose_shape if transposed else windows.conv_shape)(name, rank), parameters=windows.conv_parameters(name, transposed),
         module=windows.conv_module(f"Conv{'Transpose' if transposed else ''}{rank}d", rank),
     )  # fmt: skip
@@ -231,10 +239,10 @@ OPERATORS: dict[str, Operator] = {
             "linear", Kind.PRODUCER, "x W^T + b", 
             (Argument("in_features", "size"), Argument("out_features", "size"), Argument("bias", "flag", True), Argument("init", "fill", None)),
             takes_name=True, requires_name=True, shape=rules.linear_shape, parameters=rules.linear_parameters, module=rules.linear_module,
-            check=rules.linear_check, call=lambda v: "F.linear({v}, {p})",
+            check=rules.linear_check, call=lambda v: "F.linear({v}, {p})", takes="in_features", gives="out_features", fused_axes=2,
         ),
         _convolution(1),
-        _convolution(2),
+        _convolution(2, fused_axes=4),
         _convolution(3),
         _convolution(1, transposed=True),
         _convolution(2, transposed=True),

@@ -88,7 +88,7 @@ def library_step(spec: Spec, step: Step, training: bool) -> Library:
         options = {"sizes": step.output_shape}
     elif operator.name in ("layer_norm", "rms_norm"):
         options["normalized_shape"] = step.parameters[0].shape if step.parameters else values["normalized_shape"] or step.input_shape[1:]
-    for hidden in ("in_features", "out_features", "in_channels", "out_channels", "num_features", "track_running_stats"):
+    for hidden in (operator.takes, operator.gives, "num_features", "track_running_stats"):
         options.pop(hidden, None)
     name = "view" if operator.kind is Kind.SHAPE else operator.name
     return Library(name, tuple(arguments), value_name(spec, step.index), options, also)

@@ -21,7 +21,6 @@ from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS, DeviceClass
 
 BEST = 3  # offers of a route and an arithmetic that are worth measuring
-RIVALS = {"sm_90a": "sm_80"}  # a target and the one that runs on the same cards: it serves a chain only where the other is not estimated faster
 
 
 def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False, forced: Choice | None = None) -> Plan:
@@ -62,7 +61,7 @@ def _in_parts(request: Request) -> Plan:
     spec, target, device = request.spec, request.target, request.device
     whole = functools.partial(Plan, spec, target, device, floor=floor(spec, device))
     found = plan_parts(spec, target, device, lambda part: planned(replace(request, spec=part)), whole)
-    rival = RIVALS.get(target.name)
+    rival = target.rival
     if rival is not None and not any(part.fused for part in parts_of(spec)):
         raise Refusal(f"none of this target's kernels serves a part of the chain; {rival} has the same steps")
     return found
@@ -124,7 +123,7 @@ def _rival(request: Request, route: Route, offer: Offer) -> tuple[str, float] | 
 
     Raises Refusal where it is estimated faster than the offer.
     """
-    rival = RIVALS.get(request.target.name)
+    rival = request.target.rival
     if rival is None or request.forced is not None or request.spec.gemm == "generated":
         return None
     found = ways_of(replace(request, spec=replace(request.spec, gemm=None), target=TARGETS[rival]))
@@ -165,7 +164,7 @@ def _nothing_left(request: Request, refusals: list[tuple[Route, str]]) -> str:
 
 
 def _product(request: Request) -> str:
-    return "convolution" if request.spec.producer.operator.name == "conv2d" else "GEMM"
+    return request.spec.producer.operator.product
 
 
 def _title(request: Request, route: Route) -> str:

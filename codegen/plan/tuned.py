@@ -15,6 +15,7 @@ import yaml
 
 from codegen.plan.route import Choice
 from codegen.spec import Spec
+from codegen.targets import TARGETS
 
 FOLDER = Path(__file__).resolve().parent.parent / "tuned"
 MARGIN = 0.98  # a target is given up for another whose measured time is below this share of its own
@@ -89,7 +90,7 @@ def decide(spec: Spec, target: str, device: str) -> Decision | None:
     if not here:
         return None
     best, source = right[0], f"tuned/{device}.yaml, measured on {record['gpu']}"
-    if target == "sm_90a" and best["target"] != target and best["ms"] < MARGIN * here[0]["ms"]:
+    if TARGETS[target].rival and best["target"] != target and best["ms"] < MARGIN * here[0]["ms"]:
         return Decision(None, f"{best['target']} takes {best['ms']:.4f} ms and this target {here[0]['ms']:.4f} ms ({source})")
     others = f", the next best {here[1]['ms']:.4f} ms" if len(here) > 1 else ""
     chosen = choice_of(here[0])

@@ -101,13 +101,13 @@ class ChainReader(Scalars):
         shape = given.shapes.get(given.first)
         if shape is not None or given.unsound:
             return shape
-        if operator.name == "linear":
-            if given.spatial:
-                self.fault(given.node, f"input: {' and '.join(given.spatial)} belong to a convolution, not to linear")
-            return (batch, values["in_features"])
         if operator.kind is not Kind.PRODUCER:
             self.fault(place, f"{operator.name} comes first, so the input's shape is needed: add input: {{shape: [64, 32, 32]}}, that of a sample")
             return None
+        if not operator.rank:
+            if given.spatial:
+                self.fault(given.node, f"input: {' and '.join(given.spatial)} belong to a convolution, not to {operator.name}")
+            return (batch, values[operator.takes])
         axes = AXES[operator.rank]
         missing = [key for key in axes if key not in given.spatial]
         if missing:
@@ -117,7 +117,7 @@ class ChainReader(Scalars):
         beyond = [key for key in given.spatial if key not in axes]
         if beyond:
             self.fault(given.node, f"input: {' and '.join(beyond)}: {operator.name} has no such axis")
-        return (batch, values["in_channels"], *(given.spatial[key] for key in axes))
+        return (batch, values[operator.takes], *(given.spatial[key] for key in axes))
 
     def step(
         self, operator: Operator, name: str | None, values: dict[str, Any], sources: dict[str, Any], shape: ops.Shape, place: Node, index: int,

@@ -187,7 +187,7 @@ class _Reader(ChainReader):
         if values is None:
             return None
         if operator.kind is Kind.PRODUCER:
-            shape = (batch, values["in_features"]) if operator.name == "linear" else (batch, values["in_channels"], *values["kernel_size"])
+            shape = (batch, values[operator.takes], *(values["kernel_size"] if operator.rank else ()))
         elif takes is None and operator.name != "parameter":
             self.fault(place, f"{operator.name}: its parameters follow from what it would take; give that of a sample, as in takes: [64, 32, 32]")
             return None

@@ -311,5 +311,5 @@ def test_sums_of_few_results_are_promoted_more_often(tmp_path):
 @pytest.mark.parametrize("k", [1021, 1024, 8192])
 def test_sums_of_one_tile_of_rows_are_promoted_at_every_stage(batch, promoted, k, tmp_path):
     """For few rows the vendor sums in many chains; promoted every 128 of K, ours was 2.4 times PyTorch's at one row and K = 1021."""
-    kernel = gemm_of(plan_sm_90a(spec_of(tmp_path, batch, k, 254, 127), TARGET, DEVICE))
+    kernel = gemm_of(hopper_gemm(spec_of(tmp_path, batch, k, 254, 127), DEVICE))
     assert kernel.promote * TILE_K == promoted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codegen.ir.fused_form import PRODUCERS
 from codegen.plan.cpu.kernel import cpu_kernel
 from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Launch, Library, Plan
@@ -19,7 +20,7 @@ def plan(request: Request, offer: Offer) -> Plan:
     producer = spec.producer
     keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
     options = {}
-    if producer.operator.name == "conv2d":
+    if producer.operator.rank:
         options = {key: producer.values[key] for key in ("stride", "padding", "dilation", "groups")}
     library = Library(producer.operator.name, ("x", keys["weight"], keys.get("bias")), "t0", options)
     kernel = cpu_kernel(spec)
@@ -28,4 +29,4 @@ def plan(request: Request, offer: Offer) -> Plan:
     return Plan(spec, target, device, (library, Launch(kernel)), (buffer,), floor(spec, device), why)
 
 
-CPU = Route("cpu", "torch's {}, then one C++ function", frozenset({"cpu"}), frozenset({"linear", "conv2d"}), offers, plan, own=False)
+CPU = Route("cpu", "torch's {}, then one C++ function", frozenset({"cpu"}), frozenset(PRODUCERS), offers, plan, own=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codegen.ir.fused_form import PRODUCERS
 from codegen.plan.floor import floor
 from codegen.plan.library.cost import conv_ms, linear_ms
 from codegen.plan.model import Buffer, Library, Plan, Refusal
@@ -14,7 +15,7 @@ LINEAR_WEIGHT = 0.95  # by which the estimate of the vendor's GEMM is multiplied
 def offers(request: Request) -> tuple[Offer, ...]:
     """The one way to call the library. Raises Refusal where its result would depend on a switch of torch's."""
     spec, device = request.spec, request.device
-    if spec.producer.operator.name == "conv2d":
+    if spec.producer.operator.rank:
         return (Offer(Choice("library"), conv_ms(spec, device)),)
     if spec.precision.dtype == "float32":
         raise Refusal(f"at {spec.precision.name} its result would depend on torch's global TF32 switch; at fp16 and bf16 it would not")
@@ -26,7 +27,7 @@ def plan(request: Request, offer: Offer) -> Plan:
     spec, target, device = request.spec, request.target, request.device
     producer = spec.producer
     keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
-    conv = producer.operator.name == "conv2d"
+    conv = producer.operator.rank > 0
     # cuDNN's convolution is called without its bias: the call that names its TF32 mode takes none, and the norm kernel adds it for nothing.
     bias_in_tail = keys.get("bias") if conv else None
     options = {key: producer.values[key] for key in ("stride", "padding", "dilation", "groups")} if conv else {}
@@ -39,4 +40,4 @@ def plan(request: Request, offer: Offer) -> Plan:
     return Plan(spec, target, device, (library, *tail.steps), (temporary, *tail.buffers), floor(spec, device, 1, rate), tail.why)
 
 
-LIBRARY = Route("library", "torch's {}, then the norm kernel", frozenset({"sm_80"}), frozenset({"linear", "conv2d"}), offers, plan, own=False)
+LIBRARY = Route("library", "torch's {}, then the norm kernel", frozenset({"sm_80"}), frozenset(PRODUCERS), offers, plan, own=False)
