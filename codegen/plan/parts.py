@@ -77,6 +77,8 @@ def library_step(spec: Spec, step: Step, training: bool) -> Library:
     arguments += [step.key(buffer) for buffer in step.buffers]
     options = {key: value for key, value in values.items() if key not in ("from", "shape", "init", "view", "parameter", "bias", "affine", "elementwise_affine") and value is not None}
     also: tuple[str, ...] = ()
+    if not values.get("detach"):
+        options.pop("detach", None)
     if values.get("view") is not None:
         options["operand"] = step.operand[1]
     if operator.name == "batch_norm":
