@@ -15,7 +15,7 @@ from codegen.ops import Kind
 from codegen.spec import Spec
 
 SAMPLES = 4
-# Of a check, at SAMPLES samples: it goes through the layer forth and back in float64 some twenty times.
+# Of a check: it goes through the layer forth and back in float64 some twenty times.
 FLOP = 5e7
 VALUES = 1 << 18  # of all results of operators together
 WEIGHTS = 1 << 18
@@ -32,14 +32,14 @@ class Sizes:
     spec: Spec
 
 
-def within(spec: Spec) -> bool:
-    """May the layer be checked as it is, at SAMPLES samples?"""
-    return cost(spec) <= 1
+def samples_of(spec: Spec) -> int:
+    """The samples of a check: all where that costs little."""
+    return spec.batch if cost(spec, spec.batch) <= 1 else min(SAMPLES, spec.batch)
 
 
-def cost(spec: Spec) -> float:
-    """The largest share that a check takes of what it may take."""
-    share = min(SAMPLES, spec.batch) / spec.batch
+def cost(spec: Spec, samples: int = SAMPLES) -> float:
+    """The largest share that a check of so many samples takes of what it may take."""
+    share = min(samples, spec.batch) / spec.batch
     flop = sum(_flop(step) for step in spec.chain) * share
     values = (sum(math.prod(step.output_shape) for step in spec.chain) + sum(math.prod(given.shape) for given in spec.inputs)) * share
     weights = sum(math.prod(shape) for _, shape in spec.parameters)
@@ -58,7 +58,7 @@ def reduced(full: Sizes, sketch: Callable[[tuple[Any, ...], tuple[Given, ...]], 
     """The first sizes, smaller move by move, that cost little enough; where no move is left, the last ones. `sketch` gives the spec of a layer with other
     arguments and inputs, None where there is none."""
     sizes = full
-    while not within(sizes.spec):
+    while cost(sizes.spec) > 1:
         for init, inputs in _moves(sizes):
             spec = sketch(init, inputs)
             if spec is not None and _same_chain(full.spec, spec) and cost(spec) < cost(sizes.spec):

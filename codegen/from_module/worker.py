@@ -158,14 +158,14 @@ class _Reading:
         if weights > WEIGHTS:
             faults = equality.weight_faults(equality.prints(original), equality.prints(ours), creation.lines_of(original, records))
         del original
-        return faults or equality.result_faults(self.model, list(small.init), self.path, ours, equality.draw(small.inputs, scale.SAMPLES), spec)
+        return faults or equality.result_faults(self.model, list(small.init), self.path, ours, equality.draw(small.inputs, scale.samples_of(small.spec)), spec)
 
     def checked(self, drawn: list[Given], small: scale.Sizes, weights: int) -> str:
         """The check in words."""
         smaller = [f"{name} = {value}" for (name, _), value, whole in zip(self.arguments, small.init, self.init, strict=True) if value != whole]
         at = f" (with {', '.join(smaller)})" if smaller else ""
         first = "initial weights bit for bit those of the file's Model" + (at if weights > WEIGHTS else "")
-        shapes = " and ".join(str(tuple(x.shape)) for x in equality.draw(small.inputs, scale.SAMPLES))
+        shapes = " and ".join(str(tuple(x.shape)) for x in equality.draw(small.inputs, scale.samples_of(small.spec)))
         return f"{first}; results, gradients and state equal in float64 in training and evaluation, with ties and on bounds, on {shapes}{at}"
 
 

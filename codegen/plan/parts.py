@@ -76,6 +76,8 @@ def library_step(spec: Spec, step: Step, training: bool) -> Library:
     hidden = ("from", "shape", "init", "view", "parameter", "bias", "affine", "elementwise_affine")
     options = {key: value for key, value in values.items() if key not in hidden and value is not None}
     also: tuple[str, ...] = ()
+    if not values.get("detach"):
+        options.pop("detach", None)
     if values.get("view") is not None:
         options["operand"] = step.operand[1]
     if operator.name == "batch_norm":

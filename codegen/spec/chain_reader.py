@@ -240,7 +240,7 @@ class ChainReader(Scalars):
     def argument(self, operator: Operator, argument: Argument, node: Node) -> Any:
         """The checked value of one argument; a word that names an entry of args stands for it."""
         if argument.type in ("tap", "owner"):
-            return None if node.value is None else self.identifier(node, argument.name)
+            return None if node.value is None else self.input_name(node, argument.name)
         node = self.substituted(argument, node)
         if node is INVALID:
             return INVALID

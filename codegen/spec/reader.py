@@ -274,7 +274,7 @@ class _Reader(ChainReader):
             return Inputs(node=node, unsound=True)
         shapes, spatial, sound = {}, {}, True
         for number, (name, (name_node, value)) in enumerate(node.value.items()):
-            sound &= name == "x" or self.identifier(name_node, "inputs") is not INVALID
+            sound &= self.input_name(name_node, "inputs") is not INVALID
             self.input_nodes[name] = name_node
             shape, sizes, fine = self.input(value, name, batch, () if number else SPATIAL)
             sound &= fine

@@ -52,6 +52,10 @@ class Scalars:
             return self.fault(node, f"{what}: {text} has a meaning of its own in the generated code; choose another name")
         return text
 
+    def input_name(self, node: Node, what: str) -> Any:
+        """The name of an input: an identifier, or one of those that layers give theirs."""
+        return node.value if node.value in ("x", "y") else self.identifier(node, what)
+
     def word(self, node: Node, what: str, allowed: Iterable[str]) -> Any:
         allowed = list(allowed)
         if node.value in allowed and isinstance(node.value, str):

@@ -23,9 +23,8 @@ AFTER = "        self.act ="
         (AFTER, "        self.register_forward_pre_hook(lambda m, i: None)\n" + AFTER, "def __init__", "Model has hooks"),
         (AFTER, "        self.eval()\n" + AFTER, "def __init__", "eval mode"),
         (AFTER, "        self.fc.forward = lambda x: 2 * x\n" + AFTER, CALL, "a forward of its own"),
-        (CALL, "return self.act(self.gn(self.fc(x)).detach())", "return", "detach is no operator"),
-        (CALL, "return torch.amin(self.act(self.gn(self.fc(x))), dim=1)", "return", "amin shares its gradient among equal values"),
-        (CALL, "return self.act(self.gn(self.fc(x))).amax(1, keepdim=True)", "return", "amax shares its gradient among equal values"),
+        (CALL, "return self.act(self.gn(self.fc(x)).detach())", "return", "detach cuts off the gradient"),
+        (CALL, "return self.act(self.gn(self.fc(x))).detach()", "return", "detach cuts off the gradient"),
     ],
 )  # fmt: skip
 def test_what_the_generated_layer_would_not_do_is_refused_at_its_line(old, new, line, said, tmp_path):
@@ -75,9 +74,9 @@ def test_a_mode_that_forward_asks_for_is_found(tmp_path):
     ("line", "told"),
     [
         ("y = torch.add(y, self.shift, alpha=2)", "alpha"),
-        ("y = torch.rsub(y, self.shift)", "rsub is no operator"),
+        ("y = torch.cummax(y, 1)[0]", "cummax is no operator"),
         ("w = self.shift * 2\n        y = y + w", "parameters or constants alone"),
-        ("y = y + self.shift / y.shape[1]", "property of the value"),
+        ("y = y + self.shift / y.shape[1]", "parameters or constants alone"),
     ],
 )
 def test_what_follows_from_a_fault_is_none_of_its_own(line, told, tmp_path):
