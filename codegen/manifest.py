@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from codegen.ir.chain import chain_of
 from codegen.ir.fused_form import departure
 from codegen.plan import Refusal
 from codegen.plan.backward.cpu import gradient_keys, plan_backward
@@ -174,11 +175,12 @@ def _prepare(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
 def _backward(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
     """The backward of a target, apart from the forward: its sources have a key of their own, so that a change of one leaves the other's alone.
 
-    `saved` is the producer's result; where a step of torch's library gives it again, `recompute` is that step, and a forward saves nothing of the kind.
+    `saved` lists what the chain's segments save, a producer's result first; where a step of torch's library gives that again, `recompute` is that step, and a
+    forward saves nothing.
     """
     spec = plan.spec
     entry = {key: value for key, value in _target(plan, files).items() if key in ("sources", "flags", "source_key", "buffers", "steps")}
-    saved = {"name": "t0", "shape": list(spec.producer.output_shape), "dtype": spec.precision.dtype}
+    saved = [{"name": value.name, "shape": list(value.shape), "dtype": value.storage.dtype} for value in chain_of(spec).saves]
     recompute = {"recompute": step for step in entry["steps"] if "library" in step}
     launches = [step for step in entry["steps"] if "launch" in step]
     return {**entry, "steps": launches, **recompute, "saved": saved, "gradients": list(gradient_keys(spec)), "why": list(plan.why)}

@@ -71,7 +71,7 @@ def flops_of_a_sample(manifest: Manifest) -> int:
     """The FLOPs of the producer for one sample; 0 for a package that multiplies no matrices."""
     backward = next(iter(manifest.backward.values()), None)
     if backward is not None:
-        return _flops(manifest, backward.producer, backward.saved.shape)
+        return _flops(manifest, backward.producer, backward.saved[0].shape)
     for target in manifest.targets.values():
         shapes = {buffer.name: buffer.shape for buffer in target.buffers} | {"y": manifest.output.shape}
         for step in target.steps:

@@ -35,12 +35,12 @@ def register(operators, library: torch.library.Library) -> None:
         backward = backward_for(manifest, inputs[0].device)
         ctx.set_materialize_grads(False)
         ctx.device = inputs[0].device
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(*output[1:])
         if backward is not None:
             needed = _needed(manifest, backward, ctx.needs_input_grad)
-            ctx.save_for_backward(*(tensor if keep else None for tensor, keep in zip(inputs, needed)), output[1])
+            ctx.save_for_backward(*(tensor if keep else None for tensor, keep in zip(inputs, needed)), *output[1:])
 
-    def backward(ctx, grad_y, grad_saved):
+    def backward(ctx, grad_y, *grad_saved):
         if backward_for(manifest, ctx.device) is None:
             raise GradientError(
                 f"gradients are not generated yet for {manifest.name} on {ctx.device.type}; call the model under torch.no_grad() "
@@ -161,22 +161,22 @@ def _backward(operators, backward: Backward, saved_tensors, grad_y, asked: tuple
     """The gradients of (x, parameters...), None where none is asked for."""
     manifest = operators.package.manifest
     names = [manifest.input.name, *(parameter.name for parameter in manifest.parameters)]
-    *inputs, saved = saved_tensors
+    inputs, saved = saved_tensors[: len(names)], saved_tensors[len(names) :]
     tensors, wanted = dict(zip(names, inputs)), dict(zip(names, asked))
     behind = [entry.name for entry in backward.gradients[1:]]
     step = backward.producer
     operands = [None if name is None else tensors[name] for name in step.args]
     if backward.recomputes:
-        saved = operators.produce(*operands)
-    made = operators.backward(grad_y, saved, *(tensors[name] for name in behind))
-    grad_saved, *grads = made if behind else (made,)
+        saved = (operators.produce(*operands),)
+    made = operators.backward(grad_y, *saved, *(tensors[name] for name in behind))
+    grad_product, *grads = made if behind else (made,)
     found = dict(zip(behind, grads))
     mask = [name is not None and wanted[name] for name in step.args]
     if backward.recomputes:
-        derived = operators.derive(grad_saved, *operands[:2], mask) if any(mask) else (None,) * 3
+        derived = operators.derive(grad_product, *operands[:2], mask) if any(mask) else (None,) * 3
     else:
         shapes = [manifest.input.shape, *(next(p.shape for p in manifest.parameters if p.name == name) if name else None for name in step.args[1:])]
-        derived = {"linear": _linear, "conv2d": _conv2d}[step.call](step, grad_saved, operands, shapes, mask)
+        derived = {"linear": _linear, "conv2d": _conv2d}[step.call](step, grad_product, operands, shapes, mask)
     found.update((name, grad) for name, grad in zip(step.args, derived) if name is not None)
     return tuple(found[name] if wanted[name] else None for name in names)
 

@@ -28,27 +28,27 @@ DRIVER_ERROR = 1_000_000  # launchers return this plus a CUresult where the driv
 ALLOCATION = 512  # bytes; the alignment of torch's CUDA allocations
 
 Slots = list  # one tensor per name that the steps use; the last one is the output
-Program = Callable[..., "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"]
+Program = Callable[..., "torch.Tensor | tuple[torch.Tensor, ...]"]
 
 
 def make_program(
-    manifest: Manifest, target: TargetManifest, functions: dict[str, Callable], device: torch.device, saved: str | None = None
+    manifest: Manifest, target: TargetManifest, functions: dict[str, Callable], device: torch.device, saved: tuple[str, ...] = ()
 ) -> Program:
-    """``program(x, operands) -> y`` for ``device``; ``program(x, operands, saving=True) -> (y, saved)`` for a backward.
+    """``program(x, operands) -> y`` for ``device``; ``program(x, operands, saving=True) -> (y, *saved)`` for a backward.
 
     ``x`` and ``operands`` (the manifest's, in order) must have been checked, be contiguous and lie on the device. A caller that
     knows their addresses gives them as ``addresses`` [x, *operands], a list that is the program's from then on.
-    ``functions`` are the resolved launchers, ``saved`` names what the target's backward needs of a forward (None: an
-    empty tensor is given). The program raises LaunchError with CUDA's message where a launch fails.
+    ``functions`` are the resolved launchers, ``saved`` names what the target's backward needs of a forward. The program raises
+    LaunchError with CUDA's message where a launch fails.
     """
     slot_of, allocations = _slots(manifest, target, target.steps, _known(manifest))
-    run = _runner(manifest, (*target.prepare, *target.steps), functions, device, slot_of, allocations, ("y",) if saved is None else ("y", saved))
-    kept = None if saved is None else slot_of[saved]
+    run = _runner(manifest, (*target.prepare, *target.steps), functions, device, slot_of, allocations, ("y", *saved))
+    kept = [slot_of[name] for name in saved]
 
     def program(x, parameters, addresses=None, saving=False):
         slots = run([x, *parameters], addresses)
         if saving:
-            return slots[-1], x.new_empty(0) if kept is None else slots[kept]
+            return (slots[-1], *(slots[place] for place in kept))
         return slots[-1]
 
     return program
@@ -123,7 +123,7 @@ def make_backward(manifest: Manifest, backward: Backward, functions: dict[str, C
     ``parameters`` are those behind the producer, in the order of ``backward.gradients``. The tensors must have been checked, be
     contiguous and lie on the device.
     """
-    known = [gradient_of("y"), backward.saved.name, *(entry.name for entry in backward.gradients[1:])]
+    known = [gradient_of("y"), *(entry.name for entry in backward.saved), *(entry.name for entry in backward.gradients[1:])]
     made = [(gradient_of(entry.name), entry.shape, entry.dtype) for entry in backward.gradients]
     names = [*known, *(buffer.name for buffer in backward.target.buffers), *(name for name, _, _ in made)]
     allocations = [_allocation(buffer) for buffer in backward.target.buffers]
@@ -132,7 +132,7 @@ def make_backward(manifest: Manifest, backward: Backward, functions: dict[str, C
     run = _runner(manifest, backward.target.steps, functions, device, slot_of, allocations, tuple(name for name, _, _ in made))
 
     def program(grad_y, saved, parameters):
-        return tuple(run([grad_y, saved, *parameters])[-len(made) :])
+        return tuple(run([grad_y, *saved, *parameters])[-len(made) :])
 
     return program
 

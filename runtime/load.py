@@ -73,7 +73,7 @@ def load(package: Package) -> Loaded:
 def _add_program(loaded: Loaded, place: Place, manifest: Manifest, target: TargetManifest, functions: dict[str, Callable]) -> None:
     _, device = place
     backward = backward_for(manifest, device)
-    saved = None if backward is None or backward.recomputes else backward.saved.name
+    saved = () if backward is None or backward.recomputes else tuple(entry.name for entry in backward.saved)
     loaded.programs[place] = make_program(manifest, target, functions, device, saved)
     if target.training:
         loaded.training[place] = make_training_program(manifest, target, functions, device)

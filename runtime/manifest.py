@@ -111,14 +111,14 @@ class TargetManifest:
 class Backward:
     """The generated part of a target's backward: from the gradient of y to those of ``gradients``.
 
-    ``target`` says what to compile and launch, apart from the forward's sources. ``saved`` is the tensor that it needs, the
-    result of the library step ``producer``: the forward's, which keeps it, or where ``recomputes`` is set one of the
+    ``target`` says what to compile and launch, apart from the forward's sources. ``saved`` are the tensors that it needs of a
+    forward, the first of them the result of the library step ``producer``: the forward's, which keeps it, or where ``recomputes`` is set one of the
     backward's own. ``gradients`` starts with that tensor and goes on with the parameters behind it. In the steps a gradient
     bears the name that ``gradient_of`` gives.
     """
 
     target: TargetManifest
-    saved: TensorSpec
+    saved: tuple[TensorSpec, ...]
     gradients: tuple[TensorSpec, ...]
     producer: LibraryStep
     recomputes: bool
@@ -278,20 +278,27 @@ def _backward(manifest: Manifest, name: str, data: dict) -> Backward:
     """The backward entry of target ``name``."""
     forward = manifest.targets[name]
     target = _target(name, {**data, "arch": forward.arch, "min_capability": forward.min_capability})
-    saved = _tensor(data["saved"]["name"], data["saved"])
+    if not isinstance(data["saved"], list) or not data["saved"]:
+        raise ValueError(f"the backward of {name} has no list of what it saves: the package was made by another version, and has to be made again")
+    saved = tuple(_tensor(entry["name"], entry) for entry in data["saved"])
+    product = saved[0]
     recompute = data.get("recompute")
     producer = (
-        next((step for step in forward.steps if isinstance(step, LibraryStep) and step.out == saved.name), None)
+        next((step for step in forward.steps if isinstance(step, LibraryStep) and step.out == product.name), None)
         if recompute is None
         else _step(recompute)
     )
     if producer is None:
-        raise ValueError(f"the backward of {name} saves {saved.name!r}, which no library step of the forward gives")
-    if not isinstance(producer, LibraryStep) or producer.out != saved.name:
-        raise ValueError(f"the backward of {name} computes {saved.name!r} again by a step that does not give it")
+        raise ValueError(f"the backward of {name} saves {product.name!r}, which no library step of the forward gives")
+    if not isinstance(producer, LibraryStep) or producer.out != product.name:
+        raise ValueError(f"the backward of {name} computes {product.name!r} again by a step that does not give it")
+    written = {buffer.name for buffer in forward.buffers} | {step.out for step in forward.steps if isinstance(step, LibraryStep)}
+    for entry in saved[1:]:
+        if recompute is not None or entry.name not in written:
+            raise ValueError(f"the backward of {name} saves {entry.name!r}, which the forward does not keep")
     parameters = {parameter.name: parameter for parameter in manifest.parameters}
-    gradients = (saved, *(parameters[key] for key in data["gradients"]))
-    known = {saved.name, gradient_of("y"), *parameters, *(gradient_of(entry.name) for entry in gradients)}
+    gradients = (product, *(parameters[key] for key in data["gradients"]))
+    known = {*(entry.name for entry in saved), gradient_of("y"), *parameters, *(gradient_of(entry.name) for entry in gradients)}
     known |= {buffer.name for buffer in target.buffers}
     for step in target.steps:
         for argument in step.args:
@@ -299,7 +306,7 @@ def _backward(manifest: Manifest, name: str, data: dict) -> Backward:
                 raise ValueError(f"a step of the backward of {name} uses {argument!r}, which nothing defines")
     for argument in producer.args:
         if argument is not None and argument != manifest.input.name and argument not in parameters:
-            raise ValueError(f"the backward of {name} computes {saved.name!r} again from {argument!r}, which nothing defines")
+            raise ValueError(f"the backward of {name} computes {product.name!r} again from {argument!r}, which nothing defines")
     return Backward(replace(target, name=f"{name}-backward"), saved, gradients, producer, recompute is not None)
 
 

@@ -3,8 +3,8 @@
 A package has a namespace, named by it and by a digest of its content (``layer_3f2a...``), which holds
 
     forward          (x, parameters...) -> y
-    forward_saving   (x, parameters...) -> (y, saved), where a gradient will be asked for
-    backward         (grad_y, saved, parameters behind the producer...) -> their gradients, where it was emitted
+    forward_saving   (x, parameters...) -> (y, saved...), where a gradient will be asked for
+    backward         (grad_y, saved..., parameters behind the producer...) -> their gradients, where it was emitted
     produce          (x, weight, bias) -> saved, where a backward computes it again
     derive           (grad_saved, x, weight, wanted) -> (grad_x, grad_weight, grad_bias), there too; empty if not wanted
     forward_training (x, operands...) -> (y, further results...), where training computes something else than evaluation
@@ -56,18 +56,18 @@ class Operators:
         manifest = package.manifest
         backward = next(iter(manifest.backward.values()), None)  # all have the same arguments
         self.chain_parameters = () if backward is None else backward.gradients[1:]
-        self._saved = None if backward is None else backward.saved
+        self._saved = () if backward is None else backward.saved
+        self._places = max(1, len(self._saved))  # of the results that a saving forward gives beside y
         schema = _schema([manifest.input, *manifest.operands])
         self.forward = self._define("forward", f"{schema} -> Tensor", self._run, self._fake)
-        self.forward_saving = self._define(
-            "forward_saving", f"{schema} -> (Tensor, Tensor)", self._run_saving, self._fake_saving
-        )
+        given = ", ".join(["Tensor"] * (1 + self._places))
+        self.forward_saving = self._define("forward_saving", f"{schema} -> ({given})", self._run_saving, self._fake_saving)
         self.backward = None
         self.parts_of_training: list[str] = []
         self.parts_of_backward: list[str] = []
         if backward is not None:
             self.parts_of_backward.append("backward")
-            given = [TensorSpec(gradient_of("y"), (), ""), backward.saved, *self.chain_parameters]
+            given = [TensorSpec(gradient_of("y"), (), ""), *backward.saved, *self.chain_parameters]
             made = ", ".join("Tensor" for _ in backward.gradients)
             self.backward = self._define("backward", f"{_schema(given)} -> ({made})", self._run_backward, self._fake_backward)
         self._recomputing = next((entry for entry in manifest.backward.values() if entry.recomputes), None)
@@ -144,8 +144,10 @@ class Operators:
     def _launch(self, x, parameters, saving: bool):
         self._check(x, parameters)
         program = self._program_on(x.device)
-        made = program(usable(x), [usable(parameter) for parameter in parameters], saving=saving)
-        return made if saving or self.package.manifest.reference is None else self._apart((made,), (x, *parameters))[0]
+        found = program(usable(x), [usable(parameter) for parameter in parameters], saving=saving)
+        if saving:
+            return self._filled(found[0], found[1:])
+        return found if self.package.manifest.reference is None else self._apart((found,), (x, *parameters))[0]
 
     def _run_training(self, x, *operands):
         self._check(x, operands)
@@ -176,10 +178,14 @@ class Operators:
         *tensors, _, _, wanted = tensors_and_more
         return _one_or_all(tuple(tensor.new_empty(tensor.shape if asked else 0) for tensor, asked in zip(tensors, wanted)))
 
-    def _run_backward(self, grad_y, saved, *parameters):
-        self._check_backward(grad_y, saved, parameters)
-        run = self._backward_on(saved.device)
-        return _one_or_all(run(usable(grad_y), usable(saved), [usable(parameter) for parameter in parameters]))
+    def _run_backward(self, grad_y, *tensors):
+        self._check_backward(grad_y, tensors)
+        run, (saved, parameters) = self._backward_on(tensors[0].device), self._parted([usable(tensor) for tensor in tensors])
+        return _one_or_all(run(usable(grad_y), saved, parameters))
+
+    def _parted(self, tensors) -> tuple[list, list]:
+        """What a forward saved, and the parameters."""
+        return tensors[: len(self._saved)], tensors[len(self._saved) :]
 
     def _run_produce(self, x, weight, bias):
         operands = [tensor if tensor is None else usable(tensor) for tensor in (x, weight, bias)]
@@ -204,14 +210,20 @@ class Operators:
     def _fake_saving(self, x, *parameters):
         y = self._fake(x, *parameters)
         backward = backward_for(self.package.manifest, x.device)
-        return y, y.new_empty(0 if backward is None or backward.recomputes else backward.saved.shape)
+        kept = () if backward is None or backward.recomputes else backward.saved
+        return self._filled(y, [y.new_empty(entry.shape, dtype=dtype_named(entry.dtype)) for entry in kept])
 
-    def _fake_backward(self, grad_y, saved, *parameters):
-        self._check_backward(grad_y, saved, parameters)
-        return _one_or_all(tuple(tensor.new_empty(tensor.shape) for tensor in (saved, *parameters)))
+    def _filled(self, y, saved) -> tuple:
+        """The results of a saving forward: empty tensors stand where it saves nothing."""
+        return (y, *saved, *(y.new_empty(0) for _ in range(self._places - len(saved))))
+
+    def _fake_backward(self, grad_y, *tensors):
+        self._check_backward(grad_y, tensors)
+        saved, parameters = self._parted(tensors)
+        return _one_or_all(tuple(tensor.new_empty(tensor.shape) for tensor in (saved[0], *parameters)))
 
     def _fake_produce(self, x, weight, bias):
-        return x.new_empty(self._saved.shape)
+        return x.new_empty(self._saved[0].shape)
 
     def _fake_derive(self, grad_saved, x, weight, wanted):
         shapes = (x.shape, weight.shape, grad_saved.shape[1:2])
@@ -229,11 +241,11 @@ class Operators:
         for spec, tensor in zip((manifest.input, *manifest.operands), (x, *parameters)):
             check_tensor(manifest, spec, tensor, x.device)
 
-    def _check_backward(self, grad_y, saved, parameters) -> None:
+    def _check_backward(self, grad_y, tensors) -> None:
         manifest = self.package.manifest
-        specs = (manifest.output, self._saved, *self.chain_parameters)
-        for spec, tensor in zip(specs, (grad_y, saved, *parameters)):
-            check_tensor(manifest, spec, tensor, saved.device)
+        specs = (manifest.output, *self._saved, *self.chain_parameters)
+        for spec, tensor in zip(specs, (grad_y, *tensors)):
+            check_tensor(manifest, spec, tensor, tensors[0].device)
 
     # ---- what they run -----------------------------------------------------------------------------------------------
 

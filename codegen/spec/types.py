@@ -198,7 +198,11 @@ class Spec:
 
     @property
     def norm_index(self) -> int:
-        return next(i for i, step in enumerate(self.chain) if step.operator.kind is Kind.NORM)
+        """The place of the norm. Raises ValueError unless there is exactly one."""
+        places = [i for i, step in enumerate(self.chain) if step.operator.kind is Kind.NORM]
+        if len(places) != 1:
+            raise ValueError(f"{len(places)} norms are in the chain, and exactly one is expected here")
+        return places[0]
 
     @property
     def norm(self) -> Step:

@@ -79,3 +79,11 @@ def test_the_one_segment_of_a_kind_is_asked_for_or_refused():
     twice = replace(chain, segments=(*chain.segments, chain.segments[1]))
     with pytest.raises(ValueError, match="2 segments are of the kind norm"):
         twice.only(Kind.NORM)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_the_norm_of_a_spec_is_asked_for_where_there_is_one(count):
+    spec = load_spec("specs/default.yaml")
+    linear, norm, *_ = spec.chain
+    with pytest.raises(ValueError, match=f"{count} norms are in the chain"):
+        _ = replace(spec, chain=(linear, *[norm] * count)).norm

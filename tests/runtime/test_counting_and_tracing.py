@@ -67,7 +67,7 @@ def test_every_operator_has_a_formula(tmp_path):
     cuda = next(entry for entry in operators.package.manifest.backward.values() if entry.recomputes)
     each = 6 * flops_of_a_sample(operators.package.manifest)
     counted = torch.utils.flop_counter.flop_registry
-    shapes = {"x": operators.package.manifest.input.shape, "saved": cuda.saved.shape}
+    shapes = {"x": operators.package.manifest.input.shape, "saved": cuda.saved[0].shape}
     of = lambda name: counted[getattr(getattr(torch.ops, operators.namespace), name)]  # noqa: E731
     x, saved = torch.empty(shapes["x"], device="meta"), torch.empty(shapes["saved"], device="meta")
     weight = torch.empty(8, 4, 3, 2, device="meta")

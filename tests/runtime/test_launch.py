@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as functional
 
 from runtime import LaunchError, allocation, launch
-from runtime.launch import DRIVER_ERROR, describe_status, make_program
-from runtime.manifest import Buffer, LaunchStep, LibraryStep, Manifest, TargetManifest, TensorSpec
+from runtime.launch import DRIVER_ERROR, describe_status, make_backward, make_program
+from runtime.manifest import Backward, Buffer, LaunchStep, LibraryStep, Manifest, TargetManifest, TensorSpec
 
 CPU = torch.device("cpu")
 
@@ -37,6 +37,32 @@ def test_conv2d_without_bias():
     steps = [LibraryStep("conv2d", ("x", "w", None), "y", options)]
     program = make_program(manifest(x, {"w": w}, tuple(want.shape)), target(steps), {}, CPU)
     assert torch.equal(program(x, [w]), want)
+
+
+def test_a_saving_forward_gives_all_that_it_is_asked_to_save_and_a_backward_takes_it_in_order():
+    x, parameters = torch.randn(4, 8), {"w": torch.randn(3, 8), "v": torch.randn(5, 3)}
+    steps = [LibraryStep("linear", ("x", "w", None), "t0"), LibraryStep("linear", ("t0", "v", None), "t1"), LibraryStep("linear", ("t1", "v2", None), "y")]
+    described = manifest(x, parameters | {"v2": torch.randn(2, 5)}, (4, 2))
+    given = [*parameters.values(), torch.randn(2, 5)]
+    forward = target(steps, [Buffer("t0", (4, 3), "float32"), Buffer("t1", (4, 5), "float32")])
+    t0 = functional.linear(x, given[0])
+    t1 = functional.linear(t0, given[1])
+    assert torch.equal(make_program(described, forward, {}, CPU)(x, given), functional.linear(t1, given[2]))
+    y, *saved = make_program(described, forward, {}, CPU, ("t1", "t0"))(x, given, saving=True)
+    assert torch.equal(y, functional.linear(t1, given[2])) and torch.equal(saved[0], t1) and torch.equal(saved[1], t0)
+    assert len(make_program(described, forward, {}, CPU)(x, given, saving=True)) == 1, "nothing is saved where nothing is asked for"
+
+    def add(dy, first, second, scale, made, threads, stream):
+        taken = [(ctypes.c_float * 4).from_address(address) for address in (dy, first, second, scale)]
+        (ctypes.c_float * 4).from_address(made)[:] = [a + 10 * b + 100 * c + 1000 * d for a, b, c, d in zip(*taken)]
+        return 0
+
+    launches = target([LaunchStep("add", ("grad:y", "t1", "t0", "scale", "grad:t1"))])
+    names = [TensorSpec(name, (4,), "float32") for name in ("t1", "t0", "scale")]
+    tensors = [torch.full((4,), value) for value in (1.0, 2.0, 3.0, 4.0)]
+    backward = Backward(launches, tuple(names[:2]), (names[0], names[2]), steps[0], False)
+    made = make_backward(described, backward, {"add": add}, CPU)(tensors[0], tensors[1:3], tensors[3:])
+    assert torch.equal(made[0], torch.full((4,), 4321.0))
 
 
 def test_autocast_does_not_reach_the_library(monkeypatch):

@@ -41,7 +41,7 @@ def backward(saved="t", gradients=("scale",), args=("t", "scale", "grad:y", "gra
     """The entry of a backward; the forward's library step is added where it saves ``t``."""
     steps = [{"launch": "back_launch", "args": list(args)}]
     described = {"name": saved, "shape": [4, 8], "dtype": "float32"}
-    return {"sources": ["back.cpp"], "flags": [], "source_key": "", "steps": steps, "saved": described, "gradients": list(gradients)}
+    return {"sources": ["back.cpp"], "flags": [], "source_key": "", "steps": steps, "saved": [described], "gradients": list(gradients)}
 
 
 def recompute(first: str) -> dict:
@@ -64,6 +64,8 @@ def add_library_step(data: dict) -> None:
         (lambda data: data["targets"]["cpu"]["steps"].append({"library": "einsum", "args": [], "out": "y"}), "einsum"),
         (lambda data: data.update(backward={"gpu": {}}), "lacks 'gpu'"),
         (lambda data: data.update(backward={"cpu": backward(saved="t0")}), "saves 't0', which no library step of the forward gives"),
+        (lambda data: data.update(backward={"cpu": {**backward(), "saved": backward()["saved"][0]}}), "made by another version, and has to be made again"),
+        (lambda data: data.update(backward={"cpu": {**backward(), "saved": [*backward()["saved"], *backward("s0")["saved"]]}}), "saves 's0', which the forward does not keep"),
         (lambda data: data.update(backward={"cpu": backward(gradients=["bias"])}), "lacks 'bias'"),
         (lambda data: data.update(backward={"cpu": backward(args=["t", "grad:x"])}), "the backward of cpu uses 'grad:x', which nothing defines"),
         (lambda data: data.update(backward={"sm_80": {**backward(), "recompute": {"launch": "f", "args": []}}}), "computes 't' again by a step that does not"),
@@ -82,7 +84,14 @@ def test_a_backward_is_read(tiny):
     tiny.edit(add_library_step)
     read = tiny.edit(lambda data: data.update(backward={"cpu": backward()})).manifest.backward["cpu"]
     assert [entry.name for entry in read.gradients] == ["t", "scale"] and read.target.functions == {"back_launch": 5}
-    assert read.target.name == "cpu-backward" and read.target.arch is None and read.saved.shape == (4, 8)
+    assert read.target.name == "cpu-backward" and read.target.arch is None and read.saved[0].shape == (4, 8)
+
+
+def test_a_backward_may_need_several_values_of_the_forward(tiny):
+    tiny.edit(add_library_step)
+    saved = [*backward()["saved"], {"name": "workspace", "shape": [4, 8], "dtype": "float32"}]
+    read = tiny.edit(lambda data: data.update(backward={"cpu": {**backward(args=["t", "workspace", "grad:y", "grad:t"]), "saved": saved}}))
+    assert [entry.name for entry in read.manifest.backward["cpu"].saved] == ["t", "workspace"]
 
 
 def test_a_backward_that_computes_the_producer_again_is_read(tiny):

@@ -114,7 +114,7 @@ class TinyPackage:
         """A linear layer goes before the scaling, and both targets get backward sources, which compute nothing of use; for what looks at packages."""
         (self.path / "backward.cpp").write_text(CPU_BACKWARD)
         (self.path / "backward_sm80.cu").write_text(CUDA_BACKWARD)
-        made = {"source_key": "", "gradients": ["scale"], "saved": {"name": "t0", "shape": [BATCH, FEATURES], "dtype": "float32"},
+        made = {"source_key": "", "gradients": ["scale"], "saved": [{"name": "t0", "shape": [BATCH, FEATURES], "dtype": "float32"}],
                 "steps": [{"launch": "scale_backward", "args": ["grad:y", "t0", "scale", "grad:t0", "grad:scale"]}]}  # fmt: skip
 
         def change(data):
