@@ -179,7 +179,7 @@ def test_every_kind_against_float64(tmp_path, precision: str) -> None:
 @needs_gxx
 @pytest.mark.parametrize("seed", [0, 1000])
 def test_random_chains_against_float64(tmp_path, seed: int) -> None:
-    for chain in build_segments(tmp_path, [random_spec(tmp_path, seed + number) for number in range(40)]):
+    for chain in build_segments(tmp_path, [random_spec(tmp_path, seed + number) for number in range(25)]):
         check(chain, "fp32", chance=2.0)  # where values cancel, both errors are drawn by chance
 
 
