@@ -3,7 +3,7 @@
 import pytest
 
 from codegen import targets
-from runtime import UnsupportedDeviceError, doctor, manifest
+from runtime import UnsupportedDeviceError, manifest
 from runtime.load import best_target, choose_targets
 
 A100, GA102, H100, B200, T4 = (8, 0), (8, 6), (9, 0), (10, 0), (7, 5)
