@@ -67,18 +67,19 @@ class Launch:
 
     One that reads parameters alone may be done ahead of calls: `prepares` names the buffers that it fills, which are then kept. `result`
     is where the kernel's y goes: a buffer, where other steps follow that the kernel knows nothing of. `part` is the chain that the kernel
-    knows, where that is a part of the whole.
+    knows, where that is a part of the whole; `names` are then the whole's for the kernel's pointers, which keep their own in its text.
     """
 
     kernel: Kernel
     prepares: tuple[str, ...] = ()
     result: str = "y"
     part: Spec | None = None
+    names: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """The kernel's pointers, with what takes the place of its result."""
-        return tuple(self.result if name == "y" else name for name in self.kernel.arguments)
+        return self.names or tuple(self.result if name == "y" else name for name in self.kernel.arguments)
 
 
 @dataclass(frozen=True)

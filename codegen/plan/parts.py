@@ -163,9 +163,9 @@ def _renamed(spec: Spec, step: Launch | Library, plan: Plan, number: int, part: 
     name = _names(spec, number, part, plan)
     if isinstance(step, Library):
         return replace(step, arguments=tuple(map(name, step.arguments)), out=name(step.out))
-    arguments = tuple(map(name, step.arguments))
-    kernel = replace(step.kernel, name=f"part{number}_{step.kernel.name}", arguments=arguments)
-    return replace(step, kernel=kernel, prepares=tuple(map(name, step.prepares)), result="y", part=plan.spec)
+    names = tuple(map(name, step.arguments))
+    kernel = replace(step.kernel, name=f"part{number}_{step.kernel.name}")
+    return replace(step, kernel=kernel, prepares=tuple(map(name, step.prepares)), part=plan.spec, names=names)
 
 
 def _buffers(spec: Spec, plan: Plan, number: int, part: Part) -> Iterator[Buffer]:

@@ -129,7 +129,7 @@ def _rival(request: Request, route: Route, offer: Offer) -> tuple[str, float] | 
     found = ways_of(replace(request, spec=replace(request.spec, gemm=None), target=TARGETS[rival]))
     other, name = min(way.ms * way.across for _, way in found.leading), f"{rival}'s kernels or torch's {_product(request)}"
     if other < offer.ms * offer.across:
-        raise Refusal(f"{route.title} would take {offer.ms:.3f} ms, estimated, against {other:.3f} ms with {name}")
+        raise Refusal(f"{_title(request, route)} would take {offer.ms:.3f} ms, estimated, against {other:.3f} ms with {name}")
     return name, other
 
 
