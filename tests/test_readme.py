@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from click import Context
+
 from fixed_shape_kernels.api import explain
 from fixed_shape_kernels.cli import COMMANDS
 
