@@ -204,8 +204,8 @@ def told(found: dict[str, Any]) -> str:
     return f"{found['verdict']}, {found['speedup_eager']}x eager, {found['speedup_compile']}x torch.compile{again}"
 
 
-def command_line(run: Run, reference: Path, standalone: Path, architecture: str, builds: Path) -> list[str]:
-    """The harness's own command line, for a run or anything else of a precision."""
+def command_line(run: Any, reference: Path, standalone: Path, architecture: str, builds: Path) -> list[str]:
+    """The harness's own command line; `run` is anything that has a `precision`."""
     return [
         sys.executable, str(SCRIPT), "ref_origin=local", f"ref_arch_src_path={reference.resolve()}", f"kernel_src_path={standalone.resolve()}", "eval_mode=local",
         f'gpu_arch=["{architecture}"]', f"precision={run.precision}", "backend=cuda", f"build_dir_prefix={builds.resolve()}",
