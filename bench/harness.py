@@ -205,7 +205,7 @@ def told(found: dict[str, Any]) -> str:
 
 
 def command_line(run: Any, reference: Path, standalone: Path, architecture: str, builds: Path) -> list[str]:
-    """The harness's own command line, for a run or anything else of a precision."""
+    """The harness's own command line; `run` is anything that has a `precision`."""
     return [
         sys.executable, str(SCRIPT), "ref_origin=local", f"ref_arch_src_path={reference.resolve()}", f"kernel_src_path={standalone.resolve()}", "eval_mode=local",
         f'gpu_arch=["{architecture}"]', f"precision={run.precision}", "backend=cuda", f"build_dir_prefix={builds.resolve()}",

@@ -15,11 +15,11 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from bench.machine import environment, precision_flags
 from bench.packages import generate, load_package
 from codegen.emit import make_package, write_if_different
-from codegen.ops import Kind
 from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import Spec, load_spec
@@ -219,17 +219,8 @@ class Subject:
 
     def run_tf32_model(self, inputs: Inputs) -> torch.Tensor:
         """What TF32 means: the producers' operands rounded to nearest at 10 mantissa bits, everything else in float64."""
-        producers = [self._exact.get_submodule(step.name) for step in self.spec.chain if step.operator.kind is Kind.PRODUCER]
-        kept = [module.weight.detach().clone() for module in producers]
-        handles = [module.register_forward_pre_hook(lambda module, given: (round_tf32(given[0].float()).double(),)) for module in producers]
-        try:
-            for module in producers:
-                module.weight.data.copy_(round_tf32(module.weight.data.float()))
+        with RoundedProducts():
             return self.run_exact(inputs)
-        finally:
-            for module, weight, handle in zip(producers, kept, handles, strict=True):
-                module.weight.data.copy_(weight)
-                handle.remove()
 
     def _parts(self, inputs: Inputs) -> Iterator[Inputs]:
         """The inputs a few samples at a time, as far as samples are independent, so that no float64 intermediate exceeds EXACT_VALUES."""
@@ -238,6 +229,19 @@ class Subject:
         size = max(1, EXACT_VALUES * self.spec.batch // largest) if apart else rows
         for first in range(0, rows, size):
             yield tuple(given[first : first + size] if of.batched else given for given, of in zip(inputs, self.spec.inputs, strict=True))
+
+
+class RoundedProducts(TorchFunctionMode):
+    """Inside, every product of PyTorch's takes its operands rounded to TF32, whatever module or function calls it."""
+
+    PRODUCTS = frozenset(
+        (functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, *(getattr(functional, f"conv{kind}{rank}d") for kind in ("", "_transpose") for rank in (1, 2, 3)))
+    )  # fmt: skip
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.PRODUCTS:
+            args = (*(round_tf32(operand.float()).double() for operand in args[:2]), *args[2:])
+        return func(*args, **(kwargs or {}))
 
 
 class Masks:

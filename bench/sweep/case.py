@@ -20,6 +20,7 @@ from bench.measure import measure
 from bench.packages import load_package
 from bench.store import Record
 from bench.subject import Emitted, Subject, construct
+from bench.sweep.draw import producer_name
 from bench.sweep.judge import judge
 from bench.timing import Ceilings
 from codegen.spec import load_spec
@@ -34,7 +35,7 @@ def begin(emitted: Emitted, target: str, text: str) -> Record:
     floor = plan["floor"]
     made = emitted.manifest["targets"][target]
     return {
-        "spec": text, "package": spec.package, "precision": spec.precision.name, "producer": spec.producer.operator.name, "target": target,
+        "spec": text, "package": spec.package, "precision": spec.precision.name, "producer": producer_name(spec), "target": target,
         "device_class": made["device_class"], "key": emitted.key(target), "flop": floor["flop"], "bytes": floor["bytes"],
         "route": " + ".join(f"torch's {step['library']}" if "library" in step else step["launch"].removesuffix("_launch") for step in made["steps"]),
         "limiter": limiter(floor), "why": plan["why"], "verified": None,

@@ -29,7 +29,7 @@ from bench.store import FORMAT, RESULTS, SWEEP, bundle
 from bench.subject import Emitted
 from bench.sweep import summary
 from bench.sweep.case import begin
-from bench.sweep.draw import LARGE, SMALL, draw
+from bench.sweep.draw import LARGE, SMALL, draw, producer_name
 from bench.sweep.judge import FAMILIES
 from bench.timing import measure_ceilings
 from codegen.emit import make_package, write_if_different
@@ -169,7 +169,7 @@ def _unplanned(work: Path, seed: int, index: int) -> dict[str, str]:
     """What can be said of a case that no target serves."""
     path = work / "specs" / f"sweep_{seed}_{index:03d}.yaml"
     spec = load_spec(path)
-    return {"spec": path.read_text(encoding="utf-8"), "package": spec.package, "precision": spec.precision.name, "producer": spec.producer.operator.name}
+    return {"spec": path.read_text(encoding="utf-8"), "package": spec.package, "precision": spec.precision.name, "producer": producer_name(spec)}
 
 
 def _outcome(case: dict[str, Any]) -> str:

@@ -231,6 +231,11 @@ def producer_flop(spec: Spec) -> float:
     return sum(flop_of(step) for step in spec.chain if step.operator.kind is Kind.PRODUCER)
 
 
+def producer_name(spec: Spec) -> str:
+    """The first producer's operator; the first operator of a chain that has none."""
+    return next((step for step in spec.chain if step.operator.kind is Kind.PRODUCER), spec.chain[0]).operator.name
+
+
 def footprint(spec: Spec) -> float:
     """Bytes that verifying needs at most: inputs and the parameters in fp32 and in float64, and of the largest result behind x five float64 tensors at once."""
     parameters = sum(math.prod(shape) for _, shape in spec.parameters)
