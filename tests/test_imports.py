@@ -14,7 +14,7 @@ PARTS = ("codegen", "runtime", "bench")
 
 # Modules of codegen from the ground up: each imports from its own layer and those before it. The longest prefix counts.
 LAYERS = (
-    ("numerics", "targets"),
+    ("numerics", "source_text", "targets"),
     ("ops",),
     ("spec",),
     ("ir",),
