@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from codegen.numerics import PRECISIONS
-from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator
+from codegen.ops import FILLS, OPERATORS, REQUIRED, Argument, Kind, Operator
 from codegen.spec import Spec, SpecError, load_spec
 
 Range = tuple[int, int]
@@ -99,6 +99,9 @@ _BY_TYPE: dict[str, Callable[[_Scene, Argument], Any]] = {
     "bound": lambda s, a: _number(s.rng, None),
     "flag": lambda s, a: s.rng.random() < 0.5,
     "tap": lambda s, a: s.rng.choice(s.names),
+    "owner": lambda s, a: s.rng.choice(s.names),
+    "view": lambda s, a: [1, -1, *[1] * (s.rank - 2)],
+    "fill": lambda s, a: s.rng.choice((*FILLS, 0.5)),
     "shape": lambda s, a: [s.channels if s.rng.random() < 0.8 else 1, *[1] * (s.rank - 2)],
 }
 
