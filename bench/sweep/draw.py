@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from codegen.numerics import PRECISIONS
-from codegen.ops import OPERATORS, REQUIRED, Argument, Kind, Operator, Shape, ShapeError
+from codegen.ops import FILLS, OPERATORS, REQUIRED, Argument, Kind, Operator, Shape, ShapeError
 from codegen.plan.floor import producer_flop as flop_of
 from codegen.spec import Spec, SpecError, load_spec
 from codegen.spec.types import result_shape
@@ -127,7 +127,13 @@ _BY_TYPE: dict[str, Callable[[_Scene, Argument], Any]] = {
     "shape": lambda s, a: _operand_shape(s),
     "axis": lambda s, a: s.rng.randint(-len(s.shape), len(s.shape) - 1),
     "axes": lambda s, a: _axes(s),
+    "owner": lambda s, a: s.rng.choice(list(s.results)),
+    "view": lambda s, a: [1, -1, *[1] * (len(s.shape) - 2)],
+    "fill": lambda s, a: s.rng.choice((*FILLS, 0.5)),
 }
+
+
+SELDOM = ("parameter", "view", "detach")  # arguments that few operands go with, so that most draws with them are thrown away
 
 
 def _argument(scene: _Scene, argument: Argument) -> Any:
@@ -144,8 +150,10 @@ def _operator(scene: _Scene, operator: Operator, name: str) -> dict[str, Any] | 
     """One entry of the chain, which the scene's value goes through; None where the operator does not take it. Half of what has a default is left at it."""
     scene.drawn = {}
     for argument in operator.arguments:
+        if argument.name in SELDOM and scene.rng.random() < 0.9:
+            continue
         if argument.default is REQUIRED or scene.rng.random() < 0.5:
-            if argument.type == "tap" and not scene.results:
+            if argument.type in ("tap", "owner") and not scene.results:
                 return None
             scene.drawn[argument.name] = _argument(scene, argument)
     tap = scene.drawn.get("from")

@@ -41,7 +41,7 @@ def small(path: str, folder: Path) -> Spec:
 
 def _loaded(data: dict[str, Any], folder: Path) -> Spec:
     path = folder / "small.yaml"
-    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    path.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
     return load_spec(path)
 
 
