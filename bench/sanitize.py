@@ -83,22 +83,22 @@ class Job:
 
 
 def compute_library_steps_on_the_cpu() -> None:
-    """Replace the runtime's two factories of library steps, for this process: float32 on the CPU, then the storage type, then the device."""
-    host = torch.device("cpu")
+    """Replace the runtime's factory of library steps, for this process: float32 on the CPU, then the storage type, then the device."""
+    factory = launch.call_of
 
-    def on_the_cpu(factory):
-        def made(step, precision: str, device: torch.device):
-            compute = factory(step, precision, host)
+    def on_the_cpu(name: str, options, precision: str):
+        compute = factory(name, options, "fp32")
 
-            def call(*operands: torch.Tensor | None) -> torch.Tensor:
-                y = compute(*(None if operand is None else operand.cpu().float() for operand in operands))
-                return y.to(operands[0].dtype).contiguous().to(device)
+        def call(*operands: torch.Tensor | None):
+            first = operands[0]
+            moved = [None if operand is None else operand.cpu() if not operand.is_floating_point() else operand.cpu().float() for operand in operands]
+            made = compute(*moved)
+            back = [y.to(first.device, first.dtype if y.is_floating_point() else y.dtype).contiguous() for y in (made if isinstance(made, tuple) else (made,))]
+            return tuple(back) if isinstance(made, tuple) else back[0]
 
-            return call
+        return call
 
-        return made
-
-    launch._linear, launch._conv2d = on_the_cpu(launch._linear), on_the_cpu(launch._conv2d)
+    launch.call_of = on_the_cpu
 
 
 def child(folders: list[Path], runs: int, read: bool) -> None:

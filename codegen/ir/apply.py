@@ -87,7 +87,7 @@ def _apply(spec: Spec, step: Step, kept: bool) -> Apply:
     parameter = step.parameters[0] if step.parameters else None
     if step.tap is not None:  # of a sum or product
         expression = op.expression.format(v="{v}", p="{v}" if step.taps_itself else kept_name(spec.chain[step.tap]))
-        functions: tuple[str, ...] = ()
+        functions: tuple[str, ...] = () if op.function is None else (op.function(values),)
     elif op.function is None:
         expression = op.expression.format(v="{v}", p="{p}" if parameter else constants[0].name)
         functions = ()

@@ -173,6 +173,8 @@ class Statements:
             text = item.apply("v")
         else:
             text = step.operator.expression.format(v="v", p=other)
+            if step.operator.function is not None:
+                self.applied.append(Apply("", "", (), (step.operator.function(step.values),), None, None, False, True, False, False))
         self.lines.append(f"v = {text};  // {describe(step)}")
 
     def _other(self, step: Step) -> str | None:
