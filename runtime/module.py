@@ -8,6 +8,7 @@ from typing import Any, Sequence
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler with this package
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx import Proxy
@@ -373,7 +374,7 @@ class GeneratedModule(nn.Module):
                         self._refuse_not_dense(".".join((*path, name)), parameter)
         return collected, addresses if direct and len(addresses) == len(collected) and not together % ALIGNMENT else None
 
-    @torch.compiler.disable
+    @_disable_dynamo
     def _settle(self, child: Child, owner: nn.Module) -> None:
         """Lets take effect what a child does that is more than holding parameters, or refuses it."""
         manifest = self._package.manifest
@@ -389,7 +390,7 @@ class GeneratedModule(nn.Module):
         return [self.get_buffer(entry.name) for entry in self._package.manifest.state]
 
     @staticmethod
-    @torch.compiler.disable
+    @_disable_dynamo
     def _refuse_not_dense(key: str, tensor: Any) -> None:
         fault = not_dense(key, tensor) if isinstance(tensor, torch.Tensor) else None
         if fault is not None:
@@ -489,7 +490,6 @@ def _reference_for_gradients(model_class: type, package: Package) -> nn.Module:
     return reference
 
 
-@torch.compiler.assume_constant_result
 def _fault_of(model: GeneratedModule) -> str:
     """What a forward cannot keep of the children and parameters of ``model``, as a sentence; empty where there is nothing.
 
@@ -513,7 +513,11 @@ def _fault_of(model: GeneratedModule) -> str:
     return ""
 
 
-@torch.compiler.disable
+# What torch.compiler.assume_constant_result sets; the decorator itself would import the compiler with this package.
+_fault_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@_disable_dynamo
 def _refuse(model: GeneratedModule) -> None:
     fault = _fault_of(model)
     if fault:

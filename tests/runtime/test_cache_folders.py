@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from fixed_shape_kernels.cli import main
 from runtime import BuildError, Package, PackageError, kernel_report, prebuilt
 from runtime import cache as cache_module
 from runtime import folders as folders_module
-from fixed_shape_kernels.cli import main
 from runtime.build import ensure_built, plan_build
 from runtime.cache import RECORD, Cache, CacheWarning, default_cache
 from runtime.folders import cannot_write

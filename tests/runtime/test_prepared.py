@@ -370,9 +370,15 @@ def test_a_target_that_needs_no_preparation(tiny, x):
         assert torch.equal(model(x), x * model.scale)
 
 
-def test_no_build_for_where_the_weights_are(model):
+def test_what_was_never_built_is_built_first(model):
     model._loaded = Loaded()
-    with pytest.raises(PreparationError, match=r"the parameters are on cpu.*built: nothing.*move the model first"):
+    assert model.prepare() is model and model.prepared_bytes
+
+
+def test_no_build_for_where_the_weights_are(model):
+    model._loaded.programs.clear()
+    model._loaded.programs[model._sizes[-1].batch, torch.device("cuda", 0)] = None
+    with pytest.raises(PreparationError, match=r"the parameters are on cpu.*built: cpu.*move the model first"):
         model.prepare()
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from runtime import ToolchainError, toolchain
 from fixed_shape_kernels.cli import main
+from runtime import ToolchainError, toolchain
 from runtime.build import NINJA_FILE, ensure_built, plan_build, write_build_folder
 from runtime.commands import split_command, split_host_option
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fixed_shape_kernels
 from codegen.emit import make_package, write_if_different
 from codegen.render import render
 from codegen.spec import load_spec
@@ -268,7 +269,8 @@ def test_the_same_package_gives_the_same_bytes(tiny, tmp_path):
 
 def test_version_and_requirements_are_the_products():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert (wheel.PRODUCT, wheel.VERSION, wheel.REQUIRES_PYTHON) == (project["name"], project["version"], project["requires-python"])
+    assert (wheel.PRODUCT, wheel.VERSION, wheel.REQUIRES_PYTHON) == (project["name"], fixed_shape_kernels.__version__, project["requires-python"])
+    assert project["dynamic"] == ["version"], "pyproject.toml takes the version from fixed_shape_kernels"
     assert set(wheel.REQUIRES) <= set(project["dependencies"])
 
 
