@@ -248,7 +248,7 @@ class _Reader(ChainReader):
             except ShapeError as error:
                 self.fault(item, f"batch: {item.value} does not go with the chain: {error}")
         if spec.pad_batch and not spec.rows_are_samples:
-            reason = "an operator joins samples or moves them from the first axis, so that more rows would change the result's others"
+            reason = "an operator joins samples, moves them from the first axis or takes a parameter along it: more rows would change the others or not fit"
             self.fault(nodes["pad_batch"], f"pad_batch: {reason}")
         if self.problems:
             raise SpecError(self.shown, self.problems)

@@ -15,31 +15,36 @@ from runtime import launch
 
 ROOT = Path(__file__).parents[2]
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def patched(monkeypatch):
-    for name in ("_linear", "_conv2d"):
-        monkeypatch.setattr(launch, name, getattr(launch, name))  # so that the originals come back
+    monkeypatch.setattr(launch, "call_of", launch.call_of)  # so that the original comes back
     sanitize.compute_library_steps_on_the_cpu()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_library_steps_are_computed_in_float32_on_the_cpu(patched, dtype):
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((2, 8, 5, 5), (4, 4, 3, 3), (4,)))
-    step = SimpleNamespace(options={"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "groups": 2})
-    y = launch._conv2d(step, "fp32", CPU)(x, weight, bias)
+    options = {"stride": [1, 1], "padding": [1, 1], "dilation": [1, 1], "groups": 2}
+    y = launch.call_of("conv2d", options, "fp32")(x, weight, bias)
     assert torch.equal(y, F.conv2d(x.float(), weight.float(), bias.float(), padding=1, groups=2).to(dtype)) and y.is_contiguous()
     a, b = x.flatten(1), torch.randn(6, 200).to(dtype)
-    assert torch.equal(launch._linear(None, "fp32", CPU)(a, b, None), F.linear(a.float(), b.float()).to(dtype))
+    assert torch.equal(launch.call_of("linear", {}, "fp32")(a, b, None), F.linear(a.float(), b.float()).to(dtype))
 
 
-def test_no_library_call_is_made_for_another_device(patched):
-    """The factory asks for the CPU's arithmetic whatever device the program is for: no CUDA flag, no cuBLAS."""
-    call = launch._linear(None, "fp32", torch.device("meta"))
-    y = call(torch.randn(2, 3), torch.randn(4, 3), torch.randn(4))
-    assert y.device.type == "meta" and y.shape == (2, 4)
+def test_no_library_call_is_made_for_another_device(monkeypatch):
+    """The runtime's factory is asked for fp32 and gets operands of the CPU, whatever device the program is for: no CUDA flag, no cuBLAS."""
+    seen, factory, cpu = [], launch.call_of, torch.Tensor.cpu
+
+    def watched(name, options, precision):
+        compute = factory(name, options, precision)
+        return lambda *operands: seen.append((precision, {operand.device.type for operand in operands})) or compute(*operands)
+
+    monkeypatch.setattr(launch, "call_of", watched)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda v: torch.zeros(v.shape) if v.is_meta else cpu(v))
+    sanitize.compute_library_steps_on_the_cpu()
+    y = launch.call_of("linear", {}, "tf32")(*(torch.empty(shape, device="meta") for shape in ((2, 3), (4, 3), (4,))))
+    assert seen == [("fp32", {"cpu"})] and y.device.type == "meta" and y.shape == (2, 4)
 
 
 def test_the_tools_report_is_read():

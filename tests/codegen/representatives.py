@@ -12,10 +12,11 @@ from codegen.plan.backward.cuda import plan_backward_cuda
 from codegen.plan.model import Kernel, Plan
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
-from tests.codegen import norm_harness, test_stages
+from tests.codegen import norm_harness, test_segment_kernels, test_stages
 from tests.codegen.conv_cases import FAMILY
 from tests.codegen.cpu_chains import conv_chain, linear_chain, make_spec
 from tests.codegen.gemm_cases import Case, bias
+from tests.codegen.segment_chains import segment_spec
 
 TEMPLATES = Path(__file__).parents[2] / "codegen" / "templates"
 COSTLY = Case("costly", 130, 336, 320, 10, before=(bias(320), "hardtanh", "mish"), after=("silu",))
@@ -36,6 +37,12 @@ def norm(name: str) -> Callable[[Path], Plan]:
 def stages(number: int) -> Callable[[Path], Plan]:
     """The plan of a chain that ends in stages."""
     return lambda folder: test_stages.planned(folder, number, "bf16", "sm_80")
+
+
+def segment(name: str) -> Callable[[Path], Plan]:
+    """The plan of a chain in segments."""
+    shape, chain, inputs = test_segment_kernels.CASES[name]
+    return lambda folder: plan(segment_spec(folder, shape, chain, "bf16", inputs), "sm_80", "h100")
 
 
 def conv(data: dict, precision: str, target: str) -> Callable[[Path], Plan]:
@@ -81,6 +88,12 @@ REPRESENTATIVES: dict[tuple[str, str], Callable[[Path], Plan]] = {
     ("stages/spread.cu.j2", ""): stages(0),
     ("stages/columns.cu.j2", ""): stages(3),
     ("stages/windows.cu.j2", ""): stages(4),
+    ("segments/map.cu.j2", ""): segment("broadcasts"),
+    ("segments/rows.cu.j2", ""): segment("layer_norm"),
+    ("segments/columns.cu.j2", ""): segment("channels"),
+    ("segments/partial.cu.j2", ""): segment("batch_norm"),
+    ("segments/merge.cu.j2", ""): segment("batch_norm"),
+    ("segments/windows.cu.j2", ""): segment("max_pool3d"),
     ("conv_gemm/conv_gemm.cu.j2", ""): conv(WINDOWS, "fp16", "sm_80"),
     ("conv_gemm/channels_last.cu.j2", ""): conv(WINDOWS, "fp16", "sm_80"),
     ("conv_sm80/conv.cu.j2", ""): conv(FAMILY["odd_width"], "fp16", "sm_80"),

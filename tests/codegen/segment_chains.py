@@ -63,16 +63,24 @@ class SegmentChain:
         return [(torch.randn(given.shape, generator=self.generator, device=self.device) * scale + offset).to(self.dtype) for given in self.spec.inputs]
 
     def pytorch(self, sources: Sequence[torch.Tensor], dtype: torch.dtype | None = None, training: bool = False) -> dict[str, torch.Tensor]:
-        """PyTorch's result "y" at `dtype` (default: the spec's own), and in training the new running statistics by their keys."""
+        """PyTorch's result "y" at `dtype` (default: the spec's own), and in training the new running statistics by their keys.
+
+        In float64 it is computed on the CPU, which adds up a mean. On a GPU the mean moves by each value's share, so that one infinity gives NaN or itself
+        as the order of threads has it.
+        """
         dtype = dtype or self.dtype
+        device = "cpu" if dtype is torch.float64 else self.device
         before = {key: tensor.clone() for key, tensor in self.module.state_dict().items()}
-        module = self.module.to(dtype).train(training)
+        module = self.module.to(device, dtype).train(training)
         names = {"torch": torch, "F": F, "self": module}
-        names |= {given.name: source.to(dtype) for given, source in zip(self.spec.inputs, sources, strict=True)}
+        names |= {given.name: source.to(device, dtype) for given, source in zip(self.spec.inputs, sources, strict=True)}
         with torch.no_grad():
             exec("\n".join(reference_lines(self.spec)), names)  # noqa: S102
-            made = {"y": names["v"], **{f"state:{key}": buffer.clone() for key, buffer in module.named_buffers() if training}}
-        self.module.to(self.dtype).load_state_dict(before)
+            made = {
+                "y": names["v"].to(self.device),
+                **{f"state:{key}": buffer.to(self.device, copy=True) for key, buffer in module.named_buffers() if training},
+            }
+        self.module.to(self.device, self.dtype).load_state_dict(before)
         return made
 
     def kernels(self, sources: Sequence[torch.Tensor], training: bool = False, threads: int = 2) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from codegen.emit import make_package
+from codegen.ir.fused_form import departure
 from codegen.manifest import manifest_text
 from codegen.plan import Refusal, plan
 from codegen.render import render, render_kernel
@@ -96,12 +97,18 @@ def test_gradients_are_generated_whatever_is_taken_once_more(tmp_path) -> None:
     [
         ([], [{"add": {"from": "nowhere"}}], "nowhere is no operator in front of this one"),
         ([], [{"add": {"from": "later"}}, {"relu": {"name": "later"}}], "later is no operator in front of this one"),
-        ([], [SHARED_ROWS, {"add": {"from": "norm"}}], "norm lies in front of max_pool2d"),
-        (["relu"], [{"add": {"from": "conv"}}], "its input is relu's result"),
-        ([], [{"add": {"from": "norm", "value": 2.0}}], "give either shape"),
+        ([], [SHARED_ROWS, {"add": {"from": "norm"}}], r"\(2, 8, 8, 8\) does not broadcast with the value\'s \(2, 8, 4, 4\)"),
+        ([], [{"add": {"from": "norm", "value": 2.0}}], "add: give either shape"),
         ([], [{"add": {"from": 3}}], "3 is no identifier"),
     ],
 )
 def test_what_cannot_be_taken_once_more(tmp_path, before: list, after: list, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         make_spec(tmp_path, conv_chain(before, after, 8, 2), 2, "fp32", (8, 8))
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_80"])
+def test_a_result_from_before_the_norms_input_is_taken_by_a_plan_in_parts(tmp_path, target: str) -> None:
+    spec = make_spec(tmp_path, conv_chain(["relu"], [{"add": {"from": "conv"}}], 8, 2), 2, "fp32", (8, 8))
+    assert departure(spec.chain) == "add takes a result from before the norm's input"
+    assert any(line.startswith("parts, ") and departure(spec.chain) in line for line in plan(spec, target).why)

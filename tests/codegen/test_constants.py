@@ -46,7 +46,7 @@ def eager(spec: Spec, operator: str) -> torch.Tensor:
         line = next(line for line in module_lines(spec) if line.startswith("self.norm"))
         return eval(line.removeprefix("self.norm = "), {"nn": nn}).to(dtype)(torch.zeros(step.input_shape, dtype=dtype))
     v = torch.tensor([[0.0, 1.0, -1.0, 1e-3], [-1e-3, 6e4, -6e4, 1e-7]]).to(dtype)
-    v = v[v != 0] if operator == "rdiv" else v  # a number divided by 0 is what it is in PyTorch
+    v = v[(1 / v).isfinite()] if operator == "rdiv" else v  # PyTorch multiplies by the reciprocal, so 0 times an infinite one is NaN
     return eval(step.operator.call(step.values).format(v="v"), {"torch": torch, "F": F, "v": v, "self": SimpleNamespace(training=True)})
 
 

@@ -135,7 +135,7 @@ def test_faults_of_the_spec_come_with_the_line_of_the_file(tmp_path):
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "codegen.from_module", *arguments]
+    command = [sys.executable, "-m", "fixed_shape_kernels", "from-module", *arguments]
     return subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(TOP), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
 
 

@@ -89,6 +89,8 @@ FORWARD: dict[str, Case] = {
     "softsign": Case(F.softsign, units=3),
     "logsigmoid": Case(F.logsigmoid, units=8, floor=2 * TINY),
     "softshrink": Case(lambda v: F.softshrink(v, 1.5), (1.5,), units=1),
+    "minimum": Case(lambda v: torch.minimum(v, torch.full_like(v, -1.5)), (-1.5,)),
+    "maximum": Case(lambda v: torch.maximum(v, torch.full_like(v, 2.5)), (2.5,)),
 }  # fmt: skip
 GRADIENTS = [name for name in FUNCTIONS if name.endswith("_grad")]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from bench.harness import reference_source
+from codegen.ir.fused_form import departure
 from codegen.plan import Refusal, plan
 from codegen.render import render_kernel
 from codegen.spec import SpecError
@@ -56,6 +57,7 @@ def test_norms_by_the_kernels_of_sm_80_in_an_emulation(tmp_path) -> None:
         check(built, built.source(), steeper=4.0)
 
 
+@pytest.mark.emulated
 @needs_gxx
 def test_groups_whose_squares_exceed_fp32_in_every_norm_kernel(tmp_path) -> None:
     """Whole samples, and one value, are so large; the samples between them are not. The cpu target's sums are double."""
@@ -127,11 +129,10 @@ def test_instance_norm_and_functions(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("norm", "size", "message"),
     [
-        ({"layer_norm": {"name": "norm", "normalized_shape": 47}}, None, r"layer_norm takes all that follows the batch, which is \(48,\) here"),
+        ({"layer_norm": {"name": "norm", "normalized_shape": 47}}, None, r"layer_norm takes trailing sizes of \(3, 48\)"),
         ({"layer_norm": {"name": "norm", "normalized_shape": "wide"}}, None, "neither a value nor an entry of args"),
         ({"layer_norm": {}}, None, "layer_norm needs one"),
-        ({"layer_norm": {"name": "norm"}}, (8, 9), "elementwise_affine: false only"),
-        ({"instance_norm": {"name": "norm"}}, None, r"instance_norm takes \(batch, channels, height, width\)"),
+        ({"instance_norm": {"name": "norm"}}, None, r"instance_norm takes \(batch, channels\) and one to three spatial axes"),
         ({"instance_norm": {"name": "norm", "num_features": 5}}, (8, 9), "6 channels come before it"),
         ({"instance_norm": {"name": "norm"}}, (1, 1), "instance_norm over one value"),
     ],
@@ -139,3 +140,10 @@ def test_instance_norm_and_functions(tmp_path) -> None:
 def test_what_no_norm_takes(tmp_path, norm: dict, size: tuple[int, int] | None, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         make_spec(tmp_path, linear(norm) if size is None else conv(norm, []), 3, "fp32", size)
+
+
+@needs_gxx
+def test_a_scale_for_each_element_of_a_plane_is_computed_in_parts(tmp_path) -> None:
+    spec = make_spec(tmp_path, conv({"layer_norm": {"name": "norm"}}, []), 3, "fp32", (8, 9))
+    assert departure(spec.chain) is not None and spec.parameters[-1][1] == (6, 8, 9)
+    assert any(line.startswith("parts, ") and departure(spec.chain) in line for line in plan(spec, "cpu").why)

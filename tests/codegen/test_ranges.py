@@ -106,7 +106,7 @@ def test_padding_needs_rows_that_are_samples(tmp_path, shape, allowed):
         assert read(tmp_path, "[1, 8]", "pad_batch: true\n", chain).pad_batch
     else:
         (found,) = problems(tmp_path, "[1, 8]", "pad_batch: true\n", chain)
-        assert found.startswith("3:12: pad_batch: a parameter behind the reduction changes the result's shape")
+        assert found.startswith("3:12: pad_batch: an operator joins samples, moves them from the first axis or takes a parameter along it")
 
 
 # ---- what is emitted -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -73,8 +74,8 @@ CASES = {
 }  # fmt: skip
 
 
-def specs_of(folder, precision: str) -> list:
-    return [segment_spec(folder, shape, chain, precision, inputs) for shape, chain, inputs in CASES.values()]
+def specs_of(folder, precision: str, names: Iterable[str] = CASES) -> list:
+    return [segment_spec(folder, shape, chain, precision, inputs) for shape, chain, inputs in (CASES[name] for name in names)]
 
 
 def check(chain: SegmentChain, precision: str, chance: float = 1.1) -> None:
@@ -170,14 +171,14 @@ def test_what_is_left_to_the_library_is_named(tmp_path) -> None:
 
 
 @needs_gxx
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_every_kind_against_float64(tmp_path, precision: str) -> None:
     for chain in build_segments(tmp_path, specs_of(tmp_path, precision)):
         check(chain, precision)
 
 
 @needs_gxx
-@pytest.mark.parametrize("seed", [0, 1000])
+@pytest.mark.parametrize("seed", [0, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_chains_against_float64(tmp_path, seed: int) -> None:
     for chain in build_segments(tmp_path, [random_spec(tmp_path, seed + number) for number in range(25)]):
         check(chain, "fp32", chance=2.0)  # where values cancel, both errors are drawn by chance
@@ -222,6 +223,7 @@ def test_constant_groups_give_beta(tmp_path) -> None:
     check_constant_groups(build_segments(tmp_path, norms(tmp_path)))
 
 
+@pytest.mark.nvcc
 @needs_nvcc
 def test_every_kind_compiles_for_a_gpu(tmp_path) -> None:
     """Once each: no warnings, spills or local memory. Shapes as large as layers have them."""

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.emit import make_package
+from codegen.ir.fused_form import departure
 from codegen.manifest import manifest_text
 from codegen.ops import broadcast
 from codegen.plan import Refusal, plan
@@ -298,12 +299,8 @@ def test_a_package_with_stages_is_whole(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("after", "message"),
     [
-        ([{"min": {"dim": 2}}], r"channels, dim: 1 .*are all that it reduces"),
-        ([{"min": {}}, {"max": {}}], "come element-wise operators only"),
-        ([{"min": {"keepdim": True}}, {"max_pool2d": {"kernel_size": 2}}], "come element-wise operators only"),
         ([{"min": {}}, {"add": {"name": "p", "shape": [3, 1]}}], "does not broadcast with"),
-        ([{"min": {}}, {"add": {"from": "conv"}}], "lies in front of min"),
-        ([{"min": {"name": "least", "keepdim": True}}, {"add": {"name": "p", "shape": [8, 1, 1]}}, {"add": {"from": "least"}}], r"least gives \(2, 1, 8, 8\)"),
+        ([{"min": {}}, {"add": {"from": "conv"}}], r"\(2, 8, 8, 8\) does not broadcast with the value\'s \(2, 8, 8\)"),
         ([{"avg_pool2d": {"kernel_size": 9}}], "does not fit"),
         ([{"avg_pool2d": {"kernel_size": 2, "padding": 2}}], "more than half"),
     ],
@@ -313,8 +310,25 @@ def test_what_no_stage_takes(tmp_path, after: list, message: str) -> None:
         make_spec(tmp_path, conv_chain([], after, 8, 2), 2, "fp32", (8, 8))
 
 
-def test_a_reduction_comes_behind_the_norm(tmp_path) -> None:
-    with pytest.raises(SpecError, match="a reduction comes after the norm"):
+IN_PARTS = [
+    ([], [{"min": {"dim": 2}}], "min is no reduction over channels alone"),
+    ([], [{"min": {}}, {"max": {}}], "max follows a reduction"),
+    ([], [{"min": {"keepdim": True}}, {"max_pool2d": {"kernel_size": 2}}], "max_pool2d follows a reduction"),
+    ([], [{"min": {"name": "least", "keepdim": True}}, {"add": {"name": "p", "shape": [8, 1, 1]}}, {"add": {"from": "least"}}], "add takes a result of another shape"),
+    ([{"max": {"dim": 3, "keepdim": True}}], [], "max comes before a norm"),
+]
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_80"])
+@pytest.mark.parametrize(("before", "after", "reason"), IN_PARTS)
+def test_stages_in_another_order_are_computed_in_parts(tmp_path, before: list, after: list, reason: str, target: str) -> None:
+    spec = make_spec(tmp_path, conv_chain(before, after, 8, 2), 2, "fp32", (8, 8))
+    assert departure(spec.chain) == reason
+    assert any(line.startswith("parts, ") and reason in line for line in plan(spec, target).why)
+
+
+def test_a_norm_behind_a_reduction_needs_the_channels_that_are_left(tmp_path) -> None:
+    with pytest.raises(SpecError, match=r"group_norm takes \(batch, channels, ...\), the input here is \(2,\)"):
         make_spec(tmp_path, linear_chain([{"max": {}}], [], 8, 2), 2)
 
 
