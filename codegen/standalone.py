@@ -6,6 +6,7 @@ It carries every CUDA target of the package and compiles the best one for the de
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from codegen.ir.fused_form import departure
@@ -16,19 +17,16 @@ from codegen.plan.model import Launch, Library, Plan
 from codegen.plan.parts import value_name
 from codegen.render import render_template
 from codegen.targets import TARGETS, Target, cuda_targets, preference
-from codegen.torch_text import module_lines, parameters, torch_call
+from codegen.torch_text import as_operand, module_lines, parameters, torch_call
 
 PRODUCTS = frozenset(row.name for row in OPERATORS.values() if row.name == "linear" or (row.kind is Kind.PRODUCER and row.rank))
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward of one target for one batch: the method's name and its statements, those of training where they differ."""
+    """The forward of one target for one batch: the method's name and its statements up to the return, those of training where they differ."""
 
     method: str
-    output_shape: Shape
-    allocates_result: bool
-    buffers: tuple[tuple[str, str], ...]  # (name, the expression that allocates it)
     steps: tuple[str, ...]
     training: tuple[str, ...] = ()
 
@@ -85,16 +83,27 @@ def _part(name: str, package: Package, files: dict[str, str]) -> Part:
 
 
 def _forward(method: str, plan: Plan) -> Forward:
-    made_by_torch = {step.out for step in plan.steps if isinstance(step, Library)}
-    buffers = tuple(
-        (_variable(buffer.name), f"torch.empty({buffer.bytes}, dtype=torch.uint8, device={plan.spec.inputs[0].name}.device)")
-        if buffer.bytes
-        else (_variable(buffer.name), f"torch.empty({buffer.shape}, dtype=torch.{buffer.dtype}, device={plan.spec.inputs[0].name}.device)")
-        for buffer in plan.buffers
-        if buffer.name not in made_by_torch
-    )
-    steps, training = (tuple(_statement(step, plan) for step in mode) for mode in (plan.steps, plan.training))
-    return Forward(method, plan.spec.output_shape, "y" not in made_by_torch, buffers, steps, () if training == steps else training)
+    steps = tuple(_statements(plan, plan.steps))
+    return Forward(method, steps, tuple(_statements(plan, plan.training)) if plan.training not in ((), plan.steps) else ())
+
+
+def _statements(plan: Plan, steps: tuple[Launch | Library, ...]) -> Iterator[str]:
+    """A mode's forward: tensors for what its kernels write, its steps, and the running statistics that they made put in the place of the old ones."""
+    spec = plan.spec
+    launched = {name for step in steps if isinstance(step, Launch) for name in step.arguments}
+    made_by_torch = {step.out for step in steps if isinstance(step, Library)}
+    on = f"device={spec.inputs[0].name}.device"
+    for buffer in plan.buffers:
+        if buffer.name in launched - made_by_torch:
+            size = f"{buffer.bytes}, dtype=torch.uint8" if buffer.bytes else f"{buffer.shape}, dtype=torch.{buffer.dtype}"
+            yield f"{_variable(buffer.name)} = torch.empty({size}, {on})"
+    if "y" not in made_by_torch:
+        yield f"y = torch.empty({spec.output_shape}, dtype=torch.{spec.precision.dtype}, {on})"
+    yield from (_statement(step, plan) for step in steps)
+    renewed = [name.removeprefix("state:") for name in (buffer.name for buffer in plan.buffers) if name.startswith("state:") and name in launched]
+    yield from (f"self.{key}.copy_({_variable(f'state:{key}')})" for key in renewed)
+    norms = {key.rpartition(".")[0] for key in renewed}
+    yield from (f"self.{key}.add_(1)" for key, _, _ in spec.buffers if key.endswith(".num_batches_tracked") and key.rpartition(".")[0] in norms)
 
 
 def _plain_comments(text: str) -> str:
@@ -112,9 +121,12 @@ def _tensor(name: str | None, plan: Plan) -> str:
 
 
 def _variable(name: str) -> str:
-    """The local variable of a plan's value: `input:residual` is the argument, `value:3` v_3, `part0:sums` part0_sums."""
+    """The local variable of a plan's value: `input:residual` is the argument, `value:3` v_3, `part0:sums` part0_sums, `state:bn.running_var`
+    new_bn_running_var."""
     if name.startswith("input:"):
         return name.removeprefix("input:")
+    if name.startswith("state:"):
+        return f"new_{name.removeprefix('state:').replace('.', '_')}"
     return f"v_{name.removeprefix('value:')}" if name.startswith("value:") else name.replace(":", "_")
 
 
@@ -129,7 +141,7 @@ def _statement(step: Launch | Library, plan: Plan) -> str:
     if own.operator.kind is Kind.PRODUCER:
         raise Refusal(f"standalone.py has no text of {step.operation} in the arithmetic that the precision promises; load the package instead")
     second = next((_tensor(name, plan) for name in step.arguments[1:] if name is not None), None)
-    made = torch_call(own, _tensor(step.arguments[0], plan), second)
+    made = torch_call(own, _tensor(step.arguments[0], plan), second and as_operand(own, second))
     return f"{out} = ({made}).contiguous()" if own.operator.expression else f"{out} = {made}.contiguous()"
 
 

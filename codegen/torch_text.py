@@ -72,6 +72,11 @@ def _other(spec: Spec, step: Step, source: str) -> str:
         taken = source if step.taps_itself else kept_name(spec.chain[step.tap])
     else:
         taken = step.reads or f"self.{step.owned[0] if step.owned else step.name}"
+    return as_operand(step, taken)
+
+
+def as_operand(step: Step, taken: str) -> str:
+    """The tensor `taken` as the operator's second value: detached or viewed, as the spec says."""
     if step.values.get("detach"):
         return f"{taken}.detach()"
     return f"{taken}.view({', '.join(map(str, step.operand[1]))})" if step.values.get("view") is not None else taken

@@ -52,6 +52,7 @@ class _Scene:
     shape: Shape = ()  # of the value that the operator in hand takes
     drawn: dict[str, Any] = field(default_factory=dict)  # of the operator in hand
     results: dict[str, Shape] = field(default_factory=dict)  # that `from` may name: earlier operators' and other inputs
+    owners: dict[str, Shape] = field(default_factory=dict)  # that `parameter` may name: operators with a shape of their own
 
     @property
     def channels(self) -> int:
@@ -127,13 +128,16 @@ _BY_TYPE: dict[str, Callable[[_Scene, Argument], Any]] = {
     "shape": lambda s, a: _operand_shape(s),
     "axis": lambda s, a: s.rng.randint(-len(s.shape), len(s.shape) - 1),
     "axes": lambda s, a: _axes(s),
-    "owner": lambda s, a: s.rng.choice(list(s.results)),
+    "owner": lambda s, a: s.rng.choice(list(s.owners)),
     "view": lambda s, a: [1, -1, *[1] * (len(s.shape) - 2)],
     "fill": lambda s, a: s.rng.choice((*FILLS, 0.5)),
 }
 
 
-SELDOM = ("parameter", "view", "detach")  # arguments that few operands go with, so that most draws with them are thrown away
+# Where an operand comes from, one of these with its weight; and the arguments that go with some of them, which few draws take.
+_OPERANDS = {"shape": 5, "value": 3, "from": 3, "parameter": 2}
+_GOES_WITH = {"init": ("shape",), "view": ("shape", "parameter"), "detach": ("from",)}
+_SELDOM = ("view", "detach")
 
 
 def _argument(scene: _Scene, argument: Argument) -> Any:
@@ -149,11 +153,15 @@ def _argument(scene: _Scene, argument: Argument) -> Any:
 def _operator(scene: _Scene, operator: Operator, name: str) -> dict[str, Any] | str | None:
     """One entry of the chain, which the scene's value goes through; None where the operator does not take it. Half of what has a default is left at it."""
     scene.drawn = {}
+    operand = _operand(scene, operator)
     for argument in operator.arguments:
-        if argument.name in SELDOM and scene.rng.random() < 0.9:
-            continue
-        if argument.default is REQUIRED or scene.rng.random() < 0.5:
-            if argument.type in ("tap", "owner") and not scene.results:
+        if operand is not None:
+            if argument.name in _OPERANDS and argument.name != operand or operand not in _GOES_WITH.get(argument.name, (operand,)):
+                continue
+            if argument.name in _SELDOM and scene.rng.random() < 0.8:
+                continue
+        if argument.default is REQUIRED or argument.name == operand or scene.rng.random() < 0.5:
+            if argument.type == "tap" and not scene.results:
                 return None
             scene.drawn[argument.name] = _argument(scene, argument)
     tap = scene.drawn.get("from")
@@ -169,8 +177,19 @@ def _operator(scene: _Scene, operator: Operator, name: str) -> dict[str, Any] | 
     scene.shape = result
     if operator.takes_name:
         scene.results[name] = scene.shape
+    if operand == "shape":
+        scene.owners[name] = tuple(scene.drawn["shape"])
     given = ({"name": name} if operator.takes_name else {}) | scene.drawn
     return {operator.name: given} if given else operator.name
+
+
+def _operand(scene: _Scene, operator: Operator) -> str | None:
+    """Where the operand comes from, of an operator that takes exactly one; a source that nothing in the scene offers is left out."""
+    if not any(argument.type == "owner" for argument in operator.arguments):
+        return None
+    offered = {"from": scene.results, "parameter": scene.owners}
+    sources = [source for source in _OPERANDS if offered.get(source, True)]
+    return scene.rng.choices(sources, [_OPERANDS[source] for source in sources])[0]
 
 
 def _values(operator: Operator, drawn: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +231,8 @@ def _attempt(rng: Random, limits: Limits, name: str, first: Operator, precision:
                 return
 
     def any_of(*which: Kind) -> Callable[[], Operator]:
-        return lambda: rng.choice(kinds[rng.choice(which)])
+        """Of the operators that a value of as many axes can go through, so that those of one rank are no rarer than the others."""
+        return lambda: rng.choice([op for op in kinds[rng.choice(which)] if _takes(op, scene.shape)] or kinds[which[0]])
 
     if rng.random() < 0.2:
         add(any_of(*behind))  # in front of the producer

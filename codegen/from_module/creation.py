@@ -151,13 +151,16 @@ def initialiser(model: nn.Module, name: str, records: list[Record]) -> str | flo
     value = getattr(model, name).detach()
     index = max(i for i, record in enumerate(records) if record.owner == id(model) and record.name == name)
     first = float(value.flatten()[0])
-    if bool((value == first).all()):
+    constant = bool((value == first).all())
+    if constant and value.numel() > 1:
         return first
     before = records[index - 1].state if index else torch.Generator().manual_seed(SEED).get_state()
     for state in (before, records[index].state):
         for word, draw in (("randn", torch.randn), ("rand", torch.rand)):
             if torch.equal(value, draw(value.shape, generator=torch.Generator().set_state(state))):
                 return word
+    if constant:
+        return first
     span = f"values from {value.min():.4g} to {value.max():.4g}"
     said = f"self.{name} is filled in a way the grammar has no word for ({span}); it has randn, rand and one number, unscaled"
     raise Refused([Fault(records[index].line, said)])

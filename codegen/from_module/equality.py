@@ -146,7 +146,7 @@ def _data(original: nn.Module, xs: list[torch.Tensor], spec: Spec) -> Iterator[t
 
 def _results(model: nn.Module, xs: list[torch.Tensor], names: list[str], largest: int | None) -> dict[str, torch.Tensor | None]:
     """The model's result, the gradients that it gives and its running statistics, by name; None where there is none. Of parameters of more than `largest`
-    elements, none. Random numbers that a forward draws start at SEED."""
+    elements, none, nor of a Model that torch can't differentiate. Random numbers that a forward draws start at SEED."""
     given = [x.clone().requires_grad_() for x in xs]
     torch.manual_seed(SEED)
     with torch.enable_grad():
@@ -155,7 +155,12 @@ def _results(model: nn.Module, xs: list[torch.Tensor], names: list[str], largest
         weights = torch.rand(y.shape, generator=torch.Generator().manual_seed(SEED), dtype=y.dtype) + 0.5
         wanted = {f"the gradient of {name}": x for name, x in zip(names, given, strict=True)}
         wanted |= {f"the gradient of {key}": p for key, p in model.named_parameters() if largest is None or p.numel() <= largest}
-        gradients = torch.autograd.grad(y, list(wanted.values()), weights, allow_unused=True) if y.requires_grad else [None] * len(wanted)
+        try:
+            gradients = torch.autograd.grad(y, list(wanted.values()), weights, allow_unused=True) if y.requires_grad else [None] * len(wanted)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            wanted, gradients = {}, []  # forward overwrites what its own backward needs: Model has no gradients, only results
     state = {key: buffer.double().clone() for key, buffer in model.named_buffers()}
     return found | dict(zip(wanted, gradients, strict=True)) | state
 

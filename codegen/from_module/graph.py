@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_arg
 
 from codegen.from_module import calls
 from codegen.from_module.faults import Fault, Unfit, first_line, line_of
@@ -83,6 +84,15 @@ def trace(model: nn.Module, path: str, source: list[str], shapes: list[tuple[int
     return walk.traced
 
 
+def _write_numbers(graph: fx.Graph) -> None:
+    """Puts the number in the place of `v.new_full((), number)`, which is how a forward hands one to an operator that takes tensors only."""
+    for node in list(graph.nodes):
+        if node.op == "call_method" and node.target == "new_full" and len(node.args) == 3 and node.args[1] == () and isinstance(node.args[2], (int, float)):
+            for user in list(node.users):
+                user.args, user.kwargs = (map_arg(held, lambda n, node=node: node.args[2] if n is node else n) for held in (user.args, user.kwargs))
+            graph.erase_node(node)
+
+
 class _Walk:
     """Follows the one value from operator to operator. Faults are collected and the walk goes on behind them."""
 
@@ -104,6 +114,7 @@ class _Walk:
         self.turned: dict[fx.Node, fx.Node] = {}  # a transposed parameter -> the parameter
 
     def graph(self, graph: fx.Graph) -> None:
+        _write_numbers(graph)
         absorbed = self.find_silu(graph)
         live = self.live(graph)
         for node in graph.nodes:

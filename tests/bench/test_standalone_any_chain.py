@@ -1,5 +1,6 @@
-"""standalone.py of chains beyond one fused plan, run on the CPU with torch's convolutions in the place of cuDNN's calls."""
+"""standalone.py of chains beyond one fused plan, run on the CPU: kernels emulated, torch's convolutions in the place of cuDNN's calls."""
 
+import ctypes
 import re
 import types
 
@@ -12,6 +13,7 @@ from codegen.render import render
 from codegen.spec import load_spec
 from codegen.standalone import render_standalone
 from codegen.torch_text import module_lines, reference_lines
+from tests.codegen.emulated import STRICT, compile_text, emulated_text
 
 CHAINS = {
     "modes": """\
@@ -79,13 +81,27 @@ def reference(spec):
     return scope["Model"]()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32"])
-@pytest.mark.parametrize("name", list(CHAINS))
+def emulated_launch(folder, spec):
+    """`_launch` of a standalone file by the emulation of its kernels."""
+    library = ctypes.CDLL(str(compile_text(folder, '#include "chains.h"\n' + emulated_text(make_package(spec, ("sm_80",)).plan_for("sm_80")), STRICT)))
+
+    def launch(name, *tensors):
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        assert getattr(library, name)(*(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors), 0, None) == 0, name
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [pytest.param(name, kind, marks=pytest.mark.representative if (name, kind) == ("modes", "fp32") else pytest.mark.emulated) for name in CHAINS for kind in ("fp32", "tf32")],
+)
 def test_it_computes_the_chain_in_both_modes(tmp_path, name, precision):
     spec, text = standalone(tmp_path, name, precision)
     cudnn = Cudnn()
     scope = {"cudnn": types.SimpleNamespace(cudnn_convolution=cudnn.cudnn_convolution, cudnn_convolution_transpose=cudnn.cudnn_convolution_transpose)}
     exec(text.replace("torch.ops.aten.cudnn", "cudnn.cudnn"), scope)
+    scope["_launch"] = emulated_launch(tmp_path, spec)
     torch.manual_seed(42)
     ours = scope["ModelNew"]()
     torch.manual_seed(42)
