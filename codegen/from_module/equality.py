@@ -80,11 +80,11 @@ def draw(inputs: Iterable[Given], samples: int) -> list[torch.Tensor]:
     return drawn
 
 
-def result_faults(model: type, init: list, path: str, ours: nn.Module, xs: list[torch.Tensor], spec: Spec) -> list[Fault]:
-    """Differences between the two layers' results, between the gradients of the inputs and of every parameter, and between the running statistics after
+def result_faults(model: type, init: list, path: str, ours: nn.Module, xs: list[torch.Tensor], spec: Spec) -> tuple[list[Fault], bool]:
+    """(differences, whether gradients were compared): the two layers' results, between the gradients of the inputs and of every parameter, and between the running statistics after
     each step of training, in float64.
 
-    All parameters are moved off their initial values by the same amounts; then data of which a layer makes ties and values on its bounds.
+    A Model whose forward overwrites what its own backward needs has no gradients to compare. All parameters are moved off their initial values by the same amounts; then data of which a layer makes ties and values on its bounds.
     """
     original, _ = construct(model, init, path)
     original, ours = original.double(), ours.double()
@@ -92,18 +92,19 @@ def result_faults(model: type, init: list, path: str, ours: nn.Module, xs: list[
     for module in ours.modules():
         for key, buffer in module._buffers.items():
             module._buffers[key] = None if buffer is None else buffer.clone()
-    names = [given.name for given in spec.inputs]
+    names, gradients = [given.name for given in spec.inputs], True
     for family, (name, given) in enumerate(_data(original, xs, spec)):
         for training in (True, True, False) if family == 0 else (True,):
             largest = None if family == 0 else SMALL
             try:
                 expected = _results(original.train(training), given, names, largest)
             except Exception as error:  # whatever the file's forward raises is a fault of the file
-                return [Fault(line_of(error, path), f"Model's forward or backward failed on {[tuple(x.shape) for x in given]}: {first_line(error)}")]
+                return [Fault(line_of(error, path), f"Model's forward or backward failed on {[tuple(x.shape) for x in given]}: {first_line(error)}")], gradients
+            gradients = gradients and f"the gradient of {names[0]}" in expected
             said = _difference(expected, _results(ours.train(training), given, names, largest))
             if said:
-                return [Fault(0, f"{said}, {name}{'' if training else ', in eval mode'}; the chain does not hold all that forward does")]
-    return []
+                return [Fault(0, f"{said}, {name}{'' if training else ', in eval mode'}; the chain does not hold all that forward does")], gradients
+    return [], gradients
 
 
 @torch.no_grad()

@@ -158,7 +158,10 @@ class _Reading:
         if weights > WEIGHTS:
             faults = equality.weight_faults(equality.prints(original), equality.prints(ours), creation.lines_of(original, records))
         del original
-        return faults or equality.result_faults(self.model, list(small.init), self.path, ours, equality.draw(small.inputs, scale.samples_of(small.spec)), spec)
+        if faults:
+            return faults
+        faults, self.gradients = equality.result_faults(self.model, list(small.init), self.path, ours, equality.draw(small.inputs, scale.samples_of(small.spec)), spec)
+        return faults
 
     def checked(self, drawn: list[Given], small: scale.Sizes, weights: int) -> str:
         """The check in words."""
@@ -166,7 +169,8 @@ class _Reading:
         at = f" (with {', '.join(smaller)})" if smaller else ""
         first = "initial weights bit for bit those of the file's Model" + (at if weights > WEIGHTS else "")
         shapes = " and ".join(str(tuple(x.shape)) for x in equality.draw(small.inputs, scale.samples_of(small.spec)))
-        return f"{first}; results, gradients and state equal in float64 in training and evaluation, with ties and on bounds, on {shapes}{at}"
+        what = "results, gradients and state" if self.gradients else "results and state (not gradients: forward overwrites in place what torch's backward needs)"
+        return f"{first}; {what} equal in float64 in training and evaluation, with ties and on bounds, on {shapes}{at}"
 
 
 def _named(model: type, drawn: list[Given]) -> list[tuple[str, Given]]:

@@ -230,6 +230,11 @@ def test_earlier_results_that_are_taken_once_more(body, wanted, tmp_path):
         assert want is ... or entry == want or (not isinstance(want, dict) and next(iter(entry if isinstance(entry, dict) else [entry])) in want)
 
 
+def test_a_forward_without_gradients_says_that_they_were_not_compared(tmp_path):
+    for (body, _), word in ((SUMS[0], "results, gradients and state equal"), (SUMS[1], "results and state (not gradients: forward overwrites")):
+        assert word in read(tmp_path, LINEAR.replace("return self.act(self.gn(self.fc(x)))", body)).checked
+
+
 def test_what_no_operator_gives_cannot_be_taken_once_more(tmp_path):
     text = LINEAR.replace("[10, 12", "[12, 12").replace("(6, 10)", "(6, 12)")
     assert chain(tmp_path, text.replace("return self.act(", "return x - self.act("))[-1] == {"rsub": {"from": "x"}}

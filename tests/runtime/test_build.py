@@ -63,7 +63,7 @@ def test_a_killed_build_blocks_nothing(tiny, x, counting_gxx, private_cache):
         assert time.monotonic() - started < 20
     finally:
         process.kill()
-    assert wait_for(lambda: not list((private_cache / "building").iterdir()), 10)
+    assert list((private_cache / "building").iterdir()) == []
 
 
 def test_an_interrupted_build_stops_its_compilers(tiny, counting_gxx, private_cache):
