@@ -31,7 +31,7 @@ test: ## generator, runtime, cpu numbers, one CUDA source of each template: minu
 	$(call python,test) -m pytest -m "not (gpu or nvcc or emulated or slow)" -n $(WORKERS) --dist worksteal
 
 test-all: ## what `make test` leaves out and needs no GPU: every source compiled, emulations, many processes, properties on many examples
-	$(call python,test) -m pytest -m "(nvcc or emulated or slow or hypothesis) and not gpu" --hypothesis-profile ci -n $(WORKERS) --dist worksteal
+	$(call python,test) -m pytest -m "(nvcc or emulated or slow or hypothesis) and not gpu" --hypothesis-profile many -n $(WORKERS) --dist worksteal
 
 test-gpu: ## the tests marked gpu, on a machine with a GPU
 	$(call python,test) -m pytest -m gpu

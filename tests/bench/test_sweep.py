@@ -112,8 +112,8 @@ def test_no_job_begins_behind_the_deadline(tmp_path):
 
 
 def test_children_that_cannot_start_are_an_error(tmp_path):
-    with pytest.raises(RuntimeError, match="before it took a job"):
-        _run(tmp_path, {"a": 1}, "pass", environment={"PYTHONPATH": "", "PYTHONSAFEPATH": "1"})
+    with pytest.raises(RuntimeError, match="code 3 before it took a job"):
+        run_jobs(lambda folder: [sys.executable, "-c", "raise SystemExit(3)"], {}, {"a": 1}, on_result=lambda job, result: None, workers=1, limit_s=60.0, deadline=None)
 
 
 def _case(index, producer, precision, ours, peer, verified=True):
