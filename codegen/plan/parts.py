@@ -1,19 +1,20 @@
 """Parts of a chain: runs of steps that a fused plan computes, segments that kernels of ours compute, and single steps by torch's library.
 
-A chain that departs from the fused form is cut in front of every step that no fused plan takes. What lies between fused parts is cut into segments, as the
-mode needs them (codegen/ir/segment.py); producers and dropout in training are left to the library. Each fused part is planned as a chain of its
+A chain that departs from the fused form is cut in front of every step that no fused plan takes. A product without a norm, with the element-wise operators
+behind it, is a fused part too where kernels of ours are estimated faster than the library. What lies between fused parts is cut into segments, as the
+mode needs them (codegen/ir/segment.py); other producers and dropout in training are left to the library. Each fused part is planned as a chain of its
 own, whose input and result are named values of the whole. A part ends early where a later step reuses a value inside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from codegen.ir.fused_form import departure
+from codegen.ir.fused_form import departure, is_product
 from codegen.ir.segment import Segment, role, segments_of
 from codegen.ops import Kind
-from codegen.plan.model import Buffer, Launch, Library, Plan
+from codegen.plan.model import Buffer, Launch, Library, Plan, Refusal
 from codegen.plan.segments.route import plan_segment
 from codegen.plan.shared.names import input_name, value_name
 from codegen.spec import Input, Spec, Step
@@ -22,39 +23,60 @@ from codegen.targets import DeviceClass, Target
 
 @dataclass(frozen=True)
 class Part:
-    """The steps from place `first` to place `last`, not included; `fused`: one plan computes them, else segments and single steps."""
+    """The steps from place `first` to place `last`, not included; `plan`: the fused plan that computes them, else segments and single steps do.
+
+    `why` tells why no kernels of ours multiply here.
+    """
 
     first: int
     last: int
-    fused: bool
+    plan: Plan | None
+    why: tuple[str, ...] = ()
 
 
-def parts_of(spec: Spec) -> tuple[Part, ...]:
-    """The longest fused parts, from the front, and between them whatever there is."""
+def parts_of(spec: Spec, planned: Callable[[Spec], Plan]) -> tuple[Part, ...]:
+    """The longest fused parts, from the front, and between them whatever there is. `planned` plans a part; its Refusal leaves a product to the library."""
     found: list[Part] = []
     at = 0
     while at < len(spec.chain):
-        end = max((end for end in range(at + 2, len(spec.chain) + 1) if _fuses(spec, at, end)), default=None)
-        if end is None and found and not found[-1].fused:
-            found[-1] = replace(found[-1], last=at + 1)
+        part = _fused(spec, at, planned)
+        before = found[-1] if found else None
+        if part.plan is None and before is not None and before.plan is None:
+            found[-1] = part = replace(before, last=part.last, why=(*before.why, *part.why))
         else:
-            found.append(Part(at, end or at + 1, end is not None))
-        at = found[-1].last
+            found.append(part)
+        at = part.last
     return tuple(found)
 
 
-def _fuses(spec: Spec, first: int, last: int) -> bool:
-    steps = spec.chain[first:last]
-    inside = all(step.tap is None or step.tap >= first for step in steps)
-    reused = any(step.tap is not None and first <= step.tap < last - 1 for step in spec.chain[last:])
-    return inside and not reused and departure(steps) is None
+def _fused(spec: Spec, first: int, planned: Callable[[Spec], Plan]) -> Part:
+    """The longest fused part that begins in place `first`; one step without a plan where there is none."""
+    last = _longest(spec, first, lambda steps: departure(steps) is None)
+    if last:
+        return Part(first, last, planned(part_spec(spec, first, last)))
+    last = _longest(spec, first, is_product)
+    if last is None:
+        return Part(first, first + 1, None)
+    try:
+        return Part(first, last, planned(part_spec(spec, first, last)))
+    except Refusal as reason:
+        return Part(first, first + 1, None, (f"{spec.chain[first].operator.name} by torch's library: {reason}",))
 
 
-def part_spec(spec: Spec, part: Part) -> Spec:
-    """The part as a spec of its own."""
-    steps = tuple(
-        replace(step, index=step.index - part.first, tap=None if step.tap is None else step.tap - part.first) for step in spec.chain[part.first : part.last]
-    )
+def _longest(spec: Spec, first: int, form: Callable[[Sequence[Step]], bool]) -> int | None:
+    """The end of the longest run from place `first` that has the form and that no later step looks into."""
+    return next((last for last in range(len(spec.chain), first, -1) if _apart(spec, first, last) and form(spec.chain[first:last])), None)
+
+
+def _apart(spec: Spec, first: int, last: int) -> bool:
+    """Whether a run takes no earlier value but its input, and only its result is taken later."""
+    inside = all(step.tap is None or step.tap >= first for step in spec.chain[first:last])
+    return inside and not any(step.tap is not None and first <= step.tap < last - 1 for step in spec.chain[last:])
+
+
+def part_spec(spec: Spec, first: int, last: int) -> Spec:
+    """The run of steps as a spec of its own."""
+    steps = tuple(replace(step, index=step.index - first, tap=None if step.tap is None else step.tap - first) for step in spec.chain[first:last])
     shape = steps[0].input_shape
     return replace(spec, inputs=(Input("x", shape, spec.values),), chain=steps, batch=shape[0], unused=())
 
@@ -96,16 +118,13 @@ def library_step(spec: Spec, step: Step, training: bool) -> Library:
     return Library(name, tuple(arguments), value_name(spec, step.index), options, also)
 
 
-def plan_parts(spec: Spec, target: Target, device: DeviceClass, planned: Callable[[Spec], Plan], whole: Callable[..., Plan]) -> Plan:
-    """The plan of a chain in parts: `planned` plans a fused one, `whole` makes the Plan from steps and buffers."""
-    parts = parts_of(spec)
-    plans = {part: planned(part_spec(spec, part)) for part in parts if part.fused}
-    fused = [buffer for number, part in enumerate(parts) if part.fused for buffer in _buffers(spec, plans[part], number, part)]
+def plan_parts(spec: Spec, target: Target, device: DeviceClass, parts: tuple[Part, ...], whole: Callable[..., Plan]) -> Plan:
+    """The plan of a chain in parts; `whole` makes the Plan from steps and buffers."""
+    fused = [buffer for number, part in enumerate(parts) if part.plan for buffer in _buffers(spec, number, part)]
     modes = [_Mode(spec, target, device, training) for training in ((False, True) if spec.has_modes else (False,))]
-    steps = [tuple(mode.steps(parts, plans)) for mode in modes]
+    steps = [tuple(mode.steps(parts)) for mode in modes]
     buffers = {buffer.name: buffer for buffer in (*fused, *(buffer for mode in modes for buffer in mode.buffers))}
-    why = tuple(_why(spec, parts, plans, modes))
-    return whole(steps=steps[0], training=steps[1] if spec.has_modes else (), buffers=tuple(buffers.values()), why=why)
+    return whole(steps=steps[0], training=steps[1] if spec.has_modes else (), buffers=tuple(buffers.values()), why=tuple(_why(spec, parts, modes)))
 
 
 class _Mode:
@@ -117,10 +136,10 @@ class _Mode:
         self.segments: list[Segment] = []
         self.library: list[str] = []
 
-    def steps(self, parts: tuple[Part, ...], plans: dict[Part, Plan]) -> Iterator[Launch | Library]:
+    def steps(self, parts: tuple[Part, ...]) -> Iterator[Launch | Library]:
         for number, part in enumerate(parts):
-            if part.fused:
-                yield from (_renamed(self.spec, step, plans[part], number, part) for step in plans[part].steps)
+            if part.plan:
+                yield from (_renamed(self.spec, step, number, part) for step in part.plan.steps)
                 continue
             for piece in segments_of(self.spec, part.first, part.last, self.training):
                 if isinstance(piece, Segment):
@@ -146,8 +165,8 @@ class _Mode:
         yield from (Launch(kernel, part=known) for kernel in kernels)
 
 
-def _names(spec: Spec, number: int, part: Part, plan: Plan) -> Callable[[str | None], str | None]:
-    own = {key for key, _ in plan.spec.parameters}
+def _names(spec: Spec, number: int, part: Part) -> Callable[[str | None], str | None]:
+    own = {key for key, _ in part.plan.spec.parameters}
 
     def name(inner: str | None) -> str | None:
         if inner is None or inner in own:
@@ -159,28 +178,27 @@ def _names(spec: Spec, number: int, part: Part, plan: Plan) -> Callable[[str | N
     return name
 
 
-def _renamed(spec: Spec, step: Launch | Library, plan: Plan, number: int, part: Part) -> Launch | Library:
-    name = _names(spec, number, part, plan)
+def _renamed(spec: Spec, step: Launch | Library, number: int, part: Part) -> Launch | Library:
+    name = _names(spec, number, part)
     if isinstance(step, Library):
         return replace(step, arguments=tuple(map(name, step.arguments)), out=name(step.out))
     names = tuple(map(name, step.arguments))
     kernel = replace(step.kernel, name=f"part{number}_{step.kernel.name}")
-    return replace(step, kernel=kernel, prepares=tuple(map(name, step.prepares)), part=plan.spec, names=names)
+    return replace(step, kernel=kernel, prepares=tuple(map(name, step.prepares)), part=part.plan.spec, names=names)
 
 
-def _buffers(spec: Spec, plan: Plan, number: int, part: Part) -> Iterator[Buffer]:
-    name = _names(spec, number, part, plan)
-    for buffer in plan.buffers:
+def _buffers(spec: Spec, number: int, part: Part) -> Iterator[Buffer]:
+    name = _names(spec, number, part)
+    for buffer in part.plan.buffers:
         yield replace(buffer, name=name(buffer.name))
     if part.last < len(spec.chain):  # the result goes on to the next part
-        yield Buffer(value_name(spec, part.last - 1), plan.spec.output_shape, plan.spec.result.dtype)
+        yield Buffer(value_name(spec, part.last - 1), part.plan.spec.output_shape, part.plan.spec.result.dtype)
 
 
-def _why(spec: Spec, parts: tuple[Part, ...], plans: dict[Part, Plan], modes: list[_Mode]) -> Iterator[str]:
+def _why(spec: Spec, parts: tuple[Part, ...], modes: list[_Mode]) -> Iterator[str]:
     yield f"parts, for the chain as a whole has not the form of one fused plan: {departure(spec.chain)}"
     for part in parts:
-        if part.fused:
-            yield from plans[part].why
+        yield from part.plan.why if part.plan else part.why
     for mode in modes:
         when = " in training" if mode.training else ""
         if mode.segments:

@@ -44,11 +44,14 @@ def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False
 
 def planned(request: Request) -> Plan:
     """The plan of a request. Raises Refusal."""
-    if departure(request.spec.chain) is not None:
-        return _in_parts(request)
+    return _fused(request) if departure(request.spec.chain) is None else _in_parts(request)
+
+
+def _fused(request: Request) -> Plan:
+    """The plan of a chain of the fused form, or of a product without a norm. Raises Refusal."""
     head, stages = cut(request.spec, request.target)
     if stages:
-        return plan_stages(request.spec, planned(replace(request, spec=head)), stages)
+        return plan_stages(request.spec, _fused(replace(request, spec=head)), stages)
     ways = ways_of(request)
     route, offer = ways.best
     rival = _rival(request, route, offer)
@@ -59,12 +62,21 @@ def planned(request: Request) -> Plan:
 def _in_parts(request: Request) -> Plan:
     """The plan of a chain that no one fused plan computes. Raises Refusal."""
     spec, target, device = request.spec, request.target, request.device
-    whole = functools.partial(Plan, spec, target, device, floor=floor(spec, device))
-    found = plan_parts(spec, target, device, lambda part: planned(replace(request, spec=part)), whole)
+    parts = parts_of(spec, lambda part: _part(replace(request, spec=part)))
+    found = plan_parts(spec, target, device, parts, functools.partial(Plan, spec, target, device, floor=floor(spec, device)))
     rival = target.rival
-    if rival is not None and not any(part.fused for part in parts_of(spec)):
+    if rival is not None and not any(part.plan for part in parts):
         raise Refusal(f"none of this target's kernels serves a part of the chain; {rival} has the same steps")
     return found
+
+
+def _part(request: Request) -> Plan:
+    """The plan of a part. Raises Refusal, of a product without a norm also where the library is estimated faster: its steps then are single ones of the whole."""
+    if not request.spec.has_norm:
+        route, offer = (ways := ways_of(request)).best
+        if not route.own:
+            raise Refusal(_reasons(request, ways, None)[0])
+    return _fused(request)
 
 
 @dataclass(frozen=True)
@@ -168,7 +180,8 @@ def _product(request: Request) -> str:
 
 
 def _title(request: Request, route: Route) -> str:
-    return route.title.format(_product(request))
+    title = route.title if request.spec.has_norm else route.title.removesuffix(", then the norm kernel")
+    return title.format(_product(request))
 
 
 def _reasons(request: Request, ways: Ways, rival: tuple[str, float] | None) -> tuple[str, ...]:

@@ -68,7 +68,8 @@ class Route:
     """A family of kernels: the targets and producers that it serves, and two functions.
 
     `offers` lists every way to serve a request, the one that the family prefers first; it raises Refusal where there is none. `plan` makes the
-    plan of one of them. `title` names the route in a plan's reasons, `own` says that its product is ours and not the library's.
+    plan of one of them. `title` names the route in a plan's reasons, `own` says that its product is ours and not the library's. `products` lists the
+    producers that it serves without a norm too.
     """
 
     name: str
@@ -78,10 +79,12 @@ class Route:
     offers: Callable[[Request], tuple[Offer, ...]]
     plan: Callable[[Request, Offer], Plan]
     own: bool = True
+    products: frozenset[str] = frozenset()
 
     def serves(self, request: Request) -> bool:
         """Is the route made for the request's target and producer?"""
-        return request.target.name in self.targets and request.spec.producer.operator.name in self.producers
+        producers = self.producers if request.spec.has_norm else self.products
+        return request.target.name in self.targets and request.spec.producer.operator.name in producers
 
 
 def refuse_kept(spec: Spec) -> None:

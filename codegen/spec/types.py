@@ -197,12 +197,16 @@ class Spec:
         return self.chain[0]
 
     @property
+    def has_norm(self) -> bool:
+        return any(step.operator.kind is Kind.NORM for step in self.chain)
+
+    @property
     def norm_index(self) -> int:
-        """The place of the norm. Raises ValueError unless there is exactly one."""
+        """The place of the norm; behind the last step of a chain without one. Raises ValueError where there are several."""
         places = [i for i, step in enumerate(self.chain) if step.operator.kind is Kind.NORM]
-        if len(places) != 1:
-            raise ValueError(f"{len(places)} norms are in the chain, and exactly one is expected here")
-        return places[0]
+        if len(places) > 1:
+            raise ValueError(f"{len(places)} norms are in the chain, and at most one is expected here")
+        return places[0] if places else len(self.chain)
 
     @property
     def norm(self) -> Step:
@@ -223,8 +227,8 @@ class Spec:
 
     @property
     def num_groups(self) -> int:
-        """Groups of a sample: parts that the norm normalises by themselves."""
-        return self.norm.operator.groups(self.norm.values, self.norm.input_shape)
+        """Groups of a sample: parts that the norm normalises by themselves; without a norm every channel is one."""
+        return self.norm.operator.groups(self.norm.values, self.norm.input_shape) if self.has_norm else self.channels
 
     @property
     def group_channels(self) -> int:
@@ -233,8 +237,8 @@ class Spec:
 
     @property
     def spatial(self) -> int:
-        """Positions per channel at the norm: 1 after a linear."""
-        return math.prod(self.norm.input_shape[2:])
+        """Positions per channel of what the producer gives: 1 after a linear."""
+        return math.prod(self.producer.output_shape[2:])
 
     @property
     def group_size(self) -> int:

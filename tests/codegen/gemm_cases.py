@@ -15,7 +15,7 @@ ARITHMETICS = (("fp16", "fp16"), ("bf16", "bf16"), ("tf32", "tf32"), ("fp32", "f
 
 @dataclass(frozen=True)
 class Case:
-    """batch x in_features -> out_features in `groups` groups, with operators before and after the norm as YAML data."""
+    """batch x in_features -> out_features in `groups` groups, with operators before and after the norm as YAML data; 0 groups: no norm."""
 
     name: str
     batch: int
@@ -31,7 +31,7 @@ class Case:
         linear = {"name": "gemm", "in_features": self.in_features, "out_features": self.out_features, **self.linear}
         data = {
             "name": self.name, "batch": self.batch, "precision": precision, "gemm": "generated", **({"math": math} if math else {}),
-            "chain": [{"linear": linear}, *self.before, {"group_norm": {"name": "norm", "num_groups": self.groups, **self.norm}}, *self.after],
+            "chain": [{"linear": linear}, *self.before, *([{"group_norm": {"name": "norm", "num_groups": self.groups, **self.norm}}] if self.groups else []), *self.after],
         }  # fmt: skip
         path = folder / f"{self.name}_{math or precision}.yaml"
         path.write_text(yaml.safe_dump(data, sort_keys=False))

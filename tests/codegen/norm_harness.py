@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: F401  the operators' calls name it
 
+from codegen.ops import Kind
 from codegen.plan.floor import floor
 from codegen.plan.model import Plan
 from codegen.plan.norm.route import NormPlan, plan_norm
@@ -174,13 +175,15 @@ def reference(spec: Spec, result: torch.Tensor, values: dict[str, torch.Tensor],
     at = lambda key: values[key].to(dtype)  # noqa: E731
     if from_bias:
         v = v + at("conv.bias").view(1, -1, 1, 1)
-    for step in (*(spec.before_norm if from_before else ()), spec.norm, *spec.after_norm):
-        if step is spec.norm:
+    made = {spec.producer.index: v}
+    for step in spec.chain[1 if from_before else spec.norm_index :]:
+        if step.operator.kind is Kind.NORM:
             weights = [at(step.key(parameter)) for parameter in step.parameters] or [None, None]
             v = torch.nn.functional.group_norm(v, spec.num_groups, *weights, step.values["eps"])
         else:
-            p = at(step.key(step.parameters[0])) if step.parameters else None
+            p = at(step.key(step.parameters[0])) if step.parameters else made.get(step.tap)
             v = eval(step.operator.call(step.values).format(v="v", p="p"), {"F": torch.nn.functional, "torch": torch, "v": v, "p": p})
+        made[step.index] = v
     return v
 
 

@@ -71,6 +71,11 @@ EXAMPLES = (
     Example(Case("exchange_waits", 256, 272, 1024, 1, ("relu",), ("relu",)), ("fp16",), Layout(*INPUT, 2, "strips", exchange=True)),
     Example(Case("waits_in_y", 256, 272, 1024, 1, after=("relu",)), ("bf16",), Layout(*WEIGHT, 4, "strips")),
     Example(Case("both_warpgroups", 256, 336, 512, 2, ("silu",), ("gelu",)), ("fp16",)),
+    Example(Case("product", 200, 336, 328, 0, ({"mul": {"name": "gain", "shape": [328]}}, "silu", {"add": {"from": "gemm"}}, "mish")), ("fp32", "tf32", "fp16", "bf16"), cards=True),
+    Example(Case("product_alone", 130, 272, 333, 0, linear={"bias": False}), ("fp32",), Layout(*ALONE, 1, "none"), looks=True),
+    Example(Case("product_converted", 150, 333, 320, 0, (bias(320), "gelu")), ("fp32", "tf32"), Layout(*INPUT, 1, "none")),
+    Example(Case("product_sliced", 130, 783, 333, 0, (bias(333), "silu", {"mul": {"from": "gemm"}})), ("fp32",), Layout(*ALONE, 1, "none", slices=2), looks=True),
+    Example(Case("product_sliced_halves", 300, 1112, 288, 0, ("mish", {"mul": {"name": "gain", "shape": [1]}})), ("fp16", "bf16"), Layout(*INPUT, 1, "none", slices=4), WIDE),
     Example(Case("gives", 256, 272, 512, 16, after=("silu",)), ("bf16",), gives=True),
     Example(Case("prepared", 200, 333, 320, 10, mish(320), ("silu",)), ("fp32",), Layout(*WEIGHT, 1, "strips"), prepack=True, looks=True),
     Example(Case("prepared_exchange", 256, 336, 1024, 2, after=("silu",)), ("tf32",), prepack=True, looks=True),
@@ -274,7 +279,7 @@ def test_promises(example, precision, tmp_path):
     ordinary_values_and_any_order_of_threads(built)
     far_values_and_constant_groups(built)
     samples_of_any_size_and_nan(built)
-    if built.spec.precision.name != "fp16":
+    if built.spec.has_norm and built.spec.precision.name != "fp16":
         groups_whose_squares_exceed_fp32(built)
     if built.single:
         weights_of_any_size(built)

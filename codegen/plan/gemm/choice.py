@@ -47,10 +47,10 @@ def _choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, k: int) ->
     """The tiles for rows of `k` values."""
     width = spec.group_channels
     tail_bytes = 2 * spec.batch * spec.channels * spec.result.itemsize
-    tail = tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3
+    tail = tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3 if spec.has_norm else 0.0
     choices = []
     for tile in tiles_for(arithmetic):
-        fits = width <= tile.n
+        fits = width <= tile.n and spec.has_norm
         columns = min(tile.n // width * width, spec.channels) if fits else tile.n  # columns that do not exist cost the epilogue as much as others
         choices.append(Tiling(tile, columns, fits, tile_ms(spec, device, arithmetic, tile, columns, fits, k=k) + (0.0 if fits else tail)))
         if fits and columns < tile.n:  # the unused columns may cost more than a second kernel

@@ -13,7 +13,7 @@ from codegen.plan.gemm.epilogue import Epilogue, epilogue_of
 from codegen.plan.gemm.tiles import Tile, aligned_k, partial_sum_stages, slice_stages
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer, PointerKernel
-from codegen.plan.shared.values import Operand, kept_in_front, named_operand, norm_operands, operand_of
+from codegen.plan.shared.values import Operand, kept_in_front, named_operand, norm_operands, operand_of, vector_statements
 from codegen.spec import Spec
 
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
@@ -76,6 +76,7 @@ class GemmKernel(TiledKernel):
     after: tuple[Apply, ...] = ()
     epilogue: Epilogue | None = None
     kept_lines: tuple[tuple[str, ...], ...] = ((), (), ())
+    normed: bool = True  # whether the chain has a norm
     fold: Kernel | None = None  # a StageKernel: what folds the finished row, in place of writing it
 
     @property
@@ -135,13 +136,13 @@ class GemmKernel(TiledKernel):
     @property
     def before_lines(self) -> tuple[str, ...]:
         """C statements on `v`, element `e` of a vector, up to the norm."""
-        return (*self.kept_lines[0], *_statements(self.before))
+        return (*self.kept_lines[0], *vector_statements(self.before))
 
     @property
     def after_lines(self) -> tuple[str, ...]:
         """C statements on the normalised `v`."""
         affine = ("v = fmaf(v, {}[e], {}[e]);".format(*(operand.value for operand in self.affine)),) if self.affine else ()
-        return (*self.kept_lines[1], *affine, *self.kept_lines[2], *_statements(self.after))
+        return (*self.kept_lines[1], *affine, *self.kept_lines[2], *vector_statements(self.after))
 
 
 def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
@@ -172,7 +173,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: 
         spec = replace(spec, gives=FP32)
     epilogue = epilogue_of(spec, tile, choice.columns, choice.finished, arithmetic)
     kernel = GemmKernel(
-        name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic, [what for what, there in (("bias", "bias" in keys), ("the operators before the norm", not bare)) if there]),
+        name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(spec, choice, arithmetic, [what for what, there in (("bias", "bias" in keys), ("the operators before the norm", not bare)) if there]),
         smem_bytes=max(tile.smem_bytes, epilogue.round_rows * epilogue.pitch * 4 * tile.warps_k), max_registers=tile.max_registers,
         threads=tile.threads, blocks=tiles_m * tiles_n * choice.slices, pointers=pointers, tile=tile, arithmetic=arithmetic, storage=precision.c_type, result=spec.result,
         copy_bytes=math.gcd(16, k * precision.itemsize), ragged_m=spec.batch % tile.m != 0,
@@ -180,7 +181,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: 
         ragged_outputs=tiles_n * choice.columns != spec.channels, raster_remainder=tiles_m % raster != 0,
         finished=choice.finished, statistics=statistics, bias=named_operand(keys["bias"]) if "bias" in keys else None,
         weight=named_operand(keys["weight"]).pointer, affine=affine, before=before, after=after, epilogue=epilogue, notes=notes,
-        kept_lines=((), (), ()) if bare else _kept_lines(spec, choice.finished), slices=choice.slices,
+        kept_lines=((), (), ()) if bare else _kept_lines(spec, choice.finished), slices=choice.slices, normed=spec.has_norm,
     )  # fmt: skip
     constants = _shape_constants(spec, choice, k) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)
     constants += _epilogue_constants(spec, kernel) + unique_constants(before + after)
@@ -190,19 +191,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: 
 def rounds_early(spec: Spec, choice: Tiling) -> bool:
     """Whether values would be rounded to 16 bits between the operators in front of the norm and the norm itself. Where a sigmoid or a bound has brought them
     near one another, rounding leaves of their differences nothing that the norm could find again, so the linear's own result is rounded instead, as PyTorch's is."""
-    return not choice.finished and bool(spec.before_norm) and spec.result.itemsize == 2
-
-
-def _statements(items: tuple[Apply, ...]) -> tuple[str, ...]:
-    """The operators as C statements on `v`, element `e` of a vector."""
-    lines = []
-    for item in items:
-        operand = operand_of(item) if item.parameter else None
-        value = f"{operand.value}[e]" if operand and operand.per_channel else operand and operand.value
-        lines.append(f"v = {item.apply('v', value)};  // {item.comment}")
-        if item.keeps:
-            lines.append(f"const float {item.keeps} = v;")
-    return tuple(lines)
+    return spec.has_norm and not choice.finished and bool(spec.before_norm) and spec.result.itemsize == 2
 
 
 def _kept_lines(spec: Spec, finished: bool) -> tuple[tuple[str, ...], ...]:
@@ -218,10 +207,10 @@ def _template(arithmetic: Arithmetic, tile: Tile) -> str:
     return "mma" if arithmetic.parts == 1 else "mma_presplit" if tile.presplit else "mma_split"
 
 
-def _summary(choice: Tiling, arithmetic: Arithmetic, front: list[str]) -> str:
+def _summary(spec: Spec, choice: Tiling, arithmetic: Arithmetic, front: list[str]) -> str:
     if choice.slices > 1:
         return f"x W^T by {arithmetic.summary}, {choice.slices} parts of K apart"
-    inside = "the whole chain" if choice.finished else " and ".join(front)
+    inside = "the whole chain" if choice.finished or (not spec.has_norm and len(spec.chain) > 1) else " and ".join(front[: 2 if spec.has_norm else 1])
     return f"x W^T by {arithmetic.summary}" + (f", {inside} in its epilogue" if inside else "")
 
 

@@ -43,7 +43,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
 def offer_of(request: Request, arithmetic: Arithmetic, tiling: Tiling) -> Offer:
     """The offer of a tiling: its launches, the search for scales, and the norm's kernel where one follows."""
     tile, device = tiling.tile, request.device
-    end = "one_kernel" if tiling.finished else "norm_kernel"
+    end = "one_kernel" if tiling.finished or not request.spec.has_norm else "norm_kernel"
     knobs = (("math", arithmetic.name), ("tile", f"{tile.m}x{tile.n}"), ("slices", tiling.slices), ("aligned", tiling.aligned), ("end", end))
     return Offer(Choice("gemm", knobs), tiling.ms + scale_ms(request.spec, device, arithmetic) + device.launch_us / 1e3, detail=(arithmetic, tiling))
 
@@ -54,7 +54,7 @@ def plan(request: Request, offer: Offer) -> Plan:
     arithmetic, tiling = offer.detail
     gemm = plan_gemm(spec, target, device, arithmetic, tiling, request.forced is not None)
     steps, buffers, why = gemm.steps, gemm.buffers, gemm.why
-    if not gemm.finished:
+    if spec.has_norm and not gemm.finished:
         if gemm.sliced:
             tail = plan_norm_of_product(spec, target, device)
         else:
@@ -69,7 +69,7 @@ def plan(request: Request, offer: Offer) -> Plan:
 class GemmPlan:
     """The launches up to the norm and what they leave behind.
 
-    `finished`: "y" holds the chain's result; otherwise it holds the values before the norm, in the spec's storage type, and where
+    `finished`: "y" holds the chain's result, as it does without a norm; otherwise it holds the values before the norm, in the spec's storage type, and where
     `statistics` is set each row's and tile's moments lie in its buffer. `bare`: "y" holds the linear's result, for the norm kernel to apply the operators in
     between. `sliced`: "t0" holds the product instead, without bias. `why` holds the reasons, one sentence each.
     """
@@ -88,7 +88,7 @@ def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arith
     tile = choice.tile
     statistics = None
     bare = rounds_early(spec, choice)
-    if not choice.finished and not bare and choice.slices == 1 and spec.group_channels > HELD_BY_NORM and spec.group_channels % tile.n == 0:
+    if spec.has_norm and not choice.finished and not bare and choice.slices == 1 and spec.group_channels > HELD_BY_NORM and spec.group_channels % tile.n == 0:
         statistics = TileStatistics(tile.n, spec.channels // tile.n, STATISTICS)
     why = _why(spec, device, arithmetic, choice, recorded)
     front: tuple[Launch, ...] = ()
@@ -121,7 +121,10 @@ def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Tiling
     if choice.aligned:
         reasons.append("rows of an odd number of values are copied to where 16 bytes can be read at once")
     if choice.slices > 1:
-        reasons.append(f"a tile's K is cut into {choice.slices} parts, a block each, for SMs that whole tiles would leave idle; their sums are added in front of the norm kernel")
+        where = "in front of the norm kernel" if spec.has_norm else "by a kernel that ends the chain"
+        reasons.append(f"a tile's K is cut into {choice.slices} parts, a block each, for SMs that whole tiles would leave idle; their sums are added {where}")
+    elif not spec.has_norm:
+        reasons.append("the operators behind the product are in its epilogue" if len(spec.chain) > 1 else "the product alone")
     elif choice.finished:
         kept = "all that there are" if choice.columns == spec.channels else "so that no group is cut"
         waste = "" if choice.columns == tile.n else f" ({choice.columns} of {tile.n} columns kept, {kept})"
@@ -131,4 +134,4 @@ def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Tiling
     return tuple(reasons)
 
 
-GEMM = Route("gemm", "our GEMM", frozenset({"sm_80"}), frozenset({"linear"}), offers, plan)
+GEMM = Route("gemm", "our GEMM", frozenset({"sm_80"}), frozenset({"linear"}), offers, plan, products=frozenset({"linear"}))

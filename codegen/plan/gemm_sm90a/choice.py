@@ -26,7 +26,7 @@ def layouts(spec: Spec, form: Form) -> list[Layout]:
     """Every way to lay the chain out, the preferred first; the last ones leave the norm to its own kernel."""
     width, tile = spec.group_channels, form.tile_channels
     apart = [Layout(cluster, share, 1, "none") for cluster, share in CLUSTERS]
-    if ragged_result(spec):
+    if ragged_result(spec) or not spec.has_norm:
         return apart
     if form.parts == 1 and spec.precision.itemsize == 4:
         # 128 sums a thread are finished slowly while nothing is multiplied: the norm kernel is faster, measured, by 8 % of all. Not for groups of two tiles of

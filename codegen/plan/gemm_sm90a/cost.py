@@ -44,7 +44,7 @@ def estimated_ms(spec: Spec, device: DeviceClass, form: Form, layout: Layout) ->
     if layout.slices > 1:  # sums are written and read, their total too
         moved = (8 * layout.slices + spec.precision.itemsize * 2 + spec.result.itemsize) * spec.batch * spec.channels
         multiply += rounds * FILL_MS.on(device) + moved / (device.hbm * 1e6)
-    launches = 1 + (spec.precision.itemsize == 4) + (layout.statistics == "none") + (layout.slices > 1) + (conversion > 0)
+    launches = 1 + (spec.precision.itemsize == 4) + (layout.statistics == "none" and spec.has_norm) + (layout.slices > 1) + (conversion > 0)
     rate = min(SLICED_SHARE.on(device) if layout.slices > 1 else 1.0, FP32_GBS.on(device) / device.hbm if form.registers else 1.0)
     memory = floor(spec, device, products, device.fp16).memory_ms / rate
     return max(multiply, memory) + conversion + launches * device.launch_us / 1e3
@@ -59,4 +59,5 @@ def rounds_of(spec: Spec, form: Form, layout: Layout, sms: int) -> tuple[float, 
     rounds = math.ceil(units / (sms // layout.cluster)) * layout.unit_tiles
     busy = sample_tiles * channel_tiles * layout.slices / (rounds * sms)
     uncached = UNCACHED_ROUNDS.value * rounds if layout.cluster == 1 else 0.0  # operands fetched twice
-    return rounds * (APART_ROUNDS.value if layout.statistics == "none" and layout.slices == 1 else 1.0) + uncached, busy
+    apart = layout.statistics == "none" and layout.slices == 1 and spec.has_norm
+    return rounds * (APART_ROUNDS.value if apart else 1.0) + uncached, busy

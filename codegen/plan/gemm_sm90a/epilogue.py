@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from codegen.ir.apply import Apply, applies, c_identifier
+from codegen.plan.shared.values import kept_in_front
 from codegen.spec import Spec
 
 
 def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply, ...], list[Apply], list[Apply]]:
     """What precedes the norm and what follows it, and the parameters of each, the producer's bias first, gamma and beta before others.
-    Unless `finished`, the norm's kernel does all but add the bias."""
+    Unless `finished`, another kernel does all but add the bias."""
     before = applies(spec, spec.before_norm) if finished else ()
     after = applies(spec, spec.after_norm) if finished else ()
     bias = [vector(spec.producer.key(p)) for p in spec.producer.parameters if p.suffix == "bias"]
-    affine = [vector(spec.norm.key(p)) for s in ("weight", "bias") for p in spec.norm.parameters if p.suffix == s] if finished else []
+    affine = [vector(spec.norm.key(p)) for s in ("weight", "bias") for p in spec.norm.parameters if p.suffix == s] if finished and spec.has_norm else []
     return before, after, bias + [a for a in before if a.parameter], affine + [a for a in after if a.parameter]
 
 
@@ -32,4 +33,15 @@ def vector(key: str) -> Apply:
 
 
 def line(item: Apply) -> str:
+    """The C expression of an operator on `value`."""
     return item.apply("value", f"{item.pointer}_c[h]" if item.parameter else None)
+
+
+def statements(spec: Spec, bias: str | None) -> tuple[str, ...]:
+    """C statements on `value`, a sum, that end a chain without a norm: the bias, then the operators. Results that are reused stay in variables."""
+    made = [f"value = value + {bias}_c;"] if bias else []
+    made += kept_in_front(spec, spec.before_norm, 0, "value")
+    for item in applies(spec, spec.before_norm):
+        made.append(f"value = {item.apply('value', f'{item.pointer}_c' if item.parameter else None)};")
+        made += [f"const float {item.keeps} = value;"] if item.keeps else []
+    return tuple(made)

@@ -17,6 +17,9 @@ CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
 # For few rows the vendor's sums are about 16 chains each (1.6e-7 at K = 1021, one row). So exact are sums promoted every 64 (modelled: 1.5e-7, 3.7e-7
 # with 128). As long as all rows are one tile's, W's way from memory takes longer than the multiplication.
 PROMOTION = ((4096, 256), (512, 128), (0, 64))
+# Truncation makes every sum smaller, by about 4.6e-9 of it for each k between promotions. A norm takes that away, which scales its input; without one it is
+# an error of the result, and must stay below that of sums in order, 1.8e-8 sqrt(K).
+PROMOTION_ALONE = ((8192, 256), (2048, 128), (0, 64))
 PARTS_RESULTS = 1 << 22  # fewer results are such
 
 FORMS = {
@@ -52,12 +55,12 @@ def form_of(spec: Spec, converted: bool) -> Form:
     form = FORMS[spec.precision.name, converted]
     if not form.promote:
         return form
-    k = spec.input_shape[1]
+    k, promotion = spec.input_shape[1], PROMOTION if spec.has_norm else PROMOTION_ALONE
     if spec.batch <= form.tile_samples:
         k = 0
     elif spec.batch * spec.channels < PARTS_RESULTS:
-        k = min(k, PROMOTION[0][0] - 1)
-    interval = next(interval for least, interval in PROMOTION if k >= least)
+        k = min(k, promotion[0][0] - 1)
+    interval = next(interval for least, interval in promotion if k >= least)
     return replace(form, promote=interval // TILE_K)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, c_identifier, costly, unique_constants
 from codegen.numerics import FP32, float_literal
-from codegen.plan.gemm_sm90a.epilogue import distinct, epilogue, line, vector_count
+from codegen.plan.gemm_sm90a.epilogue import distinct, epilogue, line, statements, vector_count
 from codegen.plan.gemm_sm90a.layout import (
     CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks,
 )  # fmt: skip
@@ -45,16 +45,23 @@ class GemmSm90aKernel(Kernel):
     before: tuple[Apply, ...] = ()
     after: tuple[Apply, ...] = ()
     before_lines: tuple[str, ...] = ()
+    before_statements: tuple[str, ...] = ()  # of a chain without a norm: C statements on `value` that end it
     before_parameters: tuple[Apply, ...] = ()
     after_lines: tuple[str, ...] = ()
     after_parameters: tuple[Apply, ...] = ()
     producer_bias: bool = False
     result_type: str = "float"
     in_features: int = 0
+    normed: bool = True  # whether the chain has a norm
     result_pitch: int = 0  # values from one row of the result to the next, where that is not out_features
 
     input_unscale = X_UNSCALE
     weight_unscale = WEIGHT_UNSCALE
+
+    @property
+    def ends(self) -> bool:
+        """Whether the chain has no norm and ends here with operators: values are finished where they are stored."""
+        return not self.normed and bool(self.before_statements)
 
     @property
     def cluster(self) -> int:
@@ -228,12 +235,14 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
     precision = spec.precision
     batch = spec.input_shape[0]
     channels, width = spec.channels, spec.group_channels
-    before, after, before_vectors, after_vectors = epilogue(spec, layout.statistics != "none")
+    finished = layout.slices == 1 and (layout.statistics != "none" or not spec.has_norm)
+    before, after, before_vectors, after_vectors = epilogue(spec, finished)
     keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters if layout.slices == 1 or p.suffix == "weight"}
     if layout.slices > 1:
         before_vectors = []  # its bias
     norm = {p.suffix: spec.norm.key(p) for p in spec.norm.parameters} if layout.statistics != "none" else {}
-    before_lines = ([f"value + {c_identifier(keys['bias'])}_c[h]"] if "bias" in keys else []) + [line(a) for a in before]
+    bias = c_identifier(keys["bias"]) if "bias" in keys else None
+    before_lines = ([f"value + {bias}_c[h]"] if bias else []) + [line(a) for a in before]
     affine = [f"value * {c_identifier(norm['weight'])}_c[h] + {c_identifier(norm['bias'])}_c[h]"] if norm else []
     after_lines = affine + [line(a) for a in after]
 
@@ -264,15 +273,15 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
         c_identifier(weight_operand), input_operand, c_identifier(keys["weight"]), guarded, width,
         batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
         channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
-        tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), "bias" in keys, spec.result.c_type, spec.input_shape[1],
-        result_pitch(spec, layout),
+        tuple(before_lines), statements(spec, bias) if finished and not spec.has_norm else (), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), "bias" in keys, spec.result.c_type, spec.input_shape[1],
+        spec.has_norm, result_pitch(spec, layout),
     )  # fmt: skip
 
 
 def summary(spec: Spec, layout: Layout) -> str:
     if layout.slices > 1:
         return f"x W^T, {layout.slices} parts of K apart: TMA, warp-specialised wgmma" + (", clusters" if layout.cluster > 1 else "")
-    steps = [step.operator.name for step in (spec.chain if layout.statistics != "none" else spec.chain[:1])]
+    steps = [step.operator.name for step in (spec.chain if layout.statistics != "none" or not spec.has_norm else spec.chain[:1])]
     return " -> ".join(steps) + " in one kernel: TMA, warp-specialised wgmma" + (", clusters" if layout.cluster > 1 else "")
 
 

@@ -46,7 +46,8 @@ def offers(request: Request) -> tuple[Offer, ...]:
     Raises Refusal where this target cannot serve the chain; whether it serves it better than sm_80 is not asked here.
     """
     spec, target, device = request.spec, request.target, request.device
-    refuse_kept(spec)
+    if spec.has_norm:
+        refuse_kept(spec)
     _check(spec)
     forms = forms_of(spec)
     whole = tuple((form, choose_layout(spec, target, device, form)) for form in forms)
@@ -84,6 +85,9 @@ def plan(request: Request, offer: Offer) -> Plan:
     if chosen.slices > 1:
         steps[-1:], own = sliced_product(spec, gemm, chosen.slices)
         buffers = [*buffers, *own]
+    if not spec.has_norm:
+        pass  # the chain ends in the multiplication or where the slices are added
+    elif chosen.slices > 1:
         tail = plan_norm_of_product(spec, target, device)
         steps, buffers, why = steps + list(tail.steps), buffers + list(tail.buffers), why + tail.why
     elif chosen.statistics == "none":
@@ -108,7 +112,7 @@ def _check(spec: Spec) -> None:
         raise Refusal(f"math: {spec.math} asked for, which this target does not have")
     if spec.precision.itemsize == 2 and k % 8:
         raise Refusal(f"in_features: {k} is no multiple of 8, and rows of x and W that do not start at multiples of 16 bytes are out of the copy engine's reach")
-    if ragged_result(spec) and (spec.gives or residency(spec, access_width(spec)) is None):
+    if ragged_result(spec) and (not spec.has_norm or spec.gives or residency(spec, access_width(spec)) is None):
         raise Refusal(f"out_features: {spec.channels} is no multiple of 8, and rows of y must start at multiples of 16 bytes for the copy engine")
     if k < LEAST_STEPS * TILE_K:
         raise Refusal(f"in_features: {k} gives fewer than {LEAST_STEPS} stages of {TILE_K}, too few to fill the ring; sm_80 serves it as well")
@@ -165,7 +169,10 @@ def _why(spec: Spec, device: DeviceClass, ways: list[tuple[Form, Layout]], form:
         reasons.append("the statistics of a group meet through distributed shared memory, so that the chain ends in this kernel")
     elif layout.slices > 1:
         parts, whole = estimated_ms(spec, device, form, layout), estimated_ms(spec, device, *faster(spec, device, ways))
-        reasons.append(f"K is cut into {layout.slices} parts, whose sums are added in front of the norm kernel: {parts:.3f} ms estimated, against {whole:.3f} ms with whole tiles")
+        where = "in front of the norm kernel" if spec.has_norm else "by a kernel that ends the chain"
+        reasons.append(f"K is cut into {layout.slices} parts, whose sums are added {where}: {parts:.3f} ms estimated, against {whole:.3f} ms with whole tiles")
+    elif not spec.has_norm:
+        reasons.append("the operators behind the product are in its epilogue" if len(spec.chain) > 1 else "the product alone")
     elif layout.statistics == "none":
         reasons.append(f"groups of {spec.group_channels} channels do not match the tiles, so the norm kernel follows")
     else:
@@ -173,4 +180,4 @@ def _why(spec: Spec, device: DeviceClass, ways: list[tuple[Form, Layout]], form:
     return tuple(reasons)
 
 
-GEMM_SM90A = Route("gemm_sm90a", "Hopper's tiles", frozenset({"sm_90a"}), frozenset({"linear"}), offers, plan)
+GEMM_SM90A = Route("gemm_sm90a", "Hopper's tiles", frozenset({"sm_90a"}), frozenset({"linear"}), offers, plan, products=frozenset({"linear"}))

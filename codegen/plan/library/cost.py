@@ -22,6 +22,11 @@ START_MS = Fitted(0.0065, "ms", LIBRARY_SHAPES)
 FEW_ROWS = 8  # of x, up to which operands out of step go through a kernel for vectors
 FEW_ROWS_SHARE = Fitted(0.28, "share", LIBRARY_SHAPES)  # of the memory's rate, which that kernel reaches
 
+SINGLES = {  # the vendor's GEMM of fp32 operands, by whether TF32 is allowed: its rate as a share of the card's
+    "fp32": Fitted(0.76, "share", LIBRARY_SHAPES),
+    "tf32": Fitted(0.77, "share", LIBRARY_SHAPES),
+}
+
 # The library's convolution.
 CORES_SHARE = Fitted(0.3, "share", SWEEP)  # of the CUDA cores' rate, which serve fp32 and few channels
 TENSOR_SHARE = Fitted(0.35, "share", SWEEP)  # of the tensor cores' rate
@@ -42,9 +47,18 @@ def linear_ms(spec: Spec, device: DeviceClass) -> float:
     return gemm_ms(spec, device) + tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3
 
 
+def product_ms(spec: Spec, device: DeviceClass) -> float:
+    """Milliseconds of the vendor's GEMM, then of one pass over its result where operators follow."""
+    tail_bytes = 2 * math.prod(spec.output_shape) * spec.precision.itemsize
+    return gemm_ms(spec, device) + (tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3 if len(spec.chain) > 1 else 0.0)
+
+
 def gemm_ms(spec: Spec, device: DeviceClass) -> float:
-    """Milliseconds of the vendor's half-precision GEMM alone, its launch included."""
+    """Milliseconds of the vendor's GEMM alone, its launch included."""
     (m, k), n = spec.input_shape, spec.channels
+    if spec.precision.itemsize == 4:
+        rate = {"fp32": device.fp32, "tf32": device.tf32}[spec.precision.name] * SINGLES[spec.precision.name].on(device)
+        return START_MS.on(device) + max(2.0 * m * n * k / (rate * 1e9), (m * k + n * k + m * n) * 4 / (device.hbm * 1e6))
     aligned = next(alignment for alignment in ALIGNED if math.gcd(k, n) % alignment == 0)
     rate, share, serial_ns = (number.on(device) for number in ALIGNED[aligned])
     multiply = 2.0 * m * n * k / (device.fp16 * (device.library_share if aligned == 8 else 1.0) * rate * 1e9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from codegen.ir.fused_form import PRODUCERS
 from codegen.plan.floor import floor
-from codegen.plan.library.cost import conv_ms, linear_ms
+from codegen.plan.library.cost import conv_ms, linear_ms, product_ms
 from codegen.plan.model import Buffer, Library, Plan, Refusal
 from codegen.plan.norm.route import plan_norm
 from codegen.plan.route import Choice, Offer, Request, Route
@@ -15,6 +15,8 @@ LINEAR_WEIGHT = 0.95  # by which the estimate of the vendor's GEMM is multiplied
 def offers(request: Request) -> tuple[Offer, ...]:
     """The one way to call the library. Raises Refusal where its result would depend on a switch of torch's."""
     spec, device = request.spec, request.device
+    if not spec.has_norm:
+        return (Offer(Choice("library"), product_ms(spec, device), LINEAR_WEIGHT),)
     if spec.producer.operator.rank:
         return (Offer(Choice("library"), conv_ms(spec, device)),)
     if spec.precision.dtype == "float32":
@@ -40,4 +42,4 @@ def plan(request: Request, offer: Offer) -> Plan:
     return Plan(spec, target, device, (library, *tail.steps), (temporary, *tail.buffers), floor(spec, device, 1, rate), tail.why)
 
 
-LIBRARY = Route("library", "torch's {}, then the norm kernel", frozenset({"sm_80"}), frozenset(PRODUCERS), offers, plan, own=False)
+LIBRARY = Route("library", "torch's {}, then the norm kernel", frozenset({"sm_80"}), frozenset(PRODUCERS), offers, plan, own=False, products=frozenset({"linear"}))

@@ -1,12 +1,15 @@
-"""Products whose K several blocks share: the kernel that adds their sums, as data. Template: gemm/add_slices.cu.j2."""
+"""Products whose K several blocks share: the kernels that add their sums, as data. Templates: gemm/add_slices.cu.j2, gemm/end_slices.cu.j2."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from codegen.ir.apply import Constant
+from codegen.ir.apply import Apply, Constant, applies, unique_constants
+from codegen.numerics import FP32, Precision
 from codegen.plan.model import Buffer, Kernel, Launch
+from codegen.plan.shared.pointers import Pointer, PointerKernel
+from codegen.plan.shared.values import Operand, kept_in_front, named_operand, operand_of, vector_statements
 from codegen.spec import Spec
 
 SLICES = "sliced_sums"
@@ -21,10 +24,68 @@ class AddSlicesKernel(Kernel):
     ragged: bool = False
 
 
+@dataclass(frozen=True)
+class EndSlicesKernel(PointerKernel):
+    """The same at the end of a chain without a norm: `lines`, C statements on `v`, element `e`, apply the bias and the operators to every sum."""
+
+    width: int = 4
+    ragged: bool = False
+    applied: tuple[Apply, ...] = ()
+    operands: tuple[Operand, ...] = ()
+    lines: tuple[str, ...] = ()
+    storage: Precision = FP32
+
+    @property
+    def vectors(self) -> tuple[Operand, ...]:
+        """The parameters of a value for each channel."""
+        return tuple(operand for operand in self.operands if operand.per_channel)
+
+    @property
+    def scalars(self) -> tuple[Operand, ...]:
+        return tuple(operand for operand in self.operands if not operand.per_channel)
+
+    @property
+    def accesses(self) -> tuple[tuple[Precision, list[int], list[int]], ...]:
+        """(type, widths of loads, widths of stores) of the sums and of the chain's tensors."""
+        if self.storage == FP32:
+            return ((FP32, [self.width], [self.width]),)
+        return (FP32, [self.width], []), (self.storage, [self.width] if self.vectors else [], [self.width])
+
+
 def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
     """The kernel that adds what the blocks of a tile left, in their order."""
     values = math.prod(spec.producer.output_shape)
     width = math.gcd(4, values)
+    constants, blocks = _share(spec, slices, width)
+    return AddSlicesKernel(
+        name="add_slices", template="gemm/add_slices.cu.j2", arguments=(SLICES, "t0"), constants=constants, summary=f"adds the sums of {slices} parts of K",
+        threads=ADD_THREADS, blocks=blocks, max_registers=64, width=width, ragged=values // width % ADD_THREADS != 0,
+    )  # fmt: skip
+
+
+def end_slices_kernel(spec: Spec, slices: int) -> EndSlicesKernel:
+    """The same of a chain without a norm, which ends here: bias, then operators."""
+    values = math.prod(spec.producer.output_shape)
+    width = math.gcd(4, spec.channels)
+    constants, blocks = _share(spec, slices, width)
+    items = applies(spec, spec.before_norm)
+    bias = [named_operand(spec.producer.key(p)) for p in spec.producer.parameters if p.suffix == "bias"]
+    operands = tuple(dict.fromkeys((*bias, *(operand_of(item) for item in items if item.parameter))))
+    if any(operand.per_channel for operand in operands):
+        constants += (Constant("kOutFeatures", str(spec.channels), "values of a row of y"),)
+    lines = (*(f"v = v + {operand.value}[e];  // {spec.producer.operator.name}'s bias" for operand in bias), *kept_in_front(spec, spec.before_norm, 0))
+    pointers = (Pointer("float", "slices"), *(Pointer(spec.precision.c_type, operand.pointer) for operand in operands), Pointer(spec.result.c_type, "y", True))
+    return EndSlicesKernel(
+        name="end_slices", template="gemm/end_slices.cu.j2", arguments=(SLICES, *(operand.key for operand in operands), "y"),
+        constants=(*constants, *unique_constants(items)), summary=f"adds the sums of {slices} parts of K and ends the chain",
+        threads=ADD_THREADS, blocks=blocks, max_registers=64, pointers=pointers, width=width, ragged=values // width % ADD_THREADS != 0, applied=items,
+        operands=operands, lines=(*lines, *vector_statements(items)), storage=spec.precision,
+    )  # fmt: skip
+
+
+def _share(spec: Spec, slices: int, width: int) -> tuple[tuple[Constant, ...], int]:
+    """The constants of sums in `slices` parts, and the blocks that add them."""
+    values = math.prod(spec.producer.output_shape)
     blocks = math.ceil(values // width / ADD_THREADS)
     constants = (
         Constant("kSlices", str(slices), "parts of K whose sums lie behind each other"),
@@ -33,13 +94,14 @@ def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
         Constant("kThreads", str(ADD_THREADS), "threads of a block"),
         Constant("kBlocks", str(blocks), "kVectors / kThreads, rounded up"),
     )
-    return AddSlicesKernel(
-        name="add_slices", template="gemm/add_slices.cu.j2", arguments=(SLICES, "t0"), constants=constants, summary=f"adds the sums of {slices} parts of K",
-        threads=ADD_THREADS, blocks=blocks, max_registers=64, width=width, ragged=values // width % ADD_THREADS != 0,
-    )  # fmt: skip
+    return constants, blocks
 
 
-def sliced_product(spec: Spec, kernel: Kernel, slices: int) -> tuple[tuple[Launch, Launch], tuple[Buffer, Buffer]]:
-    """The launches of a GEMM whose blocks share K and of the kernel that adds their sums into "t0", without the bias, and both buffers."""
-    sums = Buffer(SLICES, (slices, *spec.producer.output_shape), "float32")
-    return (Launch(kernel, result=SLICES), Launch(add_slices_kernel(spec, slices))), (sums, Buffer("t0", spec.producer.output_shape, spec.precision.dtype))
+def sliced_product(spec: Spec, kernel: Kernel, slices: int) -> tuple[tuple[Launch, Launch], tuple[Buffer, ...]]:
+    """The launches of a GEMM whose blocks share K and of the kernel that adds their sums, and the buffers in between.
+
+    The sums become "t0", without the bias; of a chain without a norm they become "y", the result.
+    """
+    shape, adding = spec.producer.output_shape, add_slices_kernel if spec.has_norm else end_slices_kernel
+    buffers = (Buffer(SLICES, (slices, *shape), "float32"), *((Buffer("t0", shape, spec.precision.dtype),) if spec.has_norm else ()))
+    return (Launch(kernel, result=SLICES), Launch(adding(spec, slices))), buffers

@@ -157,6 +157,18 @@ def statements(spec: Spec, steps: Sequence[Step]) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def vector_statements(items: Sequence[Apply]) -> tuple[str, ...]:
+    """Operators as C statements on `v`, element `e` of a vector, whose channels' parameters lie in arrays; results that are reused stay in variables."""
+    lines = []
+    for item in items:
+        operand = operand_of(item) if item.parameter else None
+        value = f"{operand.value}[e]" if operand and operand.per_channel else operand and operand.value
+        lines.append(f"v = {item.apply('v', value)};  // {item.comment}")
+        if item.keeps:
+            lines.append(f"const float {item.keeps} = v;")
+    return tuple(lines)
+
+
 def keep_line(step: Step, value: str = "v") -> str:
     """C: the step's result, kept for an operator that takes it once more."""
     return f"const float {kept_name(step)} = {value};"
