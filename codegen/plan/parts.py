@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from codegen.ir.fused_form import departure, is_product
 from codegen.ir.segment import Segment, role, segments_of
 from codegen.ops import Kind
-from codegen.plan.model import Buffer, Launch, Library, Plan, Refusal
+from codegen.plan.model import Buffer, Launch, Library, Plan
 from codegen.plan.segments.route import plan_segment
 from codegen.plan.shared.names import input_name, value_name
 from codegen.spec import Input, Spec, Step
@@ -34,8 +34,14 @@ class Part:
     why: tuple[str, ...] = ()
 
 
-def parts_of(spec: Spec, planned: Callable[[Spec], Plan]) -> tuple[Part, ...]:
-    """The longest fused parts, from the front, and between them whatever there is. `planned` plans a part; its Refusal leaves a product to the library."""
+Planned = Callable[[Spec], Plan | str | None]
+
+
+def parts_of(spec: Spec, planned: Planned) -> tuple[Part, ...]:
+    """The longest fused parts, from the front, and between them whatever there is.
+
+    `planned` plans a part. Of a product without a norm it may also give a sentence, why the library computes it, or None, where no kernel of ours could.
+    """
     found: list[Part] = []
     at = 0
     while at < len(spec.chain):
@@ -49,18 +55,16 @@ def parts_of(spec: Spec, planned: Callable[[Spec], Plan]) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def _fused(spec: Spec, first: int, planned: Callable[[Spec], Plan]) -> Part:
+def _fused(spec: Spec, first: int, planned: Planned) -> Part:
     """The longest fused part that begins in place `first`; one step without a plan where there is none."""
     last = _longest(spec, first, lambda steps: departure(steps) is None)
     if last:
         return Part(first, last, planned(part_spec(spec, first, last)))
     last = _longest(spec, first, is_product)
-    if last is None:
-        return Part(first, first + 1, None)
-    try:
-        return Part(first, last, planned(part_spec(spec, first, last)))
-    except Refusal as reason:
-        return Part(first, first + 1, None, (f"{spec.chain[first].operator.name} by torch's library: {reason}",))
+    found = planned(part_spec(spec, first, last)) if last else None
+    if isinstance(found, Plan):
+        return Part(first, last, found)
+    return Part(first, first + 1, None, (found,) if found else ())
 
 
 def _longest(spec: Spec, first: int, form: Callable[[Sequence[Step]], bool]) -> int | None:

@@ -70,13 +70,24 @@ def _in_parts(request: Request) -> Plan:
     return found
 
 
-def _part(request: Request) -> Plan:
-    """The plan of a part. Raises Refusal, of a product without a norm also where the library is estimated faster: its steps then are single ones of the whole."""
-    if not request.spec.has_norm:
-        route, offer = (ways := ways_of(request)).best
-        if not route.own:
-            raise Refusal(_reasons(request, ways, None)[0])
-    return _fused(request)
+def _part(request: Request) -> Plan | str | None:
+    """The plan of a part. Raises Refusal.
+
+    A product without a norm is left to the library where that is estimated faster, or refused by our kernels: the reason is given instead. None where no
+    route serves it.
+    """
+    spec = request.spec
+    if spec.has_norm:
+        return _fused(request)
+    if not any(route.serves(request) for route in ROUTES):
+        return None
+    try:
+        ways = ways_of(request)
+        return _fused(request) if ways.best[0].own else _reasons(request, ways, None)[0]
+    except Refusal as reason:
+        if request.forced is not None or spec.gemm == "generated":
+            raise
+        return f"{spec.producer.operator.name} by torch's library: {reason}"
 
 
 @dataclass(frozen=True)

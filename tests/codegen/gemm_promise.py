@@ -41,7 +41,7 @@ def with_outliers(weight: torch.Tensor, case: Case, precision: str, first: bool)
     In fp16 the large sum stays below its largest value, 65504, or PyTorch's own result is not a number: the sum is near
     in_features * 0.5 (mean of x) * 0.5 / sqrt(in_features) (mean of the weights) = sqrt(in_features) / 4 times the factor.
     """
-    width = case.out_features // case.groups
+    width = case.out_features // (case.groups or 1)
     factor = {"fp32": 1e6, "tf32": 1e6, "bf16": 1e3, "fp16": min(1e3, 4e4 / (case.in_features**0.5 / 4))}[precision]
     row = slice(0 if first else width // 3, None, width)
     made = weight.clone()
