@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.ir.chain import Segment
 from codegen.ir.apply import Apply, Constant, c_identifier
+from codegen.ir.segment import Segment
 from codegen.numerics import Precision, float_literal
 from codegen.plan.backward.cpu import SUMS, BackwardPool, CpuBackwardKernel, cpu_backward, gradient_keys
 from codegen.plan.backward.runs import BackRun, Operand

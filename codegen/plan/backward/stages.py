@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, c_identifier, kept_name
-from codegen.ir.chain import Segment
+from codegen.ir.segment import Segment
 from codegen.numerics import FP32, Precision
 from codegen.ops import Shape
 from codegen.plan.backward.runs import BackRun, Operand, back_run

@@ -6,7 +6,9 @@ import re
 from dataclasses import dataclass
 
 from codegen.ir.apply import Apply
-from codegen.ir.segment import Grouping, Segment, Window
+from codegen.ir.grouping import Grouping
+from codegen.ir.segment import Segment
+from codegen.ir.window import Window
 from codegen.numerics import Precision
 from codegen.ops import Kind
 from codegen.plan.model import Kernel

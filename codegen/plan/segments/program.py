@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant, applies, c_identifier, describe
-from codegen.ir.segment import Grouping, Segment, evaluates
+from codegen.ir.grouping import Grouping
+from codegen.ir.segment import Segment, evaluates
+from codegen.ir.value import input_of, result_of
 from codegen.numerics import float_literal
 from codegen.ops import Kind, Shape
-from codegen.plan.shared.names import input_name, value_name
 from codegen.plan.stages.kernel import element_offset
 from codegen.spec import Spec, Step
 
@@ -148,7 +149,7 @@ class Statements:
         first = self.segment.steps[0]
         enlarges = first.operator.kind is Kind.ELEMENTWISE and first.output_shape != first.input_shape
         shape = first.input_shape if enlarges else self.segment.shape
-        self.lines.append(f"v = {self.read(source_of(self.spec, self.segment), shape, self.segment.shape)};")
+        self.lines.append(f"v = {self.read(result_tensor(self.spec, self.segment.first - 1), shape, self.segment.shape)};")
 
     def steps(self, steps: Sequence[Step]) -> None:
         taken = {step.tap for step in self.segment.steps if step.tap is not None and not step.taps_itself}
@@ -185,12 +186,10 @@ class Statements:
         if step.tap is not None and step.tap >= self.segment.first:
             return f"kept_{step.tap}"
         if step.tap is not None:
-            shape = step.input_shape if step.tap < 0 else self.spec.chain[step.tap].output_shape
-            return self.read(value_tensor(self.spec, step.tap), shape, whole)
+            return self.read(result_tensor(self.spec, step.tap), result_of(self.spec, step.tap).shape, whole)
         if step.reads is not None:
-            shape = next(given.shape for given in self.spec.inputs if given.name == step.reads)
-            name = input_name(self.spec, step.reads)
-            return self.read(Tensor(name, "t_x" if name == "x" else f"in_{step.reads}"), shape, whole)
+            given = input_of(self.spec, step.reads)
+            return self.read(Tensor(given.name, "t_x" if given.name == "x" else f"in_{step.reads}"), given.shape, whole)
         if step.operand is None:
             return None
         key, shape = step.operand
@@ -242,13 +241,9 @@ class Statements:
             self.keep(core)
 
 
-def value_tensor(spec: Spec, place: int) -> Tensor:
-    """The result of the step in `place`, as later kernels read it."""
-    return Tensor(value_name(spec, place), "t_x" if place < 0 else f"t_{place}")
-
-
-def source_of(spec: Spec, segment: Segment) -> Tensor:
-    return value_tensor(spec, segment.first - 1)
+def result_tensor(spec: Spec, place: int) -> Tensor:
+    """The result of the step in `place`, as later kernels read it; what comes in for -1."""
+    return Tensor(result_of(spec, place).name, "t_x" if place < 0 else f"t_{place}")
 
 
 def statistics_access(tensor: Tensor, grouping: Grouping, width: int) -> Access:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, unique_constants
-from codegen.ir.chain import Segment
+from codegen.ir.segment import Segment
 from codegen.numerics import FP32, Precision
 from codegen.ops import Kind, Shape
 from codegen.plan.model import Kernel
@@ -146,14 +146,14 @@ def _stage(segment: Segment) -> tuple[str, str]:
     if segment.kind is Kind.POOL:
         return "windows", "max" if segment.core.operator.name == "max_pool2d" else "sum"
     if segment.kind is Kind.REDUCTION:
-        return "rows" if segment.grouping.contiguous else "columns", segment.core.operator.name
+        return "rows" if math.prod(segment.core.input_shape[2:]) == 1 else "columns", segment.core.operator.name
     return "spread", ""
 
 
 def _summary(stage: str, segment: Segment) -> str:
     what = {"rows": "over the channels of a row", "columns": "over the channels of a position", "windows": "over windows", "spread": "to another shape"}[stage]
     lead = segment.core.operator.name if segment.core else "broadcast"
-    rest = [step.operator.name for step in segment.after]
+    rest = [step.operator.name for step in (segment.after if segment.core else segment.before)]
     return f"{lead} {what}" + (f", then {', '.join(rest)}" if rest else "")
 
 

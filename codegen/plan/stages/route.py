@@ -17,7 +17,8 @@ import math
 from dataclasses import replace
 
 from codegen.ir.apply import applies, costly
-from codegen.ir.chain import Chain, Segment, chain_of
+from codegen.ir.chain import chain_of
+from codegen.ir.segment import Segment
 from codegen.numerics import FP32
 from codegen.ops import Kind
 from codegen.plan.floor import floor
@@ -32,21 +33,21 @@ REPEATED_WINDOWS = 4  # that a value belongs to, from which on it is computed on
 
 def cut(spec: Spec, target: Target) -> tuple[Spec, tuple[Segment, ...]]:
     """The chain's head, which fused kernels of `target` take, and the segments behind it; the whole chain where they take all."""
-    chain = chain_of(spec)
-    fused = _fused(spec, chain, target)
-    return (spec if fused == len(chain.segments) else head_of(spec, chain.segments[fused].first)), chain.segments[fused:]
+    segments = chain_of(spec).segments
+    fused = _fused(spec, segments, target)
+    return (spec if fused == len(segments) else head_of(spec, segments[fused].first)), segments[fused:]
 
 
-def _fused(spec: Spec, chain: Chain, target: Target) -> int:
+def _fused(spec: Spec, segments: tuple[Segment, ...], target: Target) -> int:
     """How many segments fused kernels take, from the first one on."""
     pools = 0
-    for number, segment in enumerate(chain.segments):
+    for number, segment in enumerate(segments):
         pools += segment.kind is Kind.POOL
         if segment.kind is Kind.REDUCTION or (segment.core and segment.core.operator.name == "avg_pool2d"):
             return number
         if target.language == "cuda" and segment.kind is Kind.POOL and (pools > 1 or _repeats_much(spec, segment.core)):
             return number
-    return len(chain.segments)
+    return len(segments)
 
 
 def _repeats_much(spec: Spec, pool: Step) -> bool:
