@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from codegen.ir.chain import chain_of
-from codegen.ir.fused_form import departure
+from codegen.ir.fused_form import departure, fused
 from codegen.ir.value import input_name
 from codegen.plan import Refusal
 from codegen.plan.backward.cpu import gradient_keys, plan_backward
@@ -52,14 +52,15 @@ class Package:
         the chain has something that gradients are not generated for."""
         if self.sizes:
             return tuple(plan for size in self.sizes for plan in size.backward_plans)
-        if departure(self.spec.chain):
+        form = fused(self.spec)
+        if form is None:
             return ()
-        made = [plan_backward(self.spec, plan.target, plan.device) for plan in self.plans if plan.target.language == "cpp"]
+        made = [plan_backward(form, plan.target, plan.device) for plan in self.plans if plan.target.language == "cpp"]
         cuda = [plan for plan in self.plans if plan.target.language == "cuda"]
         if cuda:
             least = min(cuda, key=lambda plan: plan.target.min_capability)
             try:
-                made.append(plan_backward_cuda(self.spec, least.target, least.device))
+                made.append(plan_backward_cuda(form, least.target, least.device))
             except Refusal:  # the head has no norm kernel that runs it again
                 pass
         return tuple(made)

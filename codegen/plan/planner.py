@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from codegen.ir.fused_form import departure
+from codegen.ir.fused_form import departure, fused
 from codegen.plan import tuned
 from codegen.plan.floor import floor
 from codegen.plan.model import Plan, Refusal
@@ -46,9 +46,9 @@ def planned(request: Request) -> Plan:
     """The plan of a request. Raises Refusal."""
     if departure(request.spec.chain) is not None:
         return _in_parts(request)
-    head, stages = cut(request.spec, request.target)
+    head, stages = cut(request.form, request.target)
     if stages:
-        return plan_stages(request.spec, planned(replace(request, spec=head)), stages)
+        return plan_stages(request.form, planned(replace(request, spec=head)), stages)
     ways = ways_of(request)
     route, offer = ways.best
     rival = _rival(request, route, offer)
@@ -134,12 +134,15 @@ def _rival(request: Request, route: Route, offer: Offer) -> tuple[str, float] | 
 
 
 def choices(spec: Spec, device: DeviceClass) -> tuple[tuple[str, Choice], ...]:
-    """(target, choice) of everything that is worth measuring for `spec` on a card of this class: the best offers of each route and arithmetic."""
-    found = []
+    """(target, choice) of everything that is worth measuring for `spec` on a card of this class: the best offers of each route and arithmetic. None where the
+    chain is planned in parts."""
+    form, found = fused(spec), []
+    if form is None:
+        return ()
     for target in spec.targets or device.targets:
         if target not in device.targets:
             continue
-        request = Request(cut(spec, TARGETS[target])[0], TARGETS[target], device)
+        request = Request(cut(form, TARGETS[target])[0], TARGETS[target], device)
         for route in _allowed(request):
             try:
                 offers = route.offers(request)
@@ -164,7 +167,7 @@ def _nothing_left(request: Request, refusals: list[tuple[Route, str]]) -> str:
 
 
 def _product(request: Request) -> str:
-    return request.spec.producer.operator.product
+    return request.form.producer.operator.product
 
 
 def _title(request: Request, route: Route) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from codegen.ir.apply import applies, unique_constants
-from codegen.spec import load_spec
+from tests.fused import load_fused
 
 CHAIN = """\
 name: layer
@@ -24,7 +24,7 @@ chain:
 def spec(tmp_path):
     def load(precision):
         (tmp_path / "layer.yaml").write_text(CHAIN)
-        return load_spec(tmp_path / "layer.yaml", precision)
+        return load_fused(tmp_path / "layer.yaml", precision)
 
     return load
 

@@ -9,8 +9,9 @@ import torch
 from tests.codegen.segment_draw import random_spec
 from tests.fused_draw import LARGE, draw
 from codegen.ir.chain import chain_of
+from codegen.ir.fused_form import FusedSpec, fused
 from codegen.ops import Kind
-from codegen.spec import Spec, load_spec, shipped
+from codegen.spec import load_spec, shipped
 
 
 def specs(folder):
@@ -23,11 +24,6 @@ def chains(folder):
     for spec in specs(folder):
         for training in (False, True):
             yield spec, chain_of(spec, training)
-
-
-def grouping_of_norm(spec: Spec):
-    (segment,) = (segment for segment in chain_of(spec).segments if segment.kind is Kind.NORM)
-    return segment.grouping
 
 
 def test_segments_hold_the_chain_and_meet_in_their_values(tmp_path):
@@ -72,7 +68,7 @@ def test_groupings_are_pytorchs(tmp_path):
     """A group's values move together: one changed value changes the normalised values of its own group alone."""
     for index in range(60):
         spec = draw(22, index, LARGE, tmp_path)
-        found = grouping_of_norm(spec)
+        (found,) = (segment.grouping for segment in chain_of(spec).segments if segment.kind is Kind.NORM)
         shape = spec.norm.input_shape
         assert found.joined * found.groups == math.prod(shape) and found.groups == spec.batch * spec.num_groups and found.joined == spec.group_size
         if math.prod(shape) > 1 << 14:
@@ -84,9 +80,12 @@ def test_groupings_are_pytorchs(tmp_path):
         assert not moved.view(-1)[: -found.joined].any()
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_the_norm_of_a_spec_is_asked_for_where_there_is_one(count):
+@pytest.mark.parametrize(("places", "reason"), [((0,), "it has no norm"), ((0, 1, 1), "group_norm is a second norm"), ((1, 0), "it starts with group_norm")])
+def test_only_a_chain_of_the_form_is_seen_as_a_fused_one(places, reason):
     spec = load_spec("specs/default.yaml")
-    linear, norm, *_ = spec.chain
-    with pytest.raises(ValueError, match=f"{count} norms are in the chain"):
-        _ = replace(spec, chain=(linear, *[norm] * count)).norm
+    other = replace(spec, chain=tuple(spec.chain[place] for place in places))
+    assert fused(spec).norm is spec.chain[1] and fused(other) is None
+    with pytest.raises(ValueError, match=f"the chain has not the form of fused plans: {reason}"):
+        FusedSpec.of(other)
+    with pytest.raises(ValueError, match=reason):
+        replace(FusedSpec.of(spec), chain=other.chain)

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, c_identifier
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.backward.runs import BackRun, Operand, back_run
 from codegen.plan.backward.stages import back_through_stages
 from codegen.plan.cpu.kernel import STACK_VALUES, CpuKernel, Scratch, _c_type, _segments, _suffix, _wrapped, cpu_kernel
@@ -109,7 +110,7 @@ class CpuBackwardKernel(CpuKernel):
         return self.back_after.takes_v or bool(self.back_pools)
 
 
-def plan_backward(spec: Spec, target: Target, device: DeviceClass) -> Plan:
+def plan_backward(spec: FusedSpec, target: Target, device: DeviceClass) -> Plan:
     """The backward of `spec` for the cpu target.
 
     Its launches take the producer's result, the values of those parameters that they need, and `grad:y`, and give `grad:t0` and `grad:<key>` of
@@ -130,7 +131,7 @@ def gradient_keys(spec: Spec) -> tuple[str, ...]:
     return tuple(step.key(parameter) for step in spec.chain[1:] for parameter in step.parameters)
 
 
-def cpu_backward(spec: Spec) -> tuple[CpuBackwardKernel, int]:
+def cpu_backward(spec: FusedSpec) -> tuple[CpuBackwardKernel, int]:
     """The one kernel of the cpu target's backward, and the bytes of its sums."""
     forward = cpu_kernel(spec, "chain_backward")
     keys = gradient_keys(spec)
@@ -186,7 +187,7 @@ def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, Op
     )  # fmt: skip
 
 
-def _scratch(spec: Spec, buffered: bool, pools: tuple[BackwardPool, ...], given: str | None) -> tuple[Scratch, ...]:
+def _scratch(spec: FusedSpec, buffered: bool, pools: tuple[BackwardPool, ...], given: str | None) -> tuple[Scratch, ...]:
     """A thread's arrays, in the order in which they are filled."""
     items = [Scratch("value", "kGroupSize", spec.group_size, "float", "the group's values before the norm")] if buffered else []
     items.append(Scratch("grad", "kGroupSize", spec.group_size, "float", "the gradient of the normalised values"))
@@ -205,7 +206,7 @@ def _scratch(spec: Spec, buffered: bool, pools: tuple[BackwardPool, ...], given:
 
 
 def _constants(
-    spec: Spec, forward: CpuKernel, pools: tuple[BackwardPool, ...], scratch: tuple[Scratch, ...], slabs: int, samples: int, parameters: int
+    spec: FusedSpec, forward: CpuKernel, pools: tuple[BackwardPool, ...], scratch: tuple[Scratch, ...], slabs: int, samples: int, parameters: int
 ) -> tuple[Constant, ...]:
     items = [constant for constant in forward.constants if constant.name != "kScratch"]
     for pool, step in zip(pools, _segments(spec)[1], strict=True):
@@ -221,7 +222,7 @@ def _constants(
     return tuple({constant.name: constant for constant in items}.values())
 
 
-def _notes(spec: Spec, slabs: int, samples: int, held: int) -> tuple[str, ...]:
+def _notes(spec: FusedSpec, slabs: int, samples: int, held: int) -> tuple[str, ...]:
     return (
         f"a thread takes whole groups of a slab of {samples} samples: {slabs * spec.num_groups} parts",
         "sums over samples are in double precision and in an order of their own, whatever the number of threads",

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, c_identifier
+from codegen.ir.fused_form import FusedSpec
 from codegen.ir.segment import Segment
 from codegen.numerics import Precision, float_literal
 from codegen.plan.backward.cpu import SUMS, BackwardPool, CpuBackwardKernel, cpu_backward, gradient_keys
@@ -24,7 +25,6 @@ from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Kernel, Launch, Library, Plan
 from codegen.plan.norm.route import plan_norm
 from codegen.plan.stages.route import cut, plan_stages
-from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 WARP = 32
@@ -100,7 +100,7 @@ class CudaBackwardKernel(Kernel):
         return next(operand for operand in self.operands if operand.pointer == pointer)
 
 
-def plan_backward_cuda(spec: Spec, target: Target, device: DeviceClass) -> Plan:
+def plan_backward_cuda(spec: FusedSpec, target: Target, device: DeviceClass) -> Plan:
     """The backward of `spec` for CUDA, for a target that can run it.
 
     Its launches take what those of the cpu target's backward take, and give the same. No forward keeps the producer's result, so the plan starts
@@ -121,14 +121,14 @@ def plan_backward_cuda(spec: Spec, target: Target, device: DeviceClass) -> Plan:
     return Plan(spec, target, device, (_recompute(spec), *launches), tuple(buffers), floor(spec, device), _why(spec))
 
 
-def _behind_the_producer(spec: Spec, head: Spec, stages: tuple[Segment, ...], target: Target, device: DeviceClass) -> Plan:
+def _behind_the_producer(spec: FusedSpec, head: FusedSpec, stages: tuple[Segment, ...], target: Target, device: DeviceClass) -> Plan:
     """The forward from the producer's result on: the norm kernel with the whole head, then the stages. Names of its own keep it apart from the forward's."""
     norm = plan_norm(head, target, device, source="t0", apply_before=True, producer_bias=None, statistics=None)
     steps = tuple(replace(step, kernel=replace(step.kernel, name=f"backward_{step.kernel.name}")) for step in norm.steps)
     return plan_stages(spec, Plan(head, target, device, steps, norm.buffers, floor(spec, device), ()), stages, apart=True)
 
 
-def _recompute(spec: Spec) -> Library:
+def _recompute(spec: FusedSpec) -> Library:
     """The producer by torch's library, into t0."""
     producer = spec.producer
     keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
@@ -138,7 +138,7 @@ def _recompute(spec: Spec) -> Library:
     return Library(producer.operator.name, ("x", keys["weight"], keys.get("bias")), "t0", options)
 
 
-def _why(spec: Spec) -> tuple[str, ...]:
+def _why(spec: FusedSpec) -> tuple[str, ...]:
     producer = spec.producer
     held = math.prod(producer.output_shape) * spec.precision.itemsize
     gflop = 2e-9 * math.prod(producer.output_shape) * math.prod(producer.parameters[0].shape[1:])
@@ -148,12 +148,12 @@ def _why(spec: Spec) -> tuple[str, ...]:
     )
 
 
-def _pooled_size(spec: Spec) -> int:
+def _pooled_size(spec: FusedSpec) -> int:
     """Values of a channel behind the pooling."""
     return math.prod(_segments(spec)[1][0].output_shape[2:])
 
 
-def _kernel(spec: Spec, twin: CpuBackwardKernel) -> tuple[CudaBackwardKernel, int]:
+def _kernel(spec: FusedSpec, twin: CpuBackwardKernel) -> tuple[CudaBackwardKernel, int]:
     """The kernel, and its number of slabs."""
     keys = gradient_keys(spec)
     flat = spec.spatial == 1 and not twin.back_pools
@@ -182,7 +182,7 @@ def _kernel(spec: Spec, twin: CpuBackwardKernel) -> tuple[CudaBackwardKernel, in
     return kernel, slabs
 
 
-def _constants(spec: Spec, twin: CpuBackwardKernel, slabs: int, samples: int, parameters: int) -> tuple[Constant, ...]:
+def _constants(spec: FusedSpec, twin: CpuBackwardKernel, slabs: int, samples: int, parameters: int) -> tuple[Constant, ...]:
     """The cpu kernel's sizes with this kernel's slabs, and what the teams are."""
     dropped = ("kPiece", "kScratch", "kSlabs", "kSlabSamples", "kParameters")
     items = [c for c in twin.constants if c.name not in dropped and not c.name.startswith("kRow")]
@@ -200,7 +200,7 @@ def _constants(spec: Spec, twin: CpuBackwardKernel, slabs: int, samples: int, pa
     )
 
 
-def _notes(spec: Spec, flat: bool, small: bool, apart: bool, slabs: int, samples: int, pooled: bool) -> tuple[str, ...]:
+def _notes(spec: FusedSpec, flat: bool, small: bool, apart: bool, slabs: int, samples: int, pooled: bool) -> tuple[str, ...]:
     team = f"a warp takes a group of {spec.group_size} values" if small else f"a block takes a group of {spec.group_size} values"
     if not flat:
         team += ", its warps a channel each" if apart else ", one channel after the other"

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, c_identifier, kept_name
+from codegen.ir.fused_form import FusedSpec
 from codegen.ir.segment import Segment
 from codegen.numerics import FP32, Precision
 from codegen.ops import Shape
@@ -218,7 +219,7 @@ def _for_cuda(kernel: StageBackwardKernel, lead: Step) -> StageBackwardKernel:
     )  # fmt: skip
 
 
-def back_through_stages(spec: Spec, forward: Plan, head: Launch, target: Target) -> tuple[tuple[Launch, ...], tuple[Buffer, ...]]:
+def back_through_stages(spec: FusedSpec, forward: Plan, head: Launch, target: Target) -> tuple[tuple[Launch, ...], tuple[Buffer, ...]]:
     """The launches of a backward with stages, and their buffers.
 
     `forward` is a plan of the whole chain behind the producer, whose launches give stage:0, stage:1 and so on, `head` the backward of the part in front

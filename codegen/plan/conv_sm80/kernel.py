@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, unique_constants
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FAINT, FAINT_SHARE, Arithmetic, float_literal
 from codegen.plan.conv_sm80.finish import KEPT, STATISTICS
 from codegen.plan.conv_sm80.geometry import Geometry
@@ -16,7 +17,6 @@ from codegen.plan.shared.values import (
 from codegen.plan.shared.windows import (
     Direction, Windows, constant, shape_constants,
 )  # fmt: skip
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 
@@ -65,7 +65,7 @@ class ConvKernel(Kernel):
         return [o.pointer for o in self.operands]
 
 
-def conv_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising: Direction) -> ConvKernel:
+def conv_kernel(spec: FusedSpec, device: DeviceClass, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising: Direction) -> ConvKernel:
     producer = spec.producer
     keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
     prepare = prepare_function(spec, True, keys.get("bias"))
@@ -87,7 +87,7 @@ def conv_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows, 
     return replace(kernel, constants=_constants(spec, kernel, windows))
 
 
-def _constants(spec: Spec, kernel: ConvKernel, windows: Windows) -> tuple[Constant, ...]:
+def _constants(spec: FusedSpec, kernel: ConvKernel, windows: Windows) -> tuple[Constant, ...]:
     c, g = constant, kernel.geometry
     out_width, padding = spec.norm.input_shape[3], spec.producer.values["padding"]
     listed = [
@@ -141,7 +141,7 @@ def _constants(spec: Spec, kernel: ConvKernel, windows: Windows) -> tuple[Consta
     return tuple(listed)
 
 
-def _part_rows(spec: Spec) -> str:
+def _part_rows(spec: FusedSpec) -> str:
     """How kPartRows comes about, in the source's constants."""
     stride, dilation = spec.producer.values["stride"][0], spec.producer.values["dilation"][0]
     if stride == dilation == 1:
@@ -150,7 +150,7 @@ def _part_rows(spec: Spec) -> str:
     return f"{rows} + (kKernelHeight - 1){' x kDilationHeight' if dilation > 1 else ''} + 1"
 
 
-def _notes(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
+def _notes(spec: FusedSpec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
     parts = f"a block takes parts of a sample in turn: {g.part_strips} of {g.strips} rows of y, {g.part_rows} rows of x"
     if g.channel_tiles > 1:
         parts += f", {g.channels} of {spec.channels} channels"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant, applies
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import Arithmetic, Precision, float_literal
 from codegen.plan.conv_sm90a.geometry import REGISTERS, Geometry
 from codegen.plan.conv_sm90a.steps import Step, steps, uses_none
@@ -17,7 +18,7 @@ from codegen.plan.shared.values import (
 from codegen.plan.shared.windows import (
     Windows, ceil_div, constant, shape_constants,
 )  # fmt: skip
-from codegen.spec import Spec, Step as ChainStep
+from codegen.spec import Step as ChainStep
 
 WEIGHT_EXPONENT = {1: 4, 2: 14}  # of parts: below 2^-3, a scaled weight's second part loses bits
 ALLOWED_LOSS = {1: 1e-4, 2: 2e-7}  # of parts: with the rest of the error, within what tf32 and fp32 allow
@@ -79,7 +80,7 @@ class ConvKernel(Kernel):
         return ",\n    ".join(", ".join(names[i : i + 4]) for i in range(0, len(names), 4))
 
 
-def two_walks_of(spec: Spec, arithmetic: Arithmetic) -> bool:
+def two_walks_of(spec: FusedSpec, arithmetic: Arithmetic) -> bool:
     """Whether each tile gets a mean of its own: where operators precede the norm, and where fp32 is promised, since values less a shift that
     the first rows chose have lost the bits that a mean nearer to them would have kept."""
     return bool(spec.before_norm) or arithmetic.parts == 2
@@ -90,7 +91,7 @@ def _value(item: Apply) -> str | None:
     return operand_of(item).value if item.parameter else None
 
 
-def _fold(spec: Spec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tuple[Operand, ...], tuple[Apply, ...]]:
+def _fold(spec: FusedSpec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tuple[Operand, ...], tuple[Apply, ...]]:
     """The norm's affine part and the affine operators right behind it as updates of factor and offset, and the operators left over."""
     lines, operands = [], list(norm_operands(spec))
     if operands:
@@ -111,7 +112,7 @@ def _fold(spec: Spec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tupl
     return tuple(lines), tuple(operands), items[done:]
 
 
-def conv_kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising, after: Sequence[ChainStep], debug: bool) -> ConvKernel:
+def conv_kernel(spec: FusedSpec, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising, after: Sequence[ChainStep], debug: bool) -> ConvKernel:
     producer = spec.producer
     keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
     two_walks = two_walks_of(spec, arithmetic)
@@ -140,7 +141,7 @@ def conv_kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmeti
     )  # fmt: skip
 
 
-def steps_of(spec: Spec, g: Geometry, two_walks: bool) -> tuple[Step, ...]:
+def steps_of(spec: FusedSpec, g: Geometry, two_walks: bool) -> tuple[Step, ...]:
     """The instructions along K."""
     return steps(spec.producer.values["kernel_size"], g.octets, g.pitch, g.plane, g.parts, not two_walks)
 
@@ -150,7 +151,7 @@ def max_registers(g: Geometry) -> int:
     return 65536 // g.threads // 8 * 8
 
 
-def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, applied: Sequence[Apply]) -> tuple[Constant, ...]:
+def _constants(spec: FusedSpec, g: Geometry, windows: Windows, arithmetic: Arithmetic, applied: Sequence[Apply]) -> tuple[Constant, ...]:
     width, out_width = spec.input_shape[3], spec.norm.input_shape[3]
     scaled = spec.precision.itemsize == 4
     bf16 = spec.precision.name == "bf16"
@@ -226,11 +227,11 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
     return tuple(listed)
 
 
-def _summary(spec: Spec) -> str:
+def _summary(spec: FusedSpec) -> str:
     return "the whole chain in one kernel that reads x once; the convolution on tensor cores without im2col"
 
 
-def _notes(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
+def _notes(spec: FusedSpec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
     parts = f"a cluster of {g.layout.cluster} CTAs takes a sample, a part of its rows each" if g.layout.cluster > 1 else "a CTA takes a sample"
     if g.channel_tiles > 1:
         parts += f" and {g.channels} of {spec.channels} channels"

@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant, applies, c_identifier, kept_name, parameter_keys, unique_constants
+from codegen.ir.fused_form import FusedSpec
 from codegen.ops import Kind
 from codegen.plan.model import Kernel
-from codegen.spec import Spec, Step
+from codegen.spec import Step
 
 STACK_VALUES = 65536  # scratch on a thread's stack up to 256 KB, half of the smallest default stack (macOS); above it, from the heap
 PIECE = 4096  # values whose two passes of statistics stay in the first-level cache: 16 KB
@@ -157,7 +158,7 @@ def _pointer(key: str) -> str:
     return f"{c_identifier(key)}_data"
 
 
-def cpu_kernel(spec: Spec, name: str = "chain") -> CpuKernel:
+def cpu_kernel(spec: FusedSpec, name: str = "chain") -> CpuKernel:
     """The one kernel of the cpu target, `name` its namespace's stem."""
     norm = spec.norm
     suffixes = {parameter.suffix: norm.key(parameter) for parameter in norm.parameters}
@@ -180,22 +181,22 @@ def cpu_kernel(spec: Spec, name: str = "chain") -> CpuKernel:
         dtype=spec.precision.dtype, result=spec.result.dtype, before=before, after=after, gamma=affine.get("weight"), beta=affine.get("bias"),
         story=_story(spec), flat=spec.spatial == 1 and not pools, buffered=buffered, pieces=pieces, pools=pools, plane=plane, scratch=scratch,
         on_heap=held > STACK_VALUES, parallel=elements >= PARALLEL_ELEMENTS, keeps_product=_kept(spec, spec.before_norm, 0),
-        keeps_input=_kept(spec, spec.after_norm, spec.norm_index - 1), keeps_norm=_kept(spec, spec.after_norm, spec.norm_index),
+        keeps_input=_kept(spec, spec.after_norm, spec.norm.index - 1), keeps_norm=_kept(spec, spec.after_norm, spec.norm.index),
     )  # fmt: skip
 
 
-def _kept(spec: Spec, steps: tuple[Step, ...], index: int) -> str | None:
+def _kept(spec: FusedSpec, steps: tuple[Step, ...], index: int) -> str | None:
     """The C name of the result in place `index`, where some of `steps` take it once more."""
     return kept_name(spec.chain[index]) if index in spec.kept(steps) else None
 
 
-def _story(spec: Spec) -> str:
+def _story(spec: FusedSpec) -> str:
     """What happens to a group, in order."""
     words = [*(step.operator.name for step in spec.before_norm), "statistics", "normalise", *(step.operator.name for step in spec.after_norm), "store"]
     return ", ".join(words)
 
 
-def _segments(spec: Spec) -> tuple[tuple[tuple[Apply, ...], ...], tuple[Step, ...]]:
+def _segments(spec: FusedSpec) -> tuple[tuple[tuple[Apply, ...], ...], tuple[Step, ...]]:
     """(element-wise operators between the norm, each pooling and the end; the poolings): one more segment than poolings."""
     segments: list[list[Step]] = [[]]
     pools: list[Step] = []
@@ -218,7 +219,7 @@ def _overlaps(pool: Step) -> bool:
     return pool.values["dilation"][0] * (pool.values["kernel_size"][0] - 1) >= pool.values["stride"][0]
 
 
-def _pool(spec: Spec, index: int, step: Step, ops: tuple[Apply, ...], plane: bool, last: bool) -> Pool:
+def _pool(spec: FusedSpec, index: int, step: Step, ops: tuple[Apply, ...], plane: bool, last: bool) -> Pool:
     suffix, previous = _suffix(index), _suffix(index - 1)
     values = step.values
     (_, _, height, width), (_, _, out_height, out_width) = step.input_shape, step.output_shape
@@ -260,7 +261,7 @@ def _count_text(count: int, size: int, kernel: int, stride: int, padding: int, d
     return f"{text}, rounded up" + (", without the window that would start in the padding" if -(-span // stride) + 1 > count else "")
 
 
-def _scratch(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...]) -> tuple[Scratch, ...]:
+def _scratch(spec: FusedSpec, buffered: bool, plane: bool, pools: tuple[Pool, ...]) -> tuple[Scratch, ...]:
     """A thread's arrays, in the order in which they are filled."""
     items = []
     if buffered:
@@ -275,7 +276,7 @@ def _scratch(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...]) -
     return tuple(items)
 
 
-def _constants(spec: Spec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scratch: tuple[Scratch, ...], pieces: int) -> tuple[Constant, ...]:
+def _constants(spec: FusedSpec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scratch: tuple[Scratch, ...], pieces: int) -> tuple[Constant, ...]:
     norm = spec.norm.operator.name
     items = [
         Constant("kBatch", str(spec.batch), "batch"),
@@ -309,7 +310,7 @@ def _constants(spec: Spec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scra
     return (*items, *unique_constants(ops))
 
 
-def _notes(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...], held: int) -> tuple[str, ...]:
+def _notes(spec: FusedSpec, buffered: bool, plane: bool, pools: tuple[Pool, ...], held: int) -> tuple[str, ...]:
     kb = spec.group_size * 4 / 1024
     notes = [f"a thread takes whole groups: {spec.batch * spec.num_groups} of {spec.group_size} values ({kb:.4g} KB as float)"]
     if buffered:

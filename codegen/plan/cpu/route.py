@@ -16,7 +16,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
 
 def plan(request: Request, offer: Offer) -> Plan:
     """The plan: a library step into "t0" and one launch."""
-    spec, target, device = request.spec, request.target, request.device
+    spec, target, device = request.form, request.target, request.device
     producer = spec.producer
     keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
     options = {}

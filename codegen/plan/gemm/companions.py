@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 
 from codegen.ir.apply import Constant
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.gemm.tiles import aligned_k
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer, PointerKernel
 from codegen.plan.shared.values import named_operand
-from codegen.spec import Spec
 
 SCALES = "row_scales"
 X_ROWS, WEIGHT_ROWS = "x_rows", "weight_rows"
@@ -37,7 +37,7 @@ class RowScaleKernel(PointerKernel):
     weight: str = ""
 
 
-def row_scale_kernel(spec: Spec) -> RowScaleKernel:
+def row_scale_kernel(spec: FusedSpec) -> RowScaleKernel:
     """The kernel that finds the scales of every row of x, then of W."""
     k = spec.input_shape[1]
     rows = spec.batch + spec.channels
@@ -69,7 +69,7 @@ def row_scale_kernel(spec: Spec) -> RowScaleKernel:
     )  # fmt: skip
 
 
-def align_rows_kernel(spec: Spec) -> AlignRowsKernel:
+def align_rows_kernel(spec: FusedSpec) -> AlignRowsKernel:
     """The kernel that copies x and W to rows of aligned_k values, zeros behind the last."""
     k = spec.input_shape[1]
     rows, words = spec.batch + spec.channels, aligned_k(k) // 2

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, parameter_keys, unique_constants
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, Arithmetic, Precision, float_literal
 from codegen.plan.gemm.choice import Tiling
 from codegen.plan.gemm.companions import SCALES, WEIGHT_ROWS, X_ROWS
@@ -14,7 +15,6 @@ from codegen.plan.gemm.tiles import Tile, aligned_k, partial_sum_stages, slice_s
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer, PointerKernel
 from codegen.plan.shared.values import Operand, kept_in_front, named_operand, norm_operands, operand_of
-from codegen.spec import Spec
 
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
 FFMA_PARTIAL_K = 128  # K of one partial sum, at most: its error stays below that of one chain of K additions
@@ -144,7 +144,7 @@ class GemmKernel(TiledKernel):
         return (*self.kept_lines[1], *affine, *self.kept_lines[2], *_statements(self.after))
 
 
-def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
+def gemm_kernel(spec: FusedSpec, arithmetic: Arithmetic, choice: Tiling, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
     """The GEMM of `spec` with the chosen tile; `statistics`: leave the moments of every row and tile behind."""
     tile, precision = choice.tile, spec.precision
     k = aligned_k(spec.input_shape[1]) if choice.aligned else spec.input_shape[1]
@@ -187,7 +187,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: 
     return replace(kernel, constants=constants)
 
 
-def rounds_early(spec: Spec, choice: Tiling) -> bool:
+def rounds_early(spec: FusedSpec, choice: Tiling) -> bool:
     """Whether values would be rounded to 16 bits between the operators in front of the norm and the norm itself. Where a sigmoid or a bound has brought them
     near one another, rounding leaves of their differences nothing that the norm could find again, so the linear's own result is rounded instead, as PyTorch's is."""
     return not choice.finished and bool(spec.before_norm) and spec.result.itemsize == 2
@@ -205,10 +205,10 @@ def _statements(items: tuple[Apply, ...]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _kept_lines(spec: Spec, finished: bool) -> tuple[tuple[str, ...], ...]:
+def _kept_lines(spec: FusedSpec, finished: bool) -> tuple[tuple[str, ...], ...]:
     """What is kept for operators that take it once more: the product, the norm's input and the norm's result."""
     after = spec.after_norm if finished else ()
-    at = spec.norm_index
+    at = spec.norm.index
     return kept_in_front(spec, spec.before_norm, 0), kept_in_front(spec, after, at - 1, "values[j][e]"), kept_in_front(spec, after, at)
 
 
@@ -238,7 +238,7 @@ def stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> t
     return chunk, math.ceil(stages / chunk) * chunk
 
 
-def _shape_constants(spec: Spec, choice: Tiling, k: int) -> tuple[Constant, ...]:
+def _shape_constants(spec: FusedSpec, choice: Tiling, k: int) -> tuple[Constant, ...]:
     shape = (
         Constant("kBatch", str(spec.batch), "rows of x and y"),
         Constant("kInFeatures", str(k), "K: values in a row of x or W" + (f", zeros behind the first {spec.input_shape[1]}" if choice.aligned else "")),
@@ -279,7 +279,7 @@ def panel_constants(tile: Tile, itemsize: int) -> tuple[Constant, ...]:
 
 
 def _tile_constants(
-    spec: Spec, kernel: GemmKernel, choice: Tiling, tiles_m: int, tiles_n: int, raster: int, stage_count: int, stages_per_chunk: int
+    spec: FusedSpec, kernel: GemmKernel, choice: Tiling, tiles_m: int, tiles_n: int, raster: int, stage_count: int, stages_per_chunk: int
 ) -> tuple[Constant, ...]:  # fmt: skip
     tile, itemsize = kernel.tile, spec.precision.itemsize
     ffma = kernel.arithmetic.name == "ffma"
@@ -311,7 +311,7 @@ def _tile_constants(
     return tuple(constants)
 
 
-def _epilogue_constants(spec: Spec, kernel: GemmKernel) -> tuple[Constant, ...]:
+def _epilogue_constants(spec: FusedSpec, kernel: GemmKernel) -> tuple[Constant, ...]:
     e, tile = kernel.epilogue, kernel.tile
     what = "kGroupWidth" if kernel.finished else "kTileN"
     items = "kRoundRows * kSpans" if e.spans > 1 else "kRoundRows"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from codegen.ir.apply import Apply, applies, c_identifier
-from codegen.spec import Spec
+from codegen.ir.fused_form import FusedSpec
 
 
-def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply, ...], list[Apply], list[Apply]]:
+def epilogue(spec: FusedSpec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply, ...], list[Apply], list[Apply]]:
     """What precedes the norm and what follows it, and the parameters of each, the producer's bias first, gamma and beta before others.
     Unless `finished`, the norm's kernel does all but add the bias."""
     before = applies(spec, spec.before_norm) if finished else ()
@@ -16,7 +16,7 @@ def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply
     return before, after, bias + [a for a in before if a.parameter], affine + [a for a in after if a.parameter]
 
 
-def vector_count(spec: Spec) -> int:
+def vector_count(spec: FusedSpec) -> int:
     """Parameters of the whole epilogue."""
     _, _, before, after = epilogue(spec, True)
     return len(distinct((*before, *after)))

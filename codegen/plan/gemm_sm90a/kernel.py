@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, c_identifier, costly, unique_constants
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, float_literal
 from codegen.plan.gemm_sm90a.epilogue import distinct, epilogue, line, vector_count
 from codegen.plan.gemm_sm90a.layout import (
@@ -15,7 +16,6 @@ from codegen.plan.gemm_sm90a.split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT,
 from codegen.plan.gemm_sm90a.window import window
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer
-from codegen.spec import Spec
 from codegen.targets import Target
 
 THREADS = 128 * (1 + CONSUMERS)
@@ -211,17 +211,17 @@ class GemmSm90aKernel(Kernel):
         return self.statistics == "strips" and in_warpgroup(self.form, self.group_width)
 
 
-def ragged_result(spec: Spec) -> bool:
+def ragged_result(spec: FusedSpec) -> bool:
     """Whether rows of 16-bit results do not start at multiples of 16 bytes, as the copy engine needs them."""
     return spec.precision.itemsize == 2 and spec.channels % 8 != 0
 
 
-def result_pitch(spec: Spec, layout: Layout) -> int:
+def result_pitch(spec: FusedSpec, layout: Layout) -> int:
     """Values from one row to the next of the temporary that such results are left in, for the norm kernel to read; 0 for all others."""
     return math.ceil(spec.channels / 8) * 8 if ragged_result(spec) and layout.slices == 1 else 0
 
 
-def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int, debug: bool, notes: tuple[str, ...]) -> GemmSm90aKernel:
+def gemm_kernel(spec: FusedSpec, target: Target, form: Form, layout: Layout, sms: int, debug: bool, notes: tuple[str, ...]) -> GemmSm90aKernel:
     """The multiplication of `spec` in the given form and layout, which must fit (see `memory`). Slices leave fp32 sums without the bias."""
     if layout.slices > 1:
         spec = replace(spec, gives=FP32)
@@ -269,7 +269,7 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
     )  # fmt: skip
 
 
-def summary(spec: Spec, layout: Layout) -> str:
+def summary(spec: FusedSpec, layout: Layout) -> str:
     if layout.slices > 1:
         return f"x W^T, {layout.slices} parts of K apart: TMA, warp-specialised wgmma" + (", clusters" if layout.cluster > 1 else "")
     steps = [step.operator.name for step in (spec.chain if layout.statistics != "none" else spec.chain[:1])]
@@ -277,7 +277,7 @@ def summary(spec: Spec, layout: Layout) -> str:
 
 
 def _constants(
-    spec: Spec, form: Form, layout: Layout, where: Memory, items: tuple[Apply, ...], sample_blocks: int, units: int, clusters: int
+    spec: FusedSpec, form: Form, layout: Layout, where: Memory, items: tuple[Apply, ...], sample_blocks: int, units: int, clusters: int
 ) -> tuple[Constant, ...]:  # fmt: skip
     batch, k = spec.input_shape
     channels, width = spec.channels, spec.group_channels

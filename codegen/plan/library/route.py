@@ -14,7 +14,7 @@ LINEAR_WEIGHT = 0.95  # by which the estimate of the vendor's GEMM is multiplied
 
 def offers(request: Request) -> tuple[Offer, ...]:
     """The one way to call the library. Raises Refusal where its result would depend on a switch of torch's."""
-    spec, device = request.spec, request.device
+    spec, device = request.form, request.device
     if spec.producer.operator.rank:
         return (Offer(Choice("library"), conv_ms(spec, device)),)
     if spec.precision.dtype == "float32":
@@ -24,7 +24,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
 
 def plan(request: Request, offer: Offer) -> Plan:
     """The plan: a library step into "t0", and the norm's kernels."""
-    spec, target, device = request.spec, request.target, request.device
+    spec, target, device = request.form, request.target, request.device
     producer = spec.producer
     keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
     conv = producer.operator.rank > 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.ops import Kind
 from codegen.plan.model import Buffer, Launch, Refusal
 from codegen.plan.norm import flat as norm_flat, pool as norm_pool
 from codegen.plan.shared.moments import TileStatistics
-from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 
@@ -22,7 +22,7 @@ class NormPlan:
 
 
 def plan_norm(
-    spec: Spec, target: Target, device: DeviceClass, *, source: str, apply_before: bool, producer_bias: str | None, statistics: TileStatistics | None, pitch: int = 0,
+    spec: FusedSpec, target: Target, device: DeviceClass, *, source: str, apply_before: bool, producer_bias: str | None, statistics: TileStatistics | None, pitch: int = 0,
 ) -> NormPlan:  # fmt: skip
     """Kernels from the producer's result to y.
 
@@ -60,7 +60,7 @@ def plan_norm(
     return NormPlan((Launch(kernel),), (), (f"a group's {spec.group_size} values exceed a block's registers: two reads, the second from the L2 cache",))
 
 
-def plan_norm_of_product(spec: Spec, target: Target, device: DeviceClass) -> NormPlan:
+def plan_norm_of_product(spec: FusedSpec, target: Target, device: DeviceClass) -> NormPlan:
     """Kernels from the producer's result without its bias, which lies in "t0", to y."""
     bias = next((spec.producer.key(p) for p in spec.producer.parameters if p.suffix == "bias"), None)
     return plan_norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias, statistics=None)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 from codegen.ir.apply import Constant
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.model import Buffer, Kernel, Launch
-from codegen.spec import Spec
 
 SLICES = "sliced_sums"
 ADD_THREADS = 256  # of a block
@@ -21,7 +21,7 @@ class AddSlicesKernel(Kernel):
     ragged: bool = False
 
 
-def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
+def add_slices_kernel(spec: FusedSpec, slices: int) -> AddSlicesKernel:
     """The kernel that adds what the blocks of a tile left, in their order."""
     values = math.prod(spec.producer.output_shape)
     width = math.gcd(4, values)
@@ -39,7 +39,7 @@ def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
     )  # fmt: skip
 
 
-def sliced_product(spec: Spec, kernel: Kernel, slices: int) -> tuple[tuple[Launch, Launch], tuple[Buffer, Buffer]]:
+def sliced_product(spec: FusedSpec, kernel: Kernel, slices: int) -> tuple[tuple[Launch, Launch], tuple[Buffer, Buffer]]:
     """The launches of a GEMM whose blocks share K and of the kernel that adds their sums into "t0", without the bias, and both buffers."""
     sums = Buffer(SLICES, (slices, *spec.producer.output_shape), "float32")
     return (Launch(kernel, result=SLICES), Launch(add_slices_kernel(spec, slices))), (sums, Buffer("t0", spec.producer.output_shape, spec.precision.dtype))

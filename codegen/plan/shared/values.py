@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant, applies, c_identifier, kept_name, unique_constants
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import Precision, float_literal
 from codegen.ops import Kind
 from codegen.plan.model import Kernel
@@ -117,7 +118,7 @@ def vector_width(precision: Precision, *lengths: int) -> int:
     return math.gcd(VECTOR_BYTES // precision.itemsize, *lengths)
 
 
-def tensor_types(spec: Spec, source: str) -> dict[str, Precision]:
+def tensor_types(spec: FusedSpec, source: str) -> dict[str, Precision]:
     """The types of a kernel's tensors. The input has that of y where it lies there."""
     return dict(storage=spec.precision, source=spec.result if source == "y" else spec.precision, result=spec.result)
 
@@ -126,7 +127,7 @@ def channel_mode(spatial: int, width: int) -> str:
     return "vector" if spatial == 1 else "uniform" if spatial % width == 0 else "element"
 
 
-def norm_operands(spec: Spec) -> tuple[Operand, ...]:
+def norm_operands(spec: FusedSpec) -> tuple[Operand, ...]:
     """gamma and beta, or nothing where the norm is not affine."""
     keys = [spec.norm.key(parameter) for parameter in spec.norm.parameters]
     return tuple(Operand(key, f"p_{name}", f"c_{name}") for key, name in zip(keys, ("gamma", "beta"), strict=False))
@@ -171,7 +172,7 @@ def _operands(items: Sequence[Apply]) -> tuple[Operand, ...]:
     return tuple(operand_of(item) for item in items if item.parameter)
 
 
-def prepare_function(spec: Spec, apply_before: bool, producer_bias: str | None) -> ValueFunction | None:
+def prepare_function(spec: FusedSpec, apply_before: bool, producer_bias: str | None) -> ValueFunction | None:
     """From the producer's value to the norm's input; None where they are the same."""
     items = applies(spec, spec.before_norm) if apply_before else ()
     bias = named_operand(producer_bias) if producer_bias else None
@@ -182,13 +183,13 @@ def prepare_function(spec: Spec, apply_before: bool, producer_bias: str | None) 
     return ValueFunction("prepare_value", "From the producer's value to the norm's input.", lines, operands) if lines else None
 
 
-def normalise_lines(spec: Spec) -> tuple[str, ...]:
+def normalise_lines(spec: FusedSpec) -> tuple[str, ...]:
     affine = ("v = fmaf(v, c_gamma, c_beta);",) if norm_operands(spec) else ()
-    kept_input = kept_in_front(spec, spec.after_norm, spec.norm_index - 1)
-    return (*kept_input, "v = (__fsub_rn(v, mean) - mean_rest) * rstd;", *affine, *kept_in_front(spec, spec.after_norm, spec.norm_index))
+    kept_input = kept_in_front(spec, spec.after_norm, spec.norm.index - 1)
+    return (*kept_input, "v = (__fsub_rn(v, mean) - mean_rest) * rstd;", *affine, *kept_in_front(spec, spec.after_norm, spec.norm.index))
 
 
-def finish_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction:
+def finish_function(spec: FusedSpec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction:
     """The norm, whose mean is `mean` + `mean_rest`, and the element-wise `steps` after it."""
     items = applies(spec, steps)
     return ValueFunction(name, comment, normalise_lines(spec) + statements(spec, steps), norm_operands(spec) + _operands(items), ("mean", "mean_rest", "rstd"))
@@ -202,7 +203,7 @@ def follow_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) 
     return ValueFunction(name, comment, kept_in_front(spec, steps, steps[0].index - 1) + statements(spec, steps), _operands(items))
 
 
-def chain_items(spec: Spec, apply_before: bool) -> tuple[Apply, ...]:
+def chain_items(spec: FusedSpec, apply_before: bool) -> tuple[Apply, ...]:
     """Every element-wise operator that the kernel applies."""
     return applies(spec, (*(spec.before_norm if apply_before else ()), *spec.after_norm))
 
@@ -212,7 +213,7 @@ def unique_operands(*functions: ValueFunction | None) -> tuple[Operand, ...]:
     return tuple({operand.key: operand for function in functions if function for operand in function.operands}.values())
 
 
-def shape_constants(spec: Spec, operands: Sequence[Operand] | None = None) -> list[Constant]:
+def shape_constants(spec: FusedSpec, operands: Sequence[Operand] | None = None) -> list[Constant]:
     """The group's shape, with derivations: what a kernel with these parameter tensors needs to find channels, or all of it."""
     by_channel = operands is None or any(operand.per_channel for operand in operands)
     listed = []
@@ -227,7 +228,7 @@ def shape_constants(spec: Spec, operands: Sequence[Operand] | None = None) -> li
     return [*listed, Constant("kGroupSize", str(spec.group_size), f"{spec.group_channels} channels x {positions}: one contiguous span")]
 
 
-def norm_constants(spec: Spec, items: Sequence[Apply]) -> list[Constant]:
+def norm_constants(spec: FusedSpec, items: Sequence[Apply]) -> list[Constant]:
     return [
         Constant("kEps", float_literal(spec.norm.values["eps"]), f"{spec.norm.operator.name}'s eps, added to the variance", "float"),
         *unique_constants(items),
