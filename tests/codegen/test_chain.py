@@ -40,4 +40,4 @@ def test_expressions_and_parameters(spec):
     before, after = applies(layer, layer.before_norm), applies(layer, layer.after_norm)
     assert [a.apply("v") for a in before] == ["elu(v, kEluAlpha)", "v * kMul1Value"]
     assert [a.apply("v", "p") for a in after][-2:] == ["v + p", "v * p"]
-    assert [a.parameter for a in after] == [None, None, "shift", "gain"] and [a.per_channel for a in after] == [False, False, True, False]
+    assert [a.operand and (a.operand.key, a.operand.per_channel) for a in after] == [None, None, ("shift", True), ("gain", False)]

@@ -8,11 +8,12 @@ added up one by one in double precision, then the slabs in their order, so that 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from codegen.ir.apply import Apply, Constant, applies, c_identifier
+from codegen.ir.apply import Apply, Constant, applies
+from codegen.ir.operand import c_identifier
 from codegen.ir.fused_form import FusedSpec
-from codegen.plan.backward.runs import BackRun, Operand, back_run
+from codegen.plan.backward.runs import BackRun, SummedOperand, back_run
 from codegen.plan.backward.stages import back_through_stages
 from codegen.plan.cpu.kernel import STACK_VALUES, CpuKernel, Scratch, _c_type, _segments, _suffix, _wrapped, cpu_kernel
 from codegen.plan.floor import floor
@@ -60,15 +61,19 @@ class CpuBackwardKernel(CpuKernel):
     back_before: BackRun | None = None
     back_after: BackRun | None = None
     back_pools: tuple[BackwardPool, ...] = ()
-    gamma_operand: Operand | None = None
-    beta_operand: Operand | None = None
-    operands: tuple[Operand, ...] = ()
+    gamma_operand: SummedOperand | None = None
+    beta_operand: SummedOperand | None = None
+    operands: tuple[SummedOperand, ...] = ()
     inputs: tuple[str, ...] = ()
-    used: tuple[Apply, ...] = ()
     incoming: str = "float32"
 
     def file(self, target: Target) -> str:
         return f"{target.suffix}_backward.cpp"
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls, forwards and backwards."""
+        return tuple(name for run in (self.back_before, self.back_after, *(pool.segment for pool in self.back_pools)) for name in run.functions)
 
     @property
     def _given(self) -> list[str]:
@@ -95,12 +100,12 @@ class CpuBackwardKernel(CpuKernel):
         return _wrapped([*self.inputs, "grad_t0", *(["slab_sums"] if self.operands else [])], "              ")
 
     @property
-    def read_behind(self) -> tuple[Operand, ...]:
+    def read_behind(self) -> tuple[SummedOperand, ...]:
         """The parameters behind the norm whose values are needed."""
         return (*self.back_after.operands, *(operand for pool in self.back_pools for operand in pool.segment.operands))
 
     @property
-    def read_operands(self) -> tuple[Operand, ...]:
+    def read_operands(self) -> tuple[SummedOperand, ...]:
         """The learnable operands whose values are needed."""
         return (*self.back_before.operands, *self.read_behind)
 
@@ -136,7 +141,7 @@ def cpu_backward(spec: FusedSpec) -> tuple[CpuBackwardKernel, int]:
     forward = cpu_kernel(spec, "chain_backward")
     keys = gradient_keys(spec)
     shapes = dict(spec.parameters)
-    operands = {c_identifier(key): Operand(c_identifier(key), math.prod(shapes[key]) > 1, i) for i, key in enumerate(keys)}
+    operands = {c_identifier(key): SummedOperand(key, c_identifier(key), math.prod(shapes[key]) > 1, index=i) for i, key in enumerate(keys)}
     segments, pool_steps = _segments(spec)
     before = back_run("before_norm", "comes before the norm", applies(spec, spec.before_norm), operands, True, forward.keeps_product)
     after = back_run("after_norm", "follows the norm", segments[0], operands, bool(pool_steps), forward.keeps_norm, forward.keeps_input)
@@ -153,7 +158,6 @@ def cpu_backward(spec: FusedSpec) -> tuple[CpuBackwardKernel, int]:
     held = sum(item.size for item in scratch)
     samples = math.ceil(spec.batch / min(spec.batch, math.ceil(ITEMS / spec.num_groups)))
     slabs = math.ceil(spec.batch / samples)
-    used = tuple(replace(op, functions=tuple(f for part in all_segments for f in part.functions)) for op in forward.all_ops[:1])
     return CpuBackwardKernel(
         name="chain_backward", template="backward/chain.cpp.j2",
         arguments=("t0", *values, "grad:y", "grad:t0", *(f"grad:{key}" for key in keys), *((SUMS,) if keys else ())),
@@ -163,12 +167,12 @@ def cpu_backward(spec: FusedSpec) -> tuple[CpuBackwardKernel, int]:
         gamma=forward.gamma, beta=forward.beta if needs_beta else None, flat=forward.flat, buffered=buffered, pieces=forward.pieces,
         scratch=scratch, on_heap=held > STACK_VALUES, parallel=forward.parallel, back_before=before, back_after=after, back_pools=pools,
         gamma_operand=affine.get("weight"), beta_operand=affine.get("bias"), operands=tuple(operands.values()),
-        inputs=("t0", *(f"{c_identifier(key)}_data" for key in values), "grad_y"), used=used,
+        inputs=("t0", *(f"{c_identifier(key)}_data" for key in values), "grad_y"),
         incoming=spec.result.dtype, keeps_product=forward.keeps_product, keeps_norm=forward.keeps_norm, keeps_input=forward.keeps_input,
     ), 8 * slabs * len(keys) * spec.channels  # fmt: skip
 
 
-def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, Operand], last: bool, kept: str | None) -> BackwardPool:
+def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, SummedOperand], last: bool, kept: str | None) -> BackwardPool:
     suffix, previous = _suffix(index), _suffix(index - 1)
     values = step.values
     (_, _, height, width), (_, _, out_height, out_width) = step.input_shape, step.output_shape

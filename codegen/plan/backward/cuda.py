@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.ir.apply import Apply, Constant, c_identifier
+from codegen.ir.apply import Apply, Constant
+from codegen.ir.operand import c_identifier
 from codegen.ir.fused_form import FusedSpec
 from codegen.ir.segment import Segment
 from codegen.numerics import Precision, float_literal
 from codegen.plan.backward.cpu import SUMS, BackwardPool, CpuBackwardKernel, cpu_backward, gradient_keys
-from codegen.plan.backward.runs import BackRun, Operand
+from codegen.plan.backward.runs import BackRun, SummedOperand
 from codegen.plan.backward.stages import back_through_stages
 from codegen.plan.cpu.kernel import _segments
 from codegen.plan.floor import floor
@@ -53,12 +54,11 @@ class CudaBackwardKernel(Kernel):
     back_before: BackRun
     back_after: BackRun
     pool: BackwardPool | None
-    gamma: Operand | None
-    beta: Operand | None
+    gamma: SummedOperand | None
+    beta: SummedOperand | None
     takes_beta: bool
-    operands: tuple[Operand, ...]
+    operands: tuple[SummedOperand, ...]
     values: tuple[str, ...]
-    used: tuple[Apply, ...]
     teams: int
     channel_teams: int
     items: int
@@ -76,12 +76,17 @@ class CudaBackwardKernel(Kernel):
         return listed + (["int* winners", "float* windows"] if self.pool else [])
 
     @property
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls, forwards and backwards."""
+        return tuple(name for run in (self.back_before, self.back_after, *((self.pool.segment,) if self.pool else ())) for name in run.functions)
+
+    @property
     def names(self) -> list[str]:
         """What the launcher hands to the first kernel."""
         return [parameter.split()[-1] for parameter in self.pointers("float", "__restrict__ ")]
 
     @property
-    def read_behind(self) -> tuple[Operand, ...]:
+    def read_behind(self) -> tuple[SummedOperand, ...]:
         """The parameters behind the norm whose values are needed."""
         return (*self.back_after.operands, *(self.pool.segment.operands if self.pool else ()))
 
@@ -96,7 +101,7 @@ class CudaBackwardKernel(Kernel):
         segments = [self.back_after, *([self.pool.segment] if self.pool else [])]
         return tuple(operand.pointer for segment in segments for operand in segment.sums)
 
-    def operand(self, pointer: str) -> Operand:
+    def operand(self, pointer: str) -> SummedOperand:
         return next(operand for operand in self.operands if operand.pointer == pointer)
 
 
@@ -176,7 +181,7 @@ def _kernel(spec: FusedSpec, twin: CpuBackwardKernel) -> tuple[CudaBackwardKerne
         threads=BLOCK, blocks=math.ceil(items / teams), notes=_notes(spec, flat, small, apart, slabs, samples, pool is not None),
         flat=flat, half=spec.precision.itemsize == 2, before=twin.before, after=twin.after, back_before=twin.back_before, back_after=twin.back_after,
         pool=pool, gamma=twin.gamma_operand, beta=twin.beta_operand, takes_beta=twin.takes_beta, operands=twin.operands,
-        values=tuple(c_identifier(key) for key in values), used=twin.used, teams=teams, channel_teams=BLOCK // WARP if apart else 1, items=items,
+        values=tuple(c_identifier(key) for key in values), teams=teams, channel_teams=BLOCK // WARP if apart else 1, items=items,
         samples=samples, most_numbers=max(behind, 0 if flat else len(twin.back_before.sums)), incoming=spec.result,
     )  # fmt: skip
     return kernel, slabs

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from codegen.ir.apply import Apply, Constant, applies, unique_constants
+from codegen.ir.apply import Apply, Constant, applies, called, unique_constants
 from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FAINT, FAINT_SHARE, Arithmetic, float_literal
 from codegen.plan.conv_sm80.finish import KEPT, STATISTICS
 from codegen.plan.conv_sm80.geometry import Geometry
 from codegen.plan.model import Kernel
 from codegen.plan.shared.values import (
-    Operand, ValueFunction, prepare_function,
+    LoadedOperand, ValueFunction, prepare_function,
     unique_operands,
 )  # fmt: skip
 from codegen.plan.shared.windows import (
@@ -30,12 +30,12 @@ class ConvKernel(Kernel):
     """
 
     geometry: Geometry
-    operands: tuple[Operand, ...]
+    operands: tuple[LoadedOperand, ...]
     applied: tuple[Apply, ...]
     prepare: ValueFunction | None
-    bias: Operand | None
+    bias: LoadedOperand | None
     direction: str
-    direction_operands: tuple[Operand, ...]
+    direction_operands: tuple[LoadedOperand, ...]
     transforms: bool
     scaled: bool
     split: bool
@@ -44,7 +44,12 @@ class ConvKernel(Kernel):
     operand: str  # fp16 or bf16
 
     @property
-    def channel_operands(self) -> tuple[Operand, ...]:
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls."""
+        return called(self.applied)
+
+    @property
+    def channel_operands(self) -> tuple[LoadedOperand, ...]:
         """What a lane needs of a channel, beside its sign and its scale."""
         return self.prepare.operands if self.transforms and self.prepare else ()
 

@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from codegen.ir.apply import Apply, Constant, applies
+from codegen.ir.apply import Apply, Constant, applies, called
 from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import Arithmetic, Precision, float_literal
 from codegen.plan.conv_sm90a.geometry import REGISTERS, Geometry
 from codegen.plan.conv_sm90a.steps import Step, steps, uses_none
 from codegen.plan.model import Kernel
 from codegen.plan.shared.values import (
-    Operand, ValueFunction, norm_constants, norm_operands, operand_of, prepare_function, unique_operands,
+    LoadedOperand, ValueFunction, norm_constants, norm_operands, loaded, prepare_function, unique_operands,
 )  # fmt: skip
 from codegen.plan.shared.windows import (
     Windows, ceil_div, constant, shape_constants,
@@ -38,16 +38,16 @@ class ConvKernel(Kernel):
     geometry: Geometry
     steps: tuple[Step, ...]
     needs_none: bool
-    operands: tuple[Operand, ...]
+    operands: tuple[LoadedOperand, ...]
     applied: tuple[Apply, ...]
     prepare: ValueFunction | None
-    prepare_operands: tuple[Operand, ...]
+    prepare_operands: tuple[LoadedOperand, ...]
     finish: ValueFunction
     fold_lines: tuple[str, ...]
-    fold_operands: tuple[Operand, ...]
+    fold_operands: tuple[LoadedOperand, ...]
     direction: str
-    direction_operands: tuple[Operand, ...]
-    bias: Operand | None
+    direction_operands: tuple[LoadedOperand, ...]
+    bias: LoadedOperand | None
     two_walks: bool
     transforms: bool
     scaled: bool
@@ -63,7 +63,12 @@ class ConvKernel(Kernel):
         return self.scaled or self.operand_type == "__nv_bfloat16"
 
     @property
-    def channel_operands(self) -> tuple[Operand, ...]:
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls."""
+        return called(self.applied)
+
+    @property
+    def channel_operands(self) -> tuple[LoadedOperand, ...]:
         """What a multiplying warpgroup needs of a channel: all that turns its values into the norm's input, or the bias alone."""
         return self.prepare_operands if self.transforms else (self.bias,) if self.bias else ()
 
@@ -88,10 +93,10 @@ def two_walks_of(spec: FusedSpec, arithmetic: Arithmetic) -> bool:
 
 def _value(item: Apply) -> str | None:
     """The C name of the operator's parameter, for one channel."""
-    return operand_of(item).value if item.parameter else None
+    return loaded(item.operand).value if item.operand else None
 
 
-def _fold(spec: FusedSpec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tuple[Operand, ...], tuple[Apply, ...]]:
+def _fold(spec: FusedSpec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tuple[LoadedOperand, ...], tuple[Apply, ...]]:
     """The norm's affine part and the affine operators right behind it as updates of factor and offset, and the operators left over."""
     lines, operands = [], list(norm_operands(spec))
     if operands:
@@ -103,8 +108,8 @@ def _fold(spec: FusedSpec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...],
             break
         done += 1
         value = _value(item) or item.constants[0].name
-        if item.parameter:
-            operands.append(operand_of(item))
+        if item.operand:
+            operands.append(loaded(item.operand))
         if step.operator.name == "add":
             lines.append(f"offset += {value};  // {item.comment}")
         else:
@@ -118,7 +123,7 @@ def conv_kernel(spec: FusedSpec, g: Geometry, windows: Windows, arithmetic: Arit
     two_walks = two_walks_of(spec, arithmetic)
     prepare = prepare_function(spec, True, keys.get("bias"))
     fold_lines, fold_operands, left = _fold(spec, after)
-    finish_operands = tuple(operand_of(item) for item in left if item.parameter)
+    finish_operands = tuple(loaded(item.operand) for item in left if item.operand)
     finish = ValueFunction(
         "finish_value", "From a value before the norm to the result; the mean and `factor` carry the channel's sign, as `v` does.",
         ("v = fmaf(__fsub_rn(v, mean) - mean_rest, factor, offset);", *(f"v = {item.apply('v', _value(item))};  // {item.comment}" for item in left)),

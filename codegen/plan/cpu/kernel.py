@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from codegen.ir.apply import Apply, Constant, applies, c_identifier, kept_name, parameter_keys, unique_constants
+from codegen.ir.apply import Apply, Constant, applies, called, kept_name, parameter_keys, unique_constants
+from codegen.ir.operand import c_identifier
 from codegen.ir.fused_form import FusedSpec
 from codegen.ops import Kind
 from codegen.plan.model import Kernel
@@ -112,12 +113,17 @@ class CpuKernel(Kernel):
         return (*self.before, *self.after_ops)
 
     @property
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls."""
+        return called(self.all_ops)
+
+    @property
     def before_varies(self) -> bool:
-        return any(op.per_channel for op in self.before)
+        return any(op.operand and op.operand.per_channel for op in self.before)
 
     @property
     def reads_channels(self) -> bool:
-        return bool(self.gamma or self.beta or any(op.per_channel for op in self.all_ops))
+        return bool(self.gamma or self.beta or any(op.operand and op.operand.per_channel for op in self.all_ops))
 
     @property
     def pointers(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.ir.apply import Apply, Constant, applies, parameter_keys, unique_constants
+from codegen.ir.apply import Apply, Constant, applies, called, parameter_keys, unique_constants
 from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, Arithmetic, Precision, float_literal
 from codegen.plan.gemm.choice import Tiling
@@ -14,7 +14,7 @@ from codegen.plan.gemm.epilogue import Epilogue, epilogue_of
 from codegen.plan.gemm.tiles import Tile, aligned_k, partial_sum_stages, slice_stages
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer, PointerKernel
-from codegen.plan.shared.values import Operand, kept_in_front, named_operand, norm_operands, operand_of
+from codegen.plan.shared.values import LoadedOperand, kept_in_front, named_operand, norm_operands, loaded
 
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
 FFMA_PARTIAL_K = 128  # K of one partial sum, at most: its error stays below that of one chain of K additions
@@ -69,9 +69,9 @@ class GemmKernel(TiledKernel):
     ragged_outputs: bool = False
     finished: bool = False
     statistics: bool = False
-    bias: Operand | None = None
+    bias: LoadedOperand | None = None
     weight: str = ""
-    affine: tuple[Operand, ...] = ()
+    affine: tuple[LoadedOperand, ...] = ()
     before: tuple[Apply, ...] = ()
     after: tuple[Apply, ...] = ()
     epilogue: Epilogue | None = None
@@ -79,9 +79,9 @@ class GemmKernel(TiledKernel):
     fold: Kernel | None = None  # a StageKernel: what folds the finished row, in place of writing it
 
     @property
-    def applied(self) -> tuple[Apply, ...]:
-        """Every operator of the epilogue."""
-        return (*self.before, *self.after, *(self.fold.functions if self.fold else ()))
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that the epilogue calls."""
+        return (*called(self.before), *called(self.after), *(self.fold.functions if self.fold else ()))
 
     @property
     def store_width(self) -> int:
@@ -118,19 +118,19 @@ class GemmKernel(TiledKernel):
         return bool(self.vectors_before or self.vectors_after)
 
     @property
-    def scalars(self) -> tuple[Operand, ...]:
+    def scalars(self) -> tuple[LoadedOperand, ...]:
         """The one-element parameters."""
-        return tuple(operand_of(item) for item in self.before + self.after if item.parameter and not item.per_channel)
+        return tuple(loaded(item.operand) for item in self.before + self.after if item.operand and not item.operand.per_channel)
 
     @property
-    def vectors_before(self) -> tuple[Operand, ...]:
+    def vectors_before(self) -> tuple[LoadedOperand, ...]:
         """The per-channel parameters up to the norm."""
-        return ((self.bias,) if self.bias else ()) + tuple(operand_of(item) for item in self.before if item.per_channel)
+        return ((self.bias,) if self.bias else ()) + tuple(loaded(item.operand) for item in self.before if item.operand and item.operand.per_channel)
 
     @property
-    def vectors_after(self) -> tuple[Operand, ...]:
+    def vectors_after(self) -> tuple[LoadedOperand, ...]:
         """The norm's per-channel parameters and those behind it."""
-        return self.affine + tuple(operand_of(item) for item in self.after if item.per_channel)
+        return self.affine + tuple(loaded(item.operand) for item in self.after if item.operand and item.operand.per_channel)
 
     @property
     def before_lines(self) -> tuple[str, ...]:
@@ -197,7 +197,7 @@ def _statements(items: tuple[Apply, ...]) -> tuple[str, ...]:
     """The operators as C statements on `v`, element `e` of a vector."""
     lines = []
     for item in items:
-        operand = operand_of(item) if item.parameter else None
+        operand = loaded(item.operand) if item.operand else None
         value = f"{operand.value}[e]" if operand and operand.per_channel else operand and operand.value
         lines.append(f"v = {item.apply('v', value)};  // {item.comment}")
         if item.keeps:

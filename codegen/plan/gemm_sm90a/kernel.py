@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.ir.apply import Apply, Constant, c_identifier, costly, unique_constants
+from codegen.ir.apply import Apply, Constant, called, costly, unique_constants
+from codegen.ir.operand import Operand, c_identifier
 from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, float_literal
 from codegen.plan.gemm_sm90a.epilogue import distinct, epilogue, line, vector_count
@@ -45,9 +46,9 @@ class GemmSm90aKernel(Kernel):
     before: tuple[Apply, ...] = ()
     after: tuple[Apply, ...] = ()
     before_lines: tuple[str, ...] = ()
-    before_parameters: tuple[Apply, ...] = ()
+    before_parameters: tuple[Operand, ...] = ()
     after_lines: tuple[str, ...] = ()
-    after_parameters: tuple[Apply, ...] = ()
+    after_parameters: tuple[Operand, ...] = ()
     producer_bias: bool = False
     result_type: str = "float"
     in_features: int = 0
@@ -101,22 +102,27 @@ class GemmSm90aKernel(Kernel):
         return row_parts(self.form, self.layout, self.group_width, costly(self.before + self.after))[1]
 
     @property
-    def vectors(self) -> tuple[Apply, ...]:
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that the epilogue calls."""
+        return called(self.before + self.after)
+
+    @property
+    def vectors(self) -> tuple[Operand, ...]:
         """What the epilogue by rows keeps in shared memory."""
         return distinct(self.before_parameters + self.after_parameters)
 
     @property
     def reads_channels(self) -> bool:
         """Does the epilogue read what every channel has of its own: parameters, or the scales of prepared weights?"""
-        return (self.guarded and not self.registers_a) or any(item.per_channel for item in self.vectors)
+        return (self.guarded and not self.registers_a) or any(operand.per_channel for operand in self.vectors)
 
     @property
     def reads_values(self) -> bool:
         """Does it read any parameter?"""
         return self.reads_channels or bool(self.vectors)
 
-    def vector_index(self, item: Apply) -> int:
-        return [v.parameter for v in self.vectors].index(item.parameter)
+    def vector_index(self, operand: Operand) -> int:
+        return [vector.key for vector in self.vectors].index(operand.key)
 
     @property
     def row_before_lines(self) -> tuple[str, ...]:
@@ -124,7 +130,7 @@ class GemmSm90aKernel(Kernel):
         return tuple(line.replace("_c[h]", "_c[e]") for line in self.before_lines[1 if self.producer_bias else 0 :])
 
     @property
-    def row_before_parameters(self) -> tuple[Apply, ...]:
+    def row_before_parameters(self) -> tuple[Operand, ...]:
         return self.before_parameters[1 if self.producer_bias else 0 :]
 
     @property
@@ -238,7 +244,7 @@ def gemm_kernel(spec: FusedSpec, target: Target, form: Form, layout: Layout, sms
     after_lines = affine + [line(a) for a in after]
 
     guarded = precision.itemsize == 4
-    vectors = tuple(dict.fromkeys(a.parameter for a in before_vectors + after_vectors))
+    vectors = tuple(dict.fromkeys(operand.key for operand in before_vectors + after_vectors))
     weight_operand = keys["weight"] if form.registers or not guarded else WEIGHT_SPLIT
     input_operand = X_SPLIT if guarded else "x"
     unscales = ((X_UNSCALE,) if form.registers else (X_UNSCALE, WEIGHT_UNSCALE)) if guarded else ()

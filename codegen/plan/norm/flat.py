@@ -71,6 +71,10 @@ class FlatKernel(NormKernel):
         return [*listed[:-1], *self.fold.operand_parameters(c_type, "__restrict__ "), listed[-1]]
 
     @property
+    def functions(self) -> tuple[str, ...]:
+        return (*super().functions, *(self.fold.functions if self.fold else ()))
+
+    @property
     def store_widths(self) -> tuple[int, ...]:
         return self.io_widths if self.fold is None else (1,)
 

@@ -17,7 +17,7 @@ from codegen.ops import Kind
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm.flat import SPLIT_BLOCKS, plan_statistics
 from codegen.plan.shared.values import (
-    NormKernel, Operand, ValueFunction, blocks_within, chain_items, channel_mode, finish_function, follow_function,
+    NormKernel, LoadedOperand, ValueFunction, blocks_within, chain_items, channel_mode, finish_function, follow_function,
     launch_arguments, norm_constants, prepare_function, register_limit, shape_constants,
     share_constants, shares, tensor_names, tensor_types, unique_operands, vector_width,
 )  # fmt: skip
@@ -53,8 +53,8 @@ class PoolKernel(NormKernel):
     unroll_windows: bool
     unroll_rows: bool
     unroll_band: bool
-    channel_values: tuple[Operand, ...]
-    prepared: tuple[Operand, ...] = ()
+    channel_values: tuple[LoadedOperand, ...]
+    prepared: tuple[LoadedOperand, ...] = ()
     direction: str = ""
     guard_bands: bool = False
     chunks: int = 1

@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from codegen.ir.apply import Apply, Constant, applies, c_identifier, describe
+from codegen.ir.apply import Constant, applies, describe
+from codegen.ir.operand import c_identifier
 from codegen.ir.grouping import Grouping
 from codegen.ir.segment import Segment, evaluates
 from codegen.ir.value import input_of, result_of
@@ -49,11 +50,11 @@ class Access:
 
 @dataclass(frozen=True)
 class Program:
-    """`lines` are C statements on `v`, the values that `accesses` read, and `{stat}`, the statistics' struct; `applied` what they are made of."""
+    """`lines` are C statements on `v`, the values that `accesses` read, and `{stat}`, the statistics' struct; `functions` are the C functions that they call."""
 
     accesses: tuple[Access, ...] = ()
     lines: tuple[str, ...] = ()
-    applied: tuple[Apply, ...] = ()
+    functions: tuple[str, ...] = ()
     constants: tuple[Constant, ...] = ()
 
     def text(self, language: str, stat: str) -> tuple[str, ...]:
@@ -131,11 +132,11 @@ class Statements:
         self.accesses: dict[str, Access] = {}
         self.runs: list[int] = []  # along which an access is one mode
         self.lines: list[str] = []
-        self.applied: list[Apply] = []
+        self.functions: list[str] = []
         self.constants: dict[str, Constant] = {}
 
     def program(self) -> Program:
-        return Program(tuple(self.accesses.values()), tuple(self.lines), tuple(self.applied), tuple(self.constants.values()))
+        return Program(tuple(self.accesses.values()), tuple(self.lines), tuple(self.functions), tuple(self.constants.values()))
 
     def read(self, tensor: Tensor, shape: Shape, whole: Shape) -> str:
         """Read a tensor that is broadcast to `whole`; the C name of its value."""
@@ -169,13 +170,13 @@ class Statements:
         other = self._other(step)
         if other is None:
             (item,) = applies(self.spec, (step,))
-            self.applied.append(item)
+            self.functions += item.functions
             self.constants |= {constant.name: constant for constant in item.constants}
             text = item.apply("v")
         else:
             text = step.operator.expression.format(v="v", p=other)
             if step.operator.function is not None:
-                self.applied.append(Apply("", "", (), (step.operator.function(step.values),), None, None, False, True, False, False))
+                self.functions.append(step.operator.function(step.values))
         self.lines.append(f"v = {text};  // {describe(step)}")
 
     def _other(self, step: Step) -> str | None:

@@ -11,7 +11,7 @@ from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import ARITHMETICS, Arithmetic
 from codegen.ops import Kind
 from codegen.plan.model import Refusal
-from codegen.plan.shared.values import Operand, norm_operands, operand_of
+from codegen.plan.shared.values import LoadedOperand, norm_operands, loaded
 from codegen.spec import Step
 
 # Arithmetic by precision: tf32's promise (10 mantissa bits) is kept by one product of fp16 operands, at twice the rate of a TF32 one.
@@ -93,7 +93,7 @@ def arithmetic_of(spec: FusedSpec) -> Arithmetic:
 class Direction:
     """Whether the norm and the operators up to the pool rise or fall with their input: the signs of a channel's `factors`, and a fixed one."""
 
-    factors: tuple[Operand, ...]
+    factors: tuple[LoadedOperand, ...]
     negative: bool
 
     @property
@@ -108,7 +108,7 @@ def direction(spec: FusedSpec, steps: Sequence[Step]) -> Direction | None:
     factors, negative = list(norm_operands(spec)[:1]), False
     for step, item in zip(steps, applies(spec, steps), strict=True):
         if item.multiplies:
-            factors.append(operand_of(item))
+            factors.append(loaded(item.operand))
         elif step.operator.name == "mul" and step.values["value"] is not None:
             negative ^= step.values["value"] < 0
         elif not item.monotone:
