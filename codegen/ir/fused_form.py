@@ -50,6 +50,16 @@ class FusedSpec(Spec):
     def producer(self) -> Step:
         return self.chain[0]
 
+    @property
+    def weight(self) -> str:
+        """State_dict key of the producer's weight."""
+        return self.producer.key(self.producer.parameters[0])
+
+    @property
+    def bias(self) -> str | None:
+        """That of its bias, where it has one."""
+        return next((self.producer.key(parameter) for parameter in self.producer.parameters[1:]), None)
+
     @cached_property
     def norm(self) -> Step:
         return next(step for step in self.chain if step.operator.kind is Kind.NORM)
@@ -62,6 +72,21 @@ class FusedSpec(Spec):
     @property
     def after_norm(self) -> tuple[Step, ...]:
         return self.chain[self.norm.index + 1 :]
+
+    @property
+    def affine(self) -> tuple[str, ...]:
+        """State_dict keys of the norm's scale and shift, or nothing."""
+        return tuple(self.norm.key(parameter) for parameter in self.norm.parameters)
+
+    @property
+    def pools(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.after_norm if step.operator.kind is Kind.POOL)
+
+    @property
+    def runs(self) -> tuple[tuple[Step, ...], ...]:
+        """What follows the norm but for poolings, parted by those: a run behind the norm and one behind each."""
+        ends = [self.norm.index, *(pool.index for pool in self.pools), len(self.chain)]
+        return tuple(self.chain[first + 1 : last] for first, last in zip(ends, ends[1:], strict=False))
 
     @cached_property
     def grouping(self) -> Grouping:

@@ -21,10 +21,10 @@ from codegen.numerics import Precision, float_literal
 from codegen.plan.backward.cpu import SUMS, BackwardPool, CpuBackwardKernel, cpu_backward, gradient_keys
 from codegen.plan.backward.runs import BackRun, SummedOperand
 from codegen.plan.backward.stages import back_through_stages
-from codegen.plan.cpu.kernel import _segments
 from codegen.plan.floor import floor
-from codegen.plan.model import Buffer, Kernel, Launch, Library, Plan
+from codegen.plan.model import Buffer, Kernel, Launch, Plan
 from codegen.plan.norm.route import plan_norm
+from codegen.plan.shared.product import library_product
 from codegen.plan.stages.route import cut, plan_stages
 from codegen.targets import DeviceClass, Target
 
@@ -123,7 +123,7 @@ def plan_backward_cuda(spec: FusedSpec, target: Target, device: DeviceClass) -> 
     if stages:
         launches, others = back_through_stages(spec, _behind_the_producer(spec, head, stages, target, device), launches[0], target)
         buffers = [*others, *buffers]
-    return Plan(spec, target, device, (_recompute(spec), *launches), tuple(buffers), floor(spec, device), _why(spec))
+    return Plan(spec, target, device, (library_product(spec), *launches), tuple(buffers), floor(spec, device), _why(spec))
 
 
 def _behind_the_producer(spec: FusedSpec, head: FusedSpec, stages: tuple[Segment, ...], target: Target, device: DeviceClass) -> Plan:
@@ -131,16 +131,6 @@ def _behind_the_producer(spec: FusedSpec, head: FusedSpec, stages: tuple[Segment
     norm = plan_norm(head, target, device, source="t0", apply_before=True, producer_bias=None, statistics=None)
     steps = tuple(replace(step, kernel=replace(step.kernel, name=f"backward_{step.kernel.name}")) for step in norm.steps)
     return plan_stages(spec, Plan(head, target, device, steps, norm.buffers, floor(spec, device), ()), stages, apart=True)
-
-
-def _recompute(spec: FusedSpec) -> Library:
-    """The producer by torch's library, into t0."""
-    producer = spec.producer
-    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
-    options = {}
-    if producer.operator.name == "conv2d":
-        options = {key: producer.values[key] for key in ("stride", "padding", "dilation", "groups")}
-    return Library(producer.operator.name, ("x", keys["weight"], keys.get("bias")), "t0", options)
 
 
 def _why(spec: FusedSpec) -> tuple[str, ...]:
@@ -155,7 +145,7 @@ def _why(spec: FusedSpec) -> tuple[str, ...]:
 
 def _pooled_size(spec: FusedSpec) -> int:
     """Values of a channel behind the pooling."""
-    return math.prod(_segments(spec)[1][0].output_shape[2:])
+    return math.prod(spec.pools[0].output_shape[2:])
 
 
 def _kernel(spec: FusedSpec, twin: CpuBackwardKernel) -> tuple[CudaBackwardKernel, int]:

@@ -147,7 +147,7 @@ def channels_last_kernel(spec: FusedSpec) -> ChannelsLastKernel:
     warps = math.ceil(spec.batch * plane / (32 // lanes)) * piece_warps
     pixel_blocks = math.ceil(warps / (COPY_THREADS // 32))
     blocks = pixel_blocks + math.ceil(spec.channels * shape.pieces * taps / COPY_THREADS)
-    weight = spec.producer.key(spec.producer.parameters[0])
+    weight = spec.weight
     c = Constant
     constants = (
         c("kInChannels", str(spec.input_shape[1]), "in_channels"),

@@ -72,8 +72,7 @@ class ConvKernel(Kernel):
 
 def conv_kernel(spec: FusedSpec, device: DeviceClass, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising: Direction) -> ConvKernel:
     producer = spec.producer
-    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
-    prepare = prepare_function(spec, True, keys.get("bias"))
+    prepare = prepare_function(spec, True, spec.bias)
     signs = ValueFunction("", "", (), rising.factors)
     operands = unique_operands(prepare, signs)
     padding = producer.values["padding"]
@@ -81,10 +80,10 @@ def conv_kernel(spec: FusedSpec, device: DeviceClass, g: Geometry, windows: Wind
     blocks = g.blocks(spec.batch, device)
     last_row = (g.sample_parts * g.part_strips * g.window_rows - 1) * g.row_stride + g.reach - padding[0]
     kernel = ConvKernel(
-        name="conv", template="conv_sm80/conv.cu.j2", arguments=("x", keys["weight"], *(o.key for o in operands), KEPT, STATISTICS), constants=(),
+        name="conv", template="conv_sm80/conv.cu.j2", arguments=("x", spec.weight, *(o.key for o in operands), KEPT, STATISTICS), constants=(),
         summary="the convolution on tensor cores without im2col, in one read of x: statistics, and one value of each pooling window",
         smem_bytes=g.smem_bytes, max_registers=g.max_registers, threads=g.threads, blocks=blocks, notes=_notes(spec, g, arithmetic), geometry=g,
-        operands=operands, applied=items, prepare=prepare, bias=next((o for o in operands if o.key == keys.get("bias")), None),
+        operands=operands, applied=items, prepare=prepare, bias=next((o for o in operands if o.key == spec.bias), None),
         direction=rising.expression, direction_operands=rising.factors, transforms=bool(spec.before_norm), scaled=spec.precision.itemsize == 4,
         split=arithmetic.parts == 2, guard_rows=padding[0] > 0 or last_row > spec.input_shape[2], guard_columns=padding[1] > 0,
         operand="bf16" if spec.precision.name == "bf16" else "fp16",

@@ -39,8 +39,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
     spec, target, device = request.form, request.target, request.device
     windows, arithmetic = windows_of(spec, strided=True), arithmetic_of(spec)
     rising = Direction((), False) if windows.size == (1, 1) else direction_of(spec)
-    bias = any(parameter.suffix == "bias" for parameter in spec.producer.parameters)
-    listed = list(candidates(spec, windows, arithmetic.parts, 3 + bias + sum(len(step.parameters) for step in spec.before_norm)))
+    listed = list(candidates(spec, windows, arithmetic.parts, 3 + (spec.bias is not None) + sum(len(step.parameters) for step in spec.before_norm)))
     if not listed:
         raise Refusal(
             f"pooling windows of {windows.size[1]} columns are wider than a warp's tile of 32" if windows.size[1] > 32

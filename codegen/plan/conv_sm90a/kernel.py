@@ -119,9 +119,8 @@ def _fold(spec: FusedSpec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...],
 
 def conv_kernel(spec: FusedSpec, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising, after: Sequence[ChainStep], debug: bool) -> ConvKernel:
     producer = spec.producer
-    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
     two_walks = two_walks_of(spec, arithmetic)
-    prepare = prepare_function(spec, True, keys.get("bias"))
+    prepare = prepare_function(spec, True, spec.bias)
     fold_lines, fold_operands, left = _fold(spec, after)
     finish_operands = tuple(loaded(item.operand) for item in left if item.operand)
     finish = ValueFunction(
@@ -131,12 +130,12 @@ def conv_kernel(spec: FusedSpec, g: Geometry, windows: Windows, arithmetic: Arit
     )  # fmt: skip
     signs = ValueFunction("", "", (), rising.factors)
     operands = unique_operands(prepare, ValueFunction("", "", (), fold_operands), finish, signs)
-    bias = next((o for o in operands if o.key == keys.get("bias")), None)
+    bias = next((o for o in operands if o.key == spec.bias), None)
     listed = steps_of(spec, g, two_walks)
     scaled = spec.precision.itemsize == 4
     applied = applies(spec, (*spec.before_norm, *after))
     return ConvKernel(
-        name="conv", template="conv_sm90a/conv.cu.j2", arguments=("x", keys["weight"], *(o.key for o in operands), "y"),
+        name="conv", template="conv_sm90a/conv.cu.j2", arguments=("x", spec.weight, *(o.key for o in operands), "y"),
         constants=_constants(spec, g, windows, arithmetic, applied), summary=_summary(spec), smem_bytes=g.smem_bytes, max_registers=max_registers(g),
         threads=g.threads, blocks=g.clusters * g.layout.cluster, notes=_notes(spec, g, arithmetic), geometry=g, steps=listed, needs_none=uses_none(listed),
         operands=operands, applied=applied, prepare=prepare, prepare_operands=prepare.operands if prepare else (), finish=finish, fold_lines=fold_lines,

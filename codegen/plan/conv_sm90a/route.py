@@ -45,8 +45,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
     channels = channel_tile(spec)
     if channels is None:
         raise Refusal(f"a group of {spec.group_channels} channels is wider than the 64 that one CTA computes")
-    bias = any(parameter.suffix == "bias" for parameter in spec.producer.parameters)
-    channel_floats = 2 + bias + sum(len(step.parameters) for step in spec.before_norm)
+    channel_floats = 2 + (spec.bias is not None) + sum(len(step.parameters) for step in spec.before_norm)
     two_walks = two_walks_of(spec, arithmetic)
     listed = list(candidates(spec, device, windows, arithmetic.parts, two_walks, channels, channel_floats))
     if not listed:

@@ -45,7 +45,7 @@ def row_scale_kernel(spec: FusedSpec) -> RowScaleKernel:
     vectors = k // vector
     threads = next((t for t in (64, 128, 256, 512) if math.ceil(vectors / t) * vector <= 32), 1024)
     per_thread = math.ceil(vectors / threads)
-    weight = spec.producer.key(spec.producer.parameters[0])
+    weight = spec.weight
     pointer = named_operand(weight).pointer
     pointers = (Pointer("float", "x"), Pointer("float", pointer), Pointer("float", SCALES, True))
     constants = (
@@ -74,7 +74,7 @@ def align_rows_kernel(spec: FusedSpec) -> AlignRowsKernel:
     k = spec.input_shape[1]
     rows, words = spec.batch + spec.channels, aligned_k(k) // 2
     blocks = math.ceil(rows * words / (ALIGN_THREADS * ALIGN_WORDS))
-    weight = spec.producer.key(spec.producer.parameters[0])
+    weight = spec.weight
     constants = (
         Constant("kBatch", str(spec.batch), "rows of x"),
         Constant("kInFeatures", str(k), "values in a row of x or W: odd"),

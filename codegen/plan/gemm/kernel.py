@@ -152,9 +152,9 @@ def gemm_kernel(spec: FusedSpec, arithmetic: Arithmetic, choice: Tiling, statist
     bare = sliced or rounds_early(spec, choice)
     before = () if bare else applies(spec, spec.before_norm)
     after = applies(spec, spec.after_norm) if choice.finished else ()
-    keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters if not sliced or p.suffix == "weight"}
+    bias = None if sliced else spec.bias
     affine = norm_operands(spec) if choice.finished else ()
-    named = [keys["weight"], keys.get("bias"), *parameter_keys(before), *(operand.key for operand in affine), *parameter_keys(after)]
+    named = [spec.weight, bias, *parameter_keys(before), *(operand.key for operand in affine), *parameter_keys(after)]
     parameters = tuple(dict.fromkeys(key for key in named if key))
     scaled = arithmetic.name == "fp16x3"
     arguments = ("x", *parameters, *((SCALES,) if scaled else ()), *((STATISTICS,) if statistics else ()), "y")
@@ -162,7 +162,7 @@ def gemm_kernel(spec: FusedSpec, arithmetic: Arithmetic, choice: Tiling, statist
     known = {operand.key: operand.pointer for operand in (*map(named_operand, parameters), *affine)}
     pointers = tuple(Pointer(types.get(a, precision.c_type), known.get(a, a), a in ("y", STATISTICS)) for a in arguments)
     if choice.aligned:
-        arguments = tuple({"x": X_ROWS, keys["weight"]: WEIGHT_ROWS}.get(argument, argument) for argument in arguments)
+        arguments = tuple({"x": X_ROWS, spec.weight: WEIGHT_ROWS}.get(argument, argument) for argument in arguments)
     slice_k = slice_stages(arithmetic, tile, k, precision.itemsize, choice.slices) * tile.stage_k(precision.itemsize) if sliced else k
     stages_per_chunk, stage_count = stage_counts(arithmetic, tile, slice_k, precision.itemsize)
     padded_k = choice.slices * stage_count * tile.stage_k(precision.itemsize)
@@ -172,14 +172,14 @@ def gemm_kernel(spec: FusedSpec, arithmetic: Arithmetic, choice: Tiling, statist
         spec = replace(spec, gives=FP32)
     epilogue = epilogue_of(spec, tile, choice.columns, choice.finished, arithmetic)
     kernel = GemmKernel(
-        name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic, [what for what, there in (("bias", "bias" in keys), ("the operators before the norm", not bare)) if there]),
+        name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(choice, arithmetic, [what for what, there in (("bias", bias is not None), ("the operators before the norm", not bare)) if there]),
         smem_bytes=max(tile.smem_bytes, epilogue.round_rows * epilogue.pitch * 4 * tile.warps_k), max_registers=tile.max_registers,
         threads=tile.threads, blocks=tiles_m * tiles_n * choice.slices, pointers=pointers, tile=tile, arithmetic=arithmetic, storage=precision.c_type, result=spec.result,
         copy_bytes=math.gcd(16, k * precision.itemsize), ragged_m=spec.batch % tile.m != 0,
         ragged_n=(tiles_n - 1) * choice.columns + tile.n > spec.channels, ragged_k=padded_k != k,
         ragged_outputs=tiles_n * choice.columns != spec.channels, raster_remainder=tiles_m % raster != 0,
-        finished=choice.finished, statistics=statistics, bias=named_operand(keys["bias"]) if "bias" in keys else None,
-        weight=named_operand(keys["weight"]).pointer, affine=affine, before=before, after=after, epilogue=epilogue, notes=notes,
+        finished=choice.finished, statistics=statistics, bias=named_operand(bias) if bias else None,
+        weight=named_operand(spec.weight).pointer, affine=affine, before=before, after=after, epilogue=epilogue, notes=notes,
         kept_lines=((), (), ()) if bare else _kept_lines(spec, choice.finished), slices=choice.slices,
     )  # fmt: skip
     constants = _shape_constants(spec, choice, k) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)

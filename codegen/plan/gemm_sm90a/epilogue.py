@@ -12,8 +12,8 @@ def epilogue(spec: FusedSpec, finished: bool) -> tuple[tuple[Apply, ...], tuple[
     Unless `finished`, the norm's kernel does all but add the bias."""
     before = applies(spec, spec.before_norm) if finished else ()
     after = applies(spec, spec.after_norm) if finished else ()
-    bias = [operand_of(spec.producer.key(p)) for p in spec.producer.parameters if p.suffix == "bias"]
-    affine = [operand_of(spec.norm.key(p)) for s in ("weight", "bias") for p in spec.norm.parameters if p.suffix == s] if finished else []
+    bias = [operand_of(spec.bias)] if spec.bias else []
+    affine = [operand_of(key) for key in spec.affine] if finished else []
     return before, after, bias + [a.operand for a in before if a.operand], affine + [a.operand for a in after if a.operand]
 
 

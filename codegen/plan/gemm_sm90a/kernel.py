@@ -235,21 +235,20 @@ def gemm_kernel(spec: FusedSpec, target: Target, form: Form, layout: Layout, sms
     batch = spec.input_shape[0]
     channels, width = spec.channels, spec.group_channels
     before, after, before_vectors, after_vectors = epilogue(spec, layout.statistics != "none")
-    keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters if layout.slices == 1 or p.suffix == "weight"}
+    bias = spec.bias if layout.slices == 1 else None
     if layout.slices > 1:
         before_vectors = []  # its bias
-    norm = {p.suffix: spec.norm.key(p) for p in spec.norm.parameters} if layout.statistics != "none" else {}
-    before_lines = ([f"value + {c_identifier(keys['bias'])}_c[h]"] if "bias" in keys else []) + [line(a) for a in before]
-    affine = [f"value * {c_identifier(norm['weight'])}_c[h] + {c_identifier(norm['bias'])}_c[h]"] if norm else []
+    before_lines = ([f"value + {c_identifier(bias)}_c[h]"] if bias else []) + [line(a) for a in before]
+    affine = ["value * {}_c[h] + {}_c[h]".format(*map(c_identifier, spec.affine))] if spec.affine and layout.statistics != "none" else []
     after_lines = affine + [line(a) for a in after]
 
     guarded = precision.itemsize == 4
     vectors = tuple(dict.fromkeys(operand.key for operand in before_vectors + after_vectors))
-    weight_operand = keys["weight"] if form.registers or not guarded else WEIGHT_SPLIT
+    weight_operand = spec.weight if form.registers or not guarded else WEIGHT_SPLIT
     input_operand = X_SPLIT if guarded else "x"
     unscales = ((X_UNSCALE,) if form.registers else (X_UNSCALE, WEIGHT_UNSCALE)) if guarded else ()
-    inside = (("x", keys["weight"]) if guarded else ()) + unscales + vectors + ("y",)
-    arguments = tuple(dict.fromkeys(("x", keys["weight"], input_operand, weight_operand, *unscales, *vectors, "y")))
+    inside = (("x", spec.weight) if guarded else ()) + unscales + vectors + ("y",)
+    arguments = tuple(dict.fromkeys(("x", spec.weight, input_operand, weight_operand, *unscales, *vectors, "y")))
     types = {X_SPLIT: "__half", WEIGHT_SPLIT: "__half", X_UNSCALE: "float", WEIGHT_UNSCALE: "float"}
 
     def pointer(name: str) -> Pointer:
@@ -267,10 +266,10 @@ def gemm_kernel(spec: FusedSpec, target: Target, form: Form, layout: Layout, sms
         "gemm", "gemm_sm90a/gemm.cu.j2", arguments, constants, summary(spec, layout), where.total, 168, THREADS, clusters * layout.cluster, notes,
         form, layout, tuple(map(pointer, inside)), tuple(map(pointer, arguments)), precision.c_type,
         "__half" if guarded else precision.c_type, "bf16" if precision.dtype == "bfloat16" else "f16",
-        c_identifier(weight_operand), input_operand, c_identifier(keys["weight"]), guarded, width,
+        c_identifier(weight_operand), input_operand, c_identifier(spec.weight), guarded, width,
         batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
         channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
-        tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), "bias" in keys, spec.result.c_type, spec.input_shape[1],
+        tuple(before_lines), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), bias is not None, spec.result.c_type, spec.input_shape[1],
         result_pitch(spec, layout),
     )  # fmt: skip
 

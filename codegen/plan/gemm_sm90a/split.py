@@ -59,7 +59,7 @@ def split_kernel(spec: FusedSpec, operand: str, form: Form, rows: int, padded_ro
         return None
     pieces = math.ceil(row_pieces / threads)
     weight = operand == "weight"
-    key = spec.producer.key(spec.producer.parameters[0])
+    key = spec.weight
     outputs = (WEIGHT_SPLIT, WEIGHT_UNSCALE) if weight else (X_SPLIT, X_UNSCALE)
     rows_constant = Constant("kRows", str(rows), "out_features" if weight else "batch")
     constants = [

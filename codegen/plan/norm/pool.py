@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Constant, applies
 from codegen.ir.fused_form import FusedSpec
-from codegen.ops import Kind
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm.flat import SPLIT_BLOCKS, plan_statistics
 from codegen.plan.shared.values import (
@@ -133,8 +132,8 @@ def _window_constants(window: Window, rows_compared: bool) -> list[Constant]:
 
 
 def _split_at_pool(spec: FusedSpec) -> tuple[tuple[Step, ...], Step, tuple[Step, ...]]:
-    at = next(i for i, step in enumerate(spec.after_norm) if step.operator.kind is Kind.POOL)
-    return spec.after_norm[:at], spec.after_norm[at], spec.after_norm[at + 1 :]
+    (before, after), (pool,) = spec.runs, spec.pools
+    return before, pool, after
 
 
 def _unrolled(window: Window, rows: int) -> dict[str, bool]:

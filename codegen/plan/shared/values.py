@@ -132,8 +132,7 @@ def channel_mode(spatial: int, width: int) -> str:
 
 def norm_operands(spec: FusedSpec) -> tuple[LoadedOperand, ...]:
     """gamma and beta, or nothing where the norm is not affine."""
-    keys = [spec.norm.key(parameter) for parameter in spec.norm.parameters]
-    return tuple(LoadedOperand(key, f"p_{name}", value=f"c_{name}") for key, name in zip(keys, ("gamma", "beta"), strict=False))
+    return tuple(LoadedOperand(key, f"p_{name}", value=f"c_{name}") for key, name in zip(spec.affine, ("gamma", "beta"), strict=False))
 
 
 def named_operand(key: str, per_channel: bool = True) -> LoadedOperand:

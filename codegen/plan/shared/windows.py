@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from codegen.ir.apply import Constant, applies, describe
 from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import ARITHMETICS, Arithmetic
-from codegen.ops import Kind
 from codegen.plan.model import Refusal
 from codegen.plan.shared.values import LoadedOperand, norm_operands, loaded
 from codegen.spec import Step
@@ -42,8 +41,8 @@ class Windows:
 
 def split_at_pool(spec: FusedSpec) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The element-wise steps between the norm and the pool, and those behind the pool (all of them before it where there is no pool)."""
-    at = next((i for i, step in enumerate(spec.after_norm) if step.operator.kind is Kind.POOL), None)
-    return (spec.after_norm, ()) if at is None else (spec.after_norm[:at], spec.after_norm[at + 1 :])
+    before, *behind = spec.runs
+    return before, behind[0] if behind else ()
 
 
 def windows_of(spec: FusedSpec, strided: bool = False) -> Windows:
@@ -53,12 +52,11 @@ def windows_of(spec: FusedSpec, strided: bool = False) -> Windows:
     for key, plain in (("groups", 1),) if strided else (("stride", (1, 1)), ("dilation", (1, 1)), ("groups", 1)):
         if values[key] != plain:
             raise Refusal(f"conv2d's {key} is {values[key]}: the one-pass kernel takes {key} {plain} only")
-    pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
-    if len(pools) > 1:
-        raise Refusal(f"{len(pools)} max_pool2d operators follow the norm, and the one-pass kernel takes one")
-    if not pools:
+    if len(spec.pools) > 1:
+        raise Refusal(f"{len(spec.pools)} max_pool2d operators follow the norm, and the one-pass kernel takes one")
+    if not spec.pools:
         return Windows((1, 1), spec.norm.input_shape[2:])
-    pool = pools[0]
+    (pool,) = spec.pools
     size = pool.values["kernel_size"]
     if (pool.values["stride"] or size) != size:
         raise Refusal(f"max_pool2d's stride {pool.values['stride']} differs from its kernel_size {size}: windows overlap or leave gaps")
