@@ -116,15 +116,15 @@ def run(folder: Path, spec: Spec, seconds: float) -> None:
             }
             del reference, results
             calls = {OURS: lambda: ours(x), EAGER: lambda: eager(x)}
-            library = f"PyTorch's {spec.producer.operator.name} alone"
+            library = f"PyTorch's {spec.chain[0].operator.name} alone"
             if device.type == "cpu":
-                alone = eager.get_submodule(spec.producer.name)
+                alone = eager.get_submodule(spec.chain[0].name)
                 calls[library] = lambda: alone(x)
             tell = lambda done: status.update(f"timing, {done} rounds done")  # noqa: E731
             times = rounds(calls, device, seconds, MOST_ROUNDS, LEAST_ROUNDS, tell)
     console.print(_table(f"{folder.name} on {card}", times, errors))
     console.print(compare_rounds(times[OURS], times[EAGER]).sentence(OURS, EAGER))
-    for line in _of_gpu() if device.type == "cuda" else _of_cpu(times, library, spec.producer.operator.name, load):
+    for line in _of_gpu() if device.type == "cuda" else _of_cpu(times, library, spec.chain[0].operator.name, load):
         console.print(line, soft_wrap=False)
 
 

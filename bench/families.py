@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from codegen.ir.fused_form import departure
+from codegen.ir.fused_form import departure, fused
 from codegen.ops import Kind
 from codegen.spec import Spec
 
@@ -56,14 +56,15 @@ class Family:
 
     def serves(self, spec: Spec) -> bool:
         """Can the family be drawn for the spec?"""
-        return (self.any_chain or departure(spec.chain) is None) and self.applies(spec)
+        form = fused(spec)
+        return (self.any_chain or form is not None) and self.applies(form or spec)
 
 
 class Draw:
     """Random tensors for one spec on one device, in float32; `spec.precision`'s storage type comes last, in `finish`."""
 
     def __init__(self, spec: Spec, device: torch.device, seed: int):
-        self.spec, self.device, self.precision = spec, device, spec.precision.name
+        self.spec, self.device, self.precision = fused(spec) or spec, device, spec.precision.name
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def rand(self, *shape: int) -> torch.Tensor:

@@ -93,7 +93,7 @@ def _library_tail(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Pe
         return [Peer("library GEMM + compiled tail", lambda: tail(module(x)))]
     model = construct(variant, inputs[0].device, "sm_80")
     model.load_state_dict(eager.state_dict())
-    return [Peer(f"library {emitted.spec.producer.operator.product} + our tail", lambda: model(*inputs))]
+    return [Peer(f"library {emitted.spec.chain[0].operator.product} + our tail", lambda: model(*inputs))]
 
 
 def _triton(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Peer]:
@@ -117,12 +117,12 @@ def _triton(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Peer]:
 
 def starts_with_producer(emitted: Emitted) -> bool:
     """Is the chain's first operator a linear or a convolution?"""
-    return emitted.spec.producer.operator.kind is Kind.PRODUCER
+    return emitted.spec.chain[0].operator.kind is Kind.PRODUCER
 
 
 def producer_module(emitted: Emitted, eager: nn.Module) -> nn.Module:
     """The reference's nn.Linear or nn.Conv2d."""
-    return getattr(eager, emitted.spec.producer.name)
+    return getattr(eager, emitted.spec.chain[0].name)
 
 
 class _Tail(nn.Module):
@@ -141,7 +141,7 @@ class _Tail(nn.Module):
 
 def compiled_tail(emitted: Emitted, eager: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     """Everything after the producer, fused by torch.compile."""
-    assert emitted.spec.producer.operator.kind is Kind.PRODUCER
+    assert emitted.spec.chain[0].operator.kind is Kind.PRODUCER
     return torch.compile(_Tail(emitted, eager), fullgraph=True, dynamic=False)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.metrics import Errors
-from codegen.ir.fused_form import departure
+from codegen.ir.fused_form import fused
 from codegen.numerics import ARITHMETICS
 from codegen.spec import Spec
 
@@ -147,7 +147,8 @@ def by_chance(spec: Spec, ours: Errors, by: Yardsticks, benchmark: bool) -> bool
 def independent(spec: Spec, elements: int) -> int:
     """How many of a result's `elements`, of all samples or of some, err by themselves: those of a group share its statistics, and of a chain
     without the norm of fused kernels those of a sample may share anything."""
-    groups = spec.batch * (spec.num_groups if departure(spec.chain) is None else 1) * elements // math.prod(spec.output_shape)
+    form = fused(spec)
+    groups = spec.batch * (form.num_groups if form else 1) * elements // math.prod(spec.output_shape)
     return max(1, min(groups, elements))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.spec import Spec, load_spec
 from codegen.spec.writer import resolved
 
@@ -17,28 +18,28 @@ CONV_BATCH = 3
 
 
 def shrunken(spec: Spec, library: bool = False, batch: int = BATCHES[0]) -> dict[str, Any]:
-    """The small spec as plain data. Linear layers keep their group width, convolutions everything but the batch.
+    """The small spec of one of the fused form as plain data. Linear layers keep their group width, convolutions everything but the batch.
 
     `library` says that the full spec's plan multiplies with torch's own GEMM or convolution; the small one then does too, and otherwise does not.
     """
-    data = copy.deepcopy(resolved(spec))
+    form, data = FusedSpec.of(spec), copy.deepcopy(resolved(spec))
     data["name"] = f"{spec.name}_tiny"
-    linear = not spec.producer.operator.rank
+    linear = not form.producer.operator.rank
     data.pop("pad_batch", None)
     data["batch"] = min(spec.batch, batch if linear else CONV_BATCH)
-    groups = min(spec.num_groups, max(GROUPS, CHANNELS // spec.group_channels)) if linear else spec.num_groups
-    channels = groups * spec.group_channels
-    for step, entry in zip(spec.chain, data["chain"], strict=True):
+    groups = min(form.num_groups, max(GROUPS, CHANNELS // form.group_channels)) if linear else form.num_groups
+    channels = groups * form.group_channels
+    for step, entry in zip(form.chain, data["chain"], strict=True):
         if isinstance(entry, str):
             continue
         (arguments,) = entry.values()
         changes: dict[str, Any] = {}
-        if step is spec.producer and linear:
+        if step is form.producer and linear:
             changes = {step.operator.takes: min(spec.input_shape[1], DEPTH), step.operator.gives: channels}
         elif step.operator.name == "group_norm":
             changes = {"num_groups": groups}
         elif step.values.get("shape"):
-            changes = {"shape": [channels if size == spec.channels else size for size in step.values["shape"]]}
+            changes = {"shape": [channels if size == form.channels else size for size in step.values["shape"]]}
         for key, value in changes.items():
             source = step.sources.get(key)
             if source is None:

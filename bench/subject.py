@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from bench.machine import environment, precision_flags
 from bench.packages import generate, load_package
 from codegen.emit import make_package, write_if_different
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import Spec, load_spec
@@ -202,8 +203,8 @@ class Subject:
 
     def run_eager_beside_exact_norm(self, inputs: Inputs, precision: str | None = None) -> torch.Tensor:
         """PyTorch's result as `run_eager` gives it, but for the norm, which is float64's, rounded once: that of an eager whose squares cannot exceed their range."""
-        exact = self._exact.get_submodule(self.spec.norm.name)
-        norm = self.eager.get_submodule(self.spec.norm.name)
+        name = FusedSpec.of(self.spec).norm.name
+        exact, norm = self._exact.get_submodule(name), self.eager.get_submodule(name)
         handle = norm.register_forward_hook(lambda module, given, result: exact(given[0].double()).to(result.dtype))
         try:
             return self.run_eager(inputs, precision)

@@ -19,7 +19,7 @@ from bench.machine import choose_device, describe
 from bench.metrics import Errors, compare, same_bits
 from bench.promise import Yardsticks, allowed_error, allowed_outside, broken, by_chance, draws_for, independent, margin_of, pooled, pooled_errors
 from bench.subject import Subject, built_target, construct, emit, target_to_emit
-from codegen.ir.fused_form import departure
+from codegen.ir.fused_form import departure, fused
 from codegen.numerics import PRECISIONS
 from codegen.ops import Kind
 from codegen.plan.floor import producer_flop
@@ -139,7 +139,8 @@ def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: in
     eager_state = subject.state(subject.eager)
     exact = subject.run_exact(part)
     problems += _state_problems(state, eager_state, subject.state(subject._exact))
-    groups = spec.num_groups if departure(spec.chain) is None and spec.output_shape[1:2] == (spec.channels,) else None
+    form = fused(spec)
+    groups = form.num_groups if form and spec.output_shape[1:2] == (form.channels,) else None
     measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, eager_y, margin_of(spec))  # noqa: E731
     ours, eager = measure(y), measure(eager_y)
     tf32 = spec.precision.name == "tf32"

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from codegen.ir.chain import chain_of
-from codegen.ir.fused_form import departure
+from codegen.ir.fused_form import departure, fused
+from codegen.ir.value import input_name
 from codegen.plan import Refusal
 from codegen.plan.backward.cpu import gradient_keys, plan_backward
 from codegen.plan.backward.cuda import plan_backward_cuda
 from codegen.plan.model import Buffer, Launch, Library, Plan
-from codegen.plan.parts import input_name, library_step
+from codegen.plan.parts import library_step
 from codegen.report import explanation, regenerate
 from codegen.spec import Spec
 from codegen.targets import TARGETS
@@ -51,14 +52,15 @@ class Package:
         the chain has something that gradients are not generated for."""
         if self.sizes:
             return tuple(plan for size in self.sizes for plan in size.backward_plans)
-        if departure(self.spec.chain):
+        form = fused(self.spec)
+        if form is None:
             return ()
-        made = [plan_backward(self.spec, plan.target, plan.device) for plan in self.plans if plan.target.language == "cpp"]
+        made = [plan_backward(form, plan.target, plan.device) for plan in self.plans if plan.target.language == "cpp"]
         cuda = [plan for plan in self.plans if plan.target.language == "cuda"]
         if cuda:
             least = min(cuda, key=lambda plan: plan.target.min_capability)
             try:
-                made.append(plan_backward_cuda(self.spec, least.target, least.device))
+                made.append(plan_backward_cuda(form, least.target, least.device))
             except Refusal:  # the head has no norm kernel that runs it again
                 pass
         return tuple(made)
@@ -175,12 +177,12 @@ def _prepare(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
 def _backward(plan: Plan, files: dict[str, str]) -> dict[str, Any]:
     """The backward of a target, apart from the forward: its sources have a key of their own, so that a change of one leaves the other's alone.
 
-    `saved` lists what the chain's segments save, a producer's result first; where a step of torch's library gives that again, `recompute` is that step, and a
-    forward saves nothing.
+    `saved` lists what the chain's segments save, which its steps call t0, t1 and so on; where a step of torch's library gives that again, `recompute` is that
+    step, and a forward saves nothing.
     """
     spec = plan.spec
     entry = {key: value for key, value in _target(plan, files).items() if key in ("sources", "flags", "source_key", "buffers", "steps")}
-    saved = [{"name": value.name, "shape": list(value.shape), "dtype": value.storage.dtype} for value in chain_of(spec).saves]
+    saved = [{"name": f"t{number}", "shape": list(value.shape), "dtype": value.storage.dtype} for number, value in enumerate(chain_of(spec).saves)]
     recompute = {"recompute": step for step in entry["steps"] if "library" in step}
     launches = [step for step in entry["steps"] if "launch" in step]
     return {**entry, "steps": launches, **recompute, "saved": saved, "gradients": list(gradient_keys(spec)), "why": list(plan.why)}

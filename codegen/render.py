@@ -15,9 +15,10 @@ from typing import Any
 
 import jinja2
 
-from codegen.ir import apply as chain
+from codegen.ir.operand import c_identifier
 from codegen.manifest import Package, manifest_text
 from codegen.ops import Shape
+from codegen.ops.functions import definitions
 from codegen.plan.model import Kernel, Plan
 from codegen.report import header_lines
 from codegen.spec import Spec
@@ -40,7 +41,7 @@ def environment() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False,
     )  # fmt: skip
-    env.filters.update(c_identifier=chain.c_identifier, indent_lines=lambda text, width: textwrap.indent(text, " " * width))
+    env.filters.update(c_identifier=c_identifier, indent_lines=lambda text, width: textwrap.indent(text, " " * width))
     env.globals.update(
         constants=lambda items: "\n".join(str(item) for item in items), header=_header, range=range, min=min, max=max, zip=zip, enumerate=enumerate,
         repr=repr,
@@ -57,7 +58,7 @@ def render_kernel(plan: Plan, kernel: Kernel) -> str:
     part = next((step.part for step in plan.launches if step.kernel is kernel), None)
     plan = plan if part is None else replace(plan, spec=part)
     text = _ENVIRONMENT.get_template(kernel.template).render(
-        plan=plan, kernel=kernel, spec=plan.spec, target=plan.target, functions=lambda items: chain.function_definitions(items, language)
+        plan=plan, kernel=kernel, spec=plan.spec, target=plan.target, functions=lambda names: definitions(names, language)
     )
     return _tidy(_drop_unused_constants(text))
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from codegen.ir.fused_form import departure
+from codegen.ir.value import value_name
 from codegen.manifest import Package
-from codegen.ops import OPERATORS, Kind, Shape
+from codegen.ops import OPERATORS, Kind
 from codegen.plan import Refusal
 from codegen.plan.model import Launch, Library, Plan
-from codegen.plan.parts import value_name
 from codegen.render import render_template
 from codegen.targets import TARGETS, Target, cuda_targets, preference
 from codegen.torch_text import as_operand, module_lines, parameters, torch_call

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from codegen.ir.fused_form import FOLDS, NORMS, POOLS, PRODUCERS, departure
+from codegen.ir.fused_form import FOLDS, NORMS, POOLS, PRODUCERS, FusedSpec, departure
 from codegen.numerics import PRECISIONS
 from codegen.ops import FILLS, OPERATORS, REQUIRED, Argument, Kind, Operator
 from codegen.plan.floor import producer_flop as flop_of
@@ -172,7 +172,7 @@ def footprint(spec: Spec) -> float:
     return 16.0 * (parameters + inputs) + 40.0 * largest
 
 
-def draw(seed: int, index: int, limits: Limits, folder: Path) -> Spec:
+def draw(seed: int, index: int, limits: Limits, folder: Path) -> FusedSpec:
     """Case `index` of the sequence `seed`, written to a YAML file in `folder`. The same arguments and table give the same spec."""
     rng = Random(f"{seed}:{index}")
     name = f"sweep_{seed}_{index:03d}"
@@ -187,5 +187,5 @@ def draw(seed: int, index: int, limits: Limits, folder: Path) -> Spec:
         except SpecError:
             continue
         if departure(spec.chain) is None and producer_flop(spec) <= limits.flop and footprint(spec) <= limits.bytes:
-            return spec
+            return FusedSpec.of(spec)
     raise RuntimeError(f"no valid spec in {ATTEMPTS} draws: the operator table and bench/sweep/draw.py no longer fit")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from codegen.ir.operand import Operand, operand_of
 from codegen.numerics import Precision, constant, float_literal, to_float32
 from codegen.ops import Kind
-from codegen.ops.functions import definitions
+from codegen.ops.derivative import Derivative
 from codegen.spec import Spec, Step
 
 
@@ -25,39 +27,31 @@ class Constant:
         return f"constexpr {self.c_type} {self.name} = {self.text};  // {self.why}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Apply:
     """One element-wise operator applied to a register: `apply("v", "bias_v")` is the C expression of its result.
 
-    `parameter` is the state_dict key of its per-channel (or one-element) tensor and `pointer` that tensor's C identifier, both None
-    without one; `per_channel` is False for a tensor of one element. `monotone`: non-decreasing in v whatever the parameters;
-    `affine`: a*v + b with a, b from the channel alone; `multiplies`: mul by a parameter, whose sign is known only at run time. `doubles` is "add"
-    or "mul" where v meets itself (v + v, v * v). The expression may name a variable that an earlier operator of the same function left: `keeps`
-    is the name under which this one leaves its result, `taps` that of the variable that it takes. `operator` is its name in the table.
+    `operand` is the parameter that it takes, None without one. `functions` are the C functions that the expression calls, `derivative` is that of an
+    expression without any. `monotone`: non-decreasing in v whatever the parameters; `affine`: a*v + b with a, b from the channel alone; `multiplies`: mul by
+    a parameter, whose sign is known only at run time; `doubles`: v meets itself (v + v, v * v). The expression may name a variable that an earlier operator of
+    the same function left: `keeps` is the name under which this one leaves its result, `taps` that of the variable that it takes.
     """
 
     comment: str
     expression: str
     constants: tuple[Constant, ...]
     functions: tuple[str, ...]
-    parameter: str | None
-    pointer: str | None
-    per_channel: bool
+    operand: Operand | None
+    derivative: Derivative | None
     monotone: bool
     affine: bool
     multiplies: bool
-    doubles: str | None = None
-    keeps: str | None = None
-    operator: str = ""
-    taps: str | None = None
+    doubles: bool
+    keeps: str | None
+    taps: str | None
 
     def apply(self, v: str, p: str | None = None) -> str:
-        return self.expression.format(v=v, p=p or self.pointer)
-
-
-def c_identifier(key: str) -> str:
-    """`group_norm.weight` -> `group_norm_weight`."""
-    return key.replace(".", "_")
+        return self.expression.format(v=v, p=p or (self.operand and self.operand.pointer))
 
 
 def _camel(text: str) -> str:
@@ -94,21 +88,14 @@ def _apply(spec: Spec, step: Step, kept: bool) -> Apply:
     else:
         functions = (op.function(values),)
         expression = f"{functions[0]}({', '.join(['{v}', *(['{p}'] if parameter else []), *(c.name for c in constants)])})"
-    key = step.key(parameter) if parameter else None
+    tapped = step.tap is not None and not step.taps_itself
     return Apply(
-        comment=describe(step), expression=expression, constants=constants, functions=functions, parameter=key,
-        pointer=c_identifier(key) if key else None, per_channel=bool(parameter) and _elements(parameter.shape) > 1,
+        comment=describe(step), expression=expression, constants=constants, functions=functions, derivative=op.derivative,
+        operand=operand_of(step.key(parameter), math.prod(parameter.shape) > 1) if parameter else None,
         monotone=op.monotone(values) or (step.taps_itself and op.name == "add"), affine=op.affine and step.tap is None,
-        multiplies=op.name == "mul" and parameter is not None, doubles=op.name if step.taps_itself else None, keeps=kept_name(step) if kept else None,
-        operator=op.name, taps=kept_name(spec.chain[step.tap]) if step.tap is not None and not step.taps_itself else None,
+        multiplies=op.name == "mul" and parameter is not None, doubles=step.taps_itself, keeps=kept_name(step) if kept else None,
+        taps=kept_name(spec.chain[step.tap]) if tapped else None,
     )  # fmt: skip
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def folded(step: Step, arg: str, precision: Precision) -> float:
@@ -135,14 +122,14 @@ def unique_constants(items: Iterable[Apply]) -> tuple[Constant, ...]:
     return tuple({c.name: c for item in items for c in item.constants}.values())
 
 
-def function_definitions(items: Iterable[Apply], language: str) -> str:
-    """The C functions that the applied operators need, in `language` ("cuda" or "cpp")."""
-    return definitions((name for item in items for name in item.functions), language)
+def called(items: Iterable[Apply]) -> tuple[str, ...]:
+    """The C functions that the applied operators call, in order."""
+    return tuple(name for item in items for name in item.functions)
 
 
 def parameter_keys(items: Iterable[Apply]) -> tuple[str, ...]:
     """State_dict keys of the operators' parameters, in order."""
-    return tuple(item.parameter for item in items if item.parameter)
+    return tuple(item.operand.key for item in items if item.operand)
 
 
 # Functions of comparisons and products alone.
@@ -151,4 +138,4 @@ SPARING = frozenset({"relu", "relu6", "leaky_relu", "hardtanh", "clamp", "clamp_
 
 def costly(items: tuple[Apply, ...]) -> bool:
     """Whether an operator takes many registers: its value and an exponential of it, for as many values at once as the compiler finds room for."""
-    return any(name not in SPARING for item in items for name in item.functions)
+    return any(name not in SPARING for name in called(items))

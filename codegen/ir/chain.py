@@ -1,65 +1,25 @@
 """A chain as segments over named values: the form in which planners see a spec.
 
-    x --[produce: linear, bias, mish]--> s0 --[normalise: group_norm, hardtanh]--> y
+    x --[linear]--> value:0 --[mish, group_norm, hardtanh]--> value:3 --[max_pool2d]--> y
 
-A segment has at most one core, an operator that is more than element-wise: it produces, normalises, folds or slides a window. Element-wise operators stand
-behind it. Where one of them gives its value another shape, it begins a segment without a core.
+It is cut so that every value that is reused further on is the result of a segment, or stays in a register of the one that computes it.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from codegen.ir.grouping import Grouping, grouping_of
-from codegen.numerics import FP32, Precision
-from codegen.ops import Kind, Shape
+from codegen.ir.apply import SPARING
+from codegen.ir.grouping import grouping_of
+from codegen.ir.segment import Segment, role
+from codegen.ir.value import Value, input_of, result_of
+from codegen.ir.window import window_of
+from codegen.ops import Kind
 from codegen.spec import Spec, Step
 
-
-@dataclass(frozen=True)
-class Value:
-    """A tensor between segments: its name, its shape with the batch first, and the type that it has where it is stored."""
-
-    name: str
-    shape: Shape
-    storage: Precision
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A core, or None, with the element-wise steps in front of it and behind it.
-
-    `reads` are the value in front and results of earlier operators that are reused; `made` is what the core gives (without one, what the segment reads),
-    `gives` what the steps behind leave of it. `grouping` is that of a norm or a fold. `saves` names the values that its gradient needs.
-    """
-
-    core: Step | None
-    reads: tuple[Value, ...]
-    before: tuple[Step, ...]
-    after: tuple[Step, ...]
-    grouping: Grouping | None
-    made: Value
-    gives: Value
-
-    @property
-    def kind(self) -> Kind:
-        """The core's kind; element-wise without one."""
-        return self.core.operator.kind if self.core else Kind.ELEMENTWISE
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """All operators in order."""
-        return (*self.before, *((self.core,) if self.core else ()), *self.after)
-
-    @property
-    def first(self) -> int:
-        """The place of its first operator in the chain."""
-        return self.steps[0].index
-
-    @property
-    def saves(self) -> tuple[Value, ...]:
-        """The values that its gradient needs of a forward: what a producer made. All else is computed again from that."""
-        return (self.made,) if self.kind is Kind.PRODUCER else ()
+AGAIN = 1.5  # windows that a value belongs to, from which on what stands in front of a pooling gets a pass of its own where it is costly
 
 
 @dataclass(frozen=True)
@@ -75,42 +35,103 @@ class Chain:
         """The values that gradients need of a forward."""
         return tuple(value for segment in self.segments for value in segment.saves)
 
-    def only(self, kind: Kind) -> Segment:
-        """The one segment of a kind. Raises ValueError where there are none or several."""
-        found = [segment for segment in self.segments if segment.kind is kind]
-        if len(found) != 1:
-            raise ValueError(f"{len(found)} segments are of the kind {kind.value}, and exactly one is expected here")
-        return found[0]
+
+def chain_of(spec: Spec, training: bool = False) -> Chain:
+    """The whole chain of a spec in one mode."""
+    segments = segments_of(spec, 0, len(spec.chain), training)
+    return Chain(tuple(input_of(spec, given.name) for given in spec.inputs), segments, segments[-1].gives)
 
 
-def chain_of(spec: Spec) -> Chain:
-    """The chain of a spec. A producer's result is named `t0`, `t1`, ...; what a segment gives `s0`, `s1`, ..., and the last one `y`."""
-    parts = _parts(spec)
-    results = {step.index: Value(step.name, step.output_shape, FP32) for step in spec.chain if step.name}
-    value = x = Value("x", spec.input_shape, spec.precision)
-    segments: list[Segment] = []
-    for number, steps in enumerate(parts):
-        core, after = (steps[0], steps[1:]) if _is_core(steps[0]) else (None, steps)
-        last = number == len(parts) - 1
-        gives = Value("y" if last else f"s{number}", steps[-1].output_shape, spec.result if last else FP32)
-        produced = sum(segment.kind is Kind.PRODUCER for segment in segments)
-        stored = core is not None and core.operator.kind is Kind.PRODUCER
-        made = Value(f"t{produced}", core.output_shape, spec.precision) if stored else Value(f"c{number}", core.output_shape, FP32) if core else value
-        reused = tuple(results[step.tap] for step in steps if step.tap is not None and step.tap < steps[0].index and not step.taps_itself)
-        segments.append(Segment(core, (value, *reused), (), after, grouping_of(core) if core else None, made, gives))
-        value = gives
-    return Chain((x,), tuple(segments), value)
+def segments_of(spec: Spec, first: int, last: int, training: bool) -> tuple[Segment, ...]:
+    """The steps from place `first` to `last`, not included, cut into segments."""
+    found: list[Segment] = []
+    at = first
+    while at < last:
+        run = _within_reach(spec, _longest(spec.chain[at:last], training))
+        renames = all(role(step, training) == "rename" for step in run.steps)  # nothing is computed at all
+        found += [_segment(spec, part, training) for part in (_singles(run) if renames else [run])]
+        at = found[-1].last
+    return tuple(found)
 
 
-def _is_core(step: Step) -> bool:
-    return step.operator.kind is not Kind.ELEMENTWISE
+@dataclass(frozen=True)
+class _Run:
+    """The steps of a segment to be."""
+
+    before: tuple[Step, ...] = ()
+    core: Step | None = None
+    after: tuple[Step, ...] = ()
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return (*self.before, *((self.core,) if self.core else ()), *self.after)
+
+    def until(self, place: int) -> _Run:
+        """The steps in front of a place of the chain."""
+        core = self.core if self.core and self.core.index < place else None
+        return _Run(tuple(step for step in self.before if step.index < place), core, tuple(step for step in self.after if step.index < place))
 
 
-def _parts(spec: Spec) -> list[tuple[Step, ...]]:
-    """The steps, cut in front of every core and of every element-wise operator that gives its value another shape."""
-    parts: list[list[Step]] = []
-    for step in spec.chain:
-        if _is_core(step) or step.output_shape != step.input_shape or not parts:
-            parts.append([])
-        parts[-1].append(step)
-    return [tuple(part) for part in parts]
+def _singles(run: _Run) -> list[_Run]:
+    return [_Run((step,)) for step in run.steps]
+
+
+def _segment(spec: Spec, run: _Run, training: bool) -> Segment:
+    first, last = run.steps[0].index, run.steps[-1].index
+    reused = [result_of(spec, step.tap) for step in run.steps if step.tap is not None and step.tap < first]
+    inputs = [input_of(spec, step.reads) for step in run.steps if step.reads is not None]
+    reads = tuple(dict.fromkeys((result_of(spec, first - 1), *reused, *inputs)))
+    return Segment(reads, run.before, run.core, run.after, result_of(spec, last), training)
+
+
+def _longest(steps: Sequence[Step], training: bool) -> _Run:
+    """The longest beginning with at most one core; a core for the library stands alone."""
+    before: list[Step] = []
+    after: list[Step] = []
+    core: Step | None = None
+    for step in steps:
+        part = role(step, training)
+        if part == "library" and not before and core is None:
+            return _Run(core=step)
+        enlarges = part == "map" and step.output_shape != step.input_shape
+        if part == "library" or (enlarges and (before or core)) or (part == "core" and (core or not _joins(before, step))):
+            break
+        if part == "core":
+            core = step
+        else:
+            (after if core else before).append(step)
+    return _Run(tuple(before), core, tuple(after))
+
+
+def _joins(before: Sequence[Step], core: Step) -> bool:
+    """Whether what stands in front of a core is computed with it: windows that overlap would compute it again and again."""
+    if core.operator.kind is not Kind.POOL or grouping_of(core):
+        return True
+    window = window_of(core)
+    again = math.prod(size / stride for size, stride in zip(window.size, window.stride, strict=True))
+    names = {step.operator.function(step.values) for step in before if step.operator.function}
+    enlarged = bool(before) and before[0].output_shape != before[0].input_shape
+    return not enlarged and (again <= AGAIN or names <= SPARING)
+
+
+def _within_reach(spec: Spec, run: _Run) -> _Run:
+    """The longest beginning of a run whose inner values nobody needs that does not have them."""
+    first, end = run.steps[0].index, run.steps[-1].index + 1
+    last = end
+    while True:
+        wanted = [step.tap for step in spec.chain[last:] if step.tap is not None and first <= step.tap < last - 1]
+        wanted += [step.tap for step in spec.chain[first:last] if _out_of_reach(spec, first, run.core, step)]
+        if not wanted:
+            return run if last == end else run.until(last)
+        last = min(wanted) + 1
+
+
+def _out_of_reach(spec: Spec, first: int, core: Step | None, step: Step) -> bool:
+    """Whether a step takes a value of its own segment that no register holds any more, or holds for another element."""
+    if step.tap is None or step.tap < first or step.taps_itself:
+        return False
+    across = core is not None and step.index > core.index > step.tap
+    return across or spec.chain[step.tap].output_shape != step.input_shape
+
+
+__all__ = ["Chain", "chain_of", "segments_of"]

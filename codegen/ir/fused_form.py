@@ -1,22 +1,133 @@
 """The form of chains that one fused plan computes: a producer, element-wise operators, a norm, then poolings and a reduction over channels.
 
-A chain of another form is cut into parts (codegen/plan/parts.py), of which some may have this form.
+A chain of another form is cut into parts (codegen/plan/parts.py), of which some may have this form, or its beginning: a producer and element-wise operators
+alone, here called a product. A FusedSpec is a spec that has the form or is a product: what fused kernels ask of a chain, its one producer and its norm among
+them, is asked of that and of no other spec.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
 
-from codegen.ops.axes import axes_of
+from codegen.ir.grouping import Grouping, grouping_of
+from codegen.numerics import Precision
 from codegen.ops import OPERATORS, Kind, Shape
-from codegen.spec import Step
+from codegen.ops.axes import axes_of
+from codegen.spec import Spec, Step
 
 PRODUCERS = {row.name: row.fused_axes for row in OPERATORS.values() if row.fused_axes}  # axes of what they take
 NORMS = ("group_norm", "layer_norm", "instance_norm")
 _HEADS = " or ".join(f"a {name} of a matrix" if axes == 2 else f"a {name}" for name, axes in PRODUCERS.items())
 POOLS = ("max_pool2d", "avg_pool2d")
 FOLDS = ("min", "max", "sum", "mean", "logsumexp")
+
+
+@dataclass(frozen=True)
+class FusedSpec(Spec):
+    """A spec whose chain has the form or is a product; another is a ValueError. `gives` is the type of the result where it is another than the precision's."""
+
+    gives: Precision | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reason = departure(self.chain)
+        if reason is not None and not is_product(self.chain):
+            raise ValueError(f"the chain has not the form of fused plans: {reason}")
+
+    @classmethod
+    def of(cls, spec: Spec) -> FusedSpec:
+        """The same spec, known to have the form. Raises ValueError."""
+        return spec if isinstance(spec, cls) else cls(**{field.name: getattr(spec, field.name) for field in fields(spec)})
+
+    @property
+    def result(self) -> Precision:
+        """The type of y."""
+        return self.gives or self.precision
+
+    @property
+    def producer(self) -> Step:
+        return self.chain[0]
+
+    @property
+    def weight(self) -> str:
+        """State_dict key of the producer's weight."""
+        return self.producer.key(self.producer.parameters[0])
+
+    @property
+    def bias(self) -> str | None:
+        """That of its bias, where it has one."""
+        return next((self.producer.key(parameter) for parameter in self.producer.parameters[1:]), None)
+
+    @cached_property
+    def has_norm(self) -> bool:
+        """False for a product."""
+        return any(step.operator.kind is Kind.NORM for step in self.chain)
+
+    @cached_property
+    def norm(self) -> Step:
+        """The norm. Raises StopIteration for a product."""
+        return next(step for step in self.chain if step.operator.kind is Kind.NORM)
+
+    @property
+    def before_norm(self) -> tuple[Step, ...]:
+        """The element-wise operators between the producer and the norm, or all of a product."""
+        return self.chain[1 : self.norm.index if self.has_norm else None]
+
+    @property
+    def after_norm(self) -> tuple[Step, ...]:
+        return self.chain[self.norm.index + 1 :] if self.has_norm else ()
+
+    @property
+    def affine(self) -> tuple[str, ...]:
+        """State_dict keys of the norm's scale and shift, or nothing."""
+        return tuple(self.norm.key(parameter) for parameter in self.norm.parameters) if self.has_norm else ()
+
+    @property
+    def pools(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.after_norm if step.operator.kind is Kind.POOL)
+
+    @property
+    def runs(self) -> tuple[tuple[Step, ...], ...]:
+        """What follows the norm but for poolings, parted by those: a run behind the norm and one behind each."""
+        ends = [self.norm.index, *(pool.index for pool in self.pools), len(self.chain)]
+        return tuple(self.chain[first + 1 : last] for first, last in zip(ends, ends[1:], strict=False))
+
+    @cached_property
+    def grouping(self) -> Grouping:
+        """The norm's: every group is one span of memory within a sample."""
+        return grouping_of(self.norm)
+
+    @property
+    def group_size(self) -> int:
+        """Values in one group of one sample."""
+        return self.grouping.joined
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of a sample: parts that the norm normalises by themselves; of a product every channel is one."""
+        return self.grouping.groups // self.batch if self.has_norm else self.channels
+
+    @property
+    def channels(self) -> int:
+        return self.producer.output_shape[1]
+
+    @property
+    def group_channels(self) -> int:
+        """Channels in one group of the norm."""
+        return self.channels // self.num_groups
+
+    @property
+    def spatial(self) -> int:
+        """Positions per channel of what the producer gives: 1 after a linear."""
+        return math.prod(self.producer.output_shape[2:])
+
+
+def fused(spec: Spec) -> FusedSpec | None:
+    """The spec as one of the form; None where it has another."""
+    return FusedSpec.of(spec) if departure(spec.chain) is None else None
 
 
 def departure(chain: Sequence[Step]) -> str | None:

@@ -1,57 +1,85 @@
-"""Groupings: which axes of a value a norm or a fold joins, and how its groups lie in memory."""
+"""Groupings: the axes of a value that a norm, a softmax or a fold joins, and how its groups lie in memory."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from codegen.ir.window import window_of
 from codegen.ops import Kind, Shape
+from codegen.ops.axes import axes_of, trailing
 from codegen.spec import Step
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """The groups of a value, batch first: every group is normalised, or folded to one value, by itself.
+    """The groups of a value: a tensor as (outer, before, inner, behind), of which `before` and `behind` are joined.
 
-    `joined` lists the axes whose values lie in one group and `kept` the others, `split` says into how many groups the first joined axis is cut. A group has
-    `size` values, and there are `count` of them; `contiguous` says that each is one span of memory. `affine` names what has a scale and a shift of
-    its own: "channel", "element" or nothing.
+    Rows have before = inner = 1, columns have behind = 1, batch statistics have outer = 1. There are outer x inner groups, in this order.
     """
 
-    joined: tuple[int, ...]
-    kept: tuple[int, ...]
-    split: int
-    size: int
-    count: int
-    contiguous: bool
-    affine: str | None = None
+    outer: int
+    before: int
+    inner: int
+    behind: int
 
     @property
-    def in_sample(self) -> bool:
-        """Does every group lie within one sample?"""
-        return 0 in self.kept
+    def groups(self) -> int:
+        return self.outer * self.inner
 
-    def sample_groups(self, batch: int) -> int:
-        """Groups of a sample. Raises ValueError where groups reach beyond one."""
-        if not self.in_sample:
-            raise ValueError(f"groups over the axes {self.joined} join samples")
-        return self.count // batch
+    @property
+    def joined(self) -> int:
+        """Values of a group."""
+        return self.before * self.behind
+
+    @property
+    def shape(self) -> Shape:
+        return (self.outer, self.before, self.inner, self.behind)
+
+    @property
+    def form(self) -> str:
+        """The name of the form: "rows", "columns" or "sandwich"."""
+        return "columns" if self.behind == 1 else "rows" if self.before == 1 else "sandwich"
+
+    @staticmethod
+    def of(shape: Shape, joined: Iterable[int]) -> Grouping | None:
+        """The grouping that joins the axes `joined` of `shape`; None where kept and joined axes alternate more often."""
+        axes, runs = set(joined), []
+        for axis, size in enumerate(shape):
+            if size == 1:
+                continue
+            if runs and runs[-1][1] == (axis in axes):
+                runs[-1] = (runs[-1][0] * size, runs[-1][1])
+            else:
+                runs.append((size, axis in axes))
+        if not any(together for _, together in runs):  # groups of one value each
+            return Grouping(1, 1, math.prod(shape), 1)
+        if runs[0][1]:
+            runs.insert(0, (1, False))
+        if len(runs) == 2:
+            return Grouping(runs[0][0], 1, 1, runs[1][0])
+        sizes = [size for size, _ in runs]
+        return Grouping(*sizes, *(1,) * (4 - len(sizes))) if len(sizes) <= 4 else None
 
 
-def grouping_of(step: Step) -> Grouping | None:
-    """The grouping of a norm or a fold; None for operators that have none."""
-    kind, shape = step.operator.kind, step.input_shape
-    if kind is Kind.NORM:
-        groups = step.operator.groups(step.values, shape)
-        return _joined(shape, tuple(range(1, len(shape))), groups, "channel" if step.parameters else None)
-    if kind is Kind.REDUCTION:
-        return _joined(shape, (step.values["dim"],), 1, None)
-    return None
-
-
-def _joined(shape: Shape, joined: tuple[int, ...], split: int, affine: str | None) -> Grouping:
-    kept = tuple(axis for axis in range(len(shape)) if axis not in joined)
-    size = math.prod(shape[axis] for axis in joined) // split
-    inner = math.prod(shape[axis] for axis in range(joined[0], len(shape)))
-    contiguous = inner == math.prod(shape[axis] for axis in joined)
-    return Grouping(joined, kept, split, size, math.prod(shape) // size, contiguous, affine)
+def grouping_of(core: Step) -> Grouping | None:
+    """The axes that a core joins; None for a pooling that is not over whole planes, and where no kernel takes them."""
+    name, shape, values = core.operator.name, core.input_shape, core.values
+    whole, rank = math.prod(shape), len(shape)
+    if core.operator.kind is Kind.NORM:
+        if name == "batch_norm":
+            return Grouping.of(shape, (axis for axis in range(rank) if axis != 1))
+        if name in ("layer_norm", "rms_norm"):
+            joined = math.prod(trailing(values, shape, name))
+        else:
+            joined = whole // (shape[0] * core.operator.groups(values, shape))
+        return Grouping.of((whole // joined, joined), (1,))
+    if core.operator.kind in (Kind.SOFTMAX, Kind.REDUCTION):
+        return Grouping.of(shape, axes_of(values["dim"], shape, name))
+    if core.operator.kind is not Kind.POOL:
+        return None
+    window = window_of(core)
+    if window is None or math.prod(window.output) > 1 or window.size != window.input or any(window.padding):
+        return None
+    return None if window.divisor else Grouping.of(shape, range(2, rank))

@@ -13,7 +13,8 @@ from enum import Enum
 from typing import Any
 
 from codegen.numerics import ConstantError, Precision, constant
-from codegen.ops import axes, rules, windows
+from codegen.ops import axes, derivative, rules, windows
+from codegen.ops.derivative import Derivative
 from codegen.ops.rules import Parameter, Shape, ShapeError, Values, broadcast
 
 
@@ -79,6 +80,7 @@ class Operator:
     function: Callable[[Values], str] | None = None
     constants: Callable[[Values], tuple[str, ...]] = lambda values: ()
     expression: str | None = None
+    derivative: Derivative | None = None  # of the expression; a function has its own
     module: Callable[[Values, Shape], str] | None = None
     call: Callable[[Values], str] | None = None
     monotone: Callable[[Values], bool] = lambda values: False
@@ -192,7 +194,7 @@ def _elementwise(
 
 def _operand(
     name: str, expression: str, summary: str, monotone: Callable[[Values], bool] = lambda values: False, affine: bool = False, sign: str = "",
-    function: str | None = None,
+    function: str | None = None, derivative: Derivative | None = None,
 ) -> Operator:  # fmt: skip
     """Arithmetic with a learnable tensor that broadcasts (name, shape, init, view), with that of an earlier operator once more (parameter), with a number
     (value), or with an earlier operator's result or another input (from, detach). `function` computes it where C has no sign for it."""
@@ -218,6 +220,7 @@ def _operand(
         check=_operand_check,
         constants=lambda values: () if values["value"] is None else ("value",),
         expression=expression, function=(lambda values: function) if function else None, call=call, monotone=monotone, affine=affine, bounds=function is not None,
+        derivative=derivative,
     )  # fmt: skip
 
 
@@ -310,12 +313,12 @@ OPERATORS: dict[str, Operator] = {
             takes_name=True, check=lambda v: None if 0 <= v["p"] <= 1 else f"p: {v['p']} is no probability, 0 to 1", modes=True,
             call=lambda v: f"F.dropout({{v}}, {rules.number(v['p'])}, self.training)",
         ),
-        _operand("add", "{v} + {p}", "v + p: p a tensor that broadcasts, a number, an earlier result or an input", lambda v: v["from"] is None, affine=True),
-        _operand("sub", "{v} - {p}", "v - p", lambda v: v["from"] is None),
-        _operand("mul", "{v} * {p}", "v * p", lambda v: v["value"] is not None and v["value"] >= 0, affine=True),
-        _operand("div", "{v} / {p}", "v / p", lambda v: v["value"] is not None and v["value"] > 0, sign="not 0"),
-        _operand("rsub", "{p} - {v}", "p - v"),
-        _operand("rdiv", "{p} / {v}", "p / v"),
+        _operand("add", "{v} + {p}", "v + p: p a tensor that broadcasts, a number, an earlier result or an input", lambda v: v["from"] is None, affine=True, derivative=derivative.ADD),
+        _operand("sub", "{v} - {p}", "v - p", lambda v: v["from"] is None, derivative=derivative.SUB),
+        _operand("mul", "{v} * {p}", "v * p", lambda v: v["value"] is not None and v["value"] >= 0, affine=True, derivative=derivative.MUL),
+        _operand("div", "{v} / {p}", "v / p", lambda v: v["value"] is not None and v["value"] > 0, sign="not 0", derivative=derivative.DIV),
+        _operand("rsub", "{p} - {v}", "p - v", derivative=derivative.RSUB),
+        _operand("rdiv", "{p} / {v}", "p / v", derivative=derivative.RDIV),
         _operand("minimum", "minimum({v}, {p})", "the smaller of v and p; at ties half of the gradient goes to each", lambda v: v["from"] is None, function="minimum"),
         _operand("maximum", "maximum({v}, {p})", "the larger of v and p; at ties half of the gradient goes to each", lambda v: v["from"] is None, function="maximum"),
         _elementwise(

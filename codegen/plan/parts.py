@@ -2,7 +2,7 @@
 
 A chain that departs from the fused form is cut in front of every step that no fused plan takes. A product without a norm, with the element-wise operators
 behind it, is a fused part too where kernels of ours are estimated faster than the library. What lies between fused parts is cut into segments, as the
-mode needs them (codegen/ir/segment.py); other producers and dropout in training are left to the library. Each fused part is planned as a chain of its
+mode needs them (codegen/ir/chain.py); other producers and dropout in training are left to the library. Each fused part is planned as a chain of its
 own, whose input and result are named values of the whole. A part ends early where a later step reuses a value inside it.
 """
 
@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from codegen.ir.chain import segments_of
 from codegen.ir.fused_form import departure, is_product
-from codegen.ir.segment import Segment, role, segments_of
+from codegen.ir.segment import Segment
+from codegen.ir.value import input_name, value_name
 from codegen.ops import Kind
 from codegen.plan.model import Buffer, Launch, Library, Plan
 from codegen.plan.segments.route import plan_segment
-from codegen.plan.shared.names import input_name, value_name
 from codegen.spec import Input, Spec, Step
 from codegen.targets import DeviceClass, Target
 
@@ -145,13 +146,13 @@ class _Mode:
             if part.plan:
                 yield from (_renamed(self.spec, step, number, part) for step in part.plan.steps)
                 continue
-            for piece in segments_of(self.spec, part.first, part.last, self.training):
-                if isinstance(piece, Segment):
-                    yield from self._segment(piece)
+            for segment in segments_of(self.spec, part.first, part.last, self.training):
+                if not segment.alone:
+                    yield from self._segment(segment)
                     continue
-                if role(piece, self.training) == "library":
-                    self.library.append(piece.operator.name)
-                yield library_step(self.spec, piece, self.training)
+                if segment.core is not None:
+                    self.library.append(segment.core.operator.name)
+                yield library_step(self.spec, segment.steps[0], self.training)
 
     def _segment(self, segment: Segment) -> Iterator[Launch]:
         spec = self.spec
@@ -160,8 +161,9 @@ class _Mode:
         name = f"part{segment.first}to{segment.last - 1}" + ("_training" if differs else "")
         kernels, between = plan_segment(spec, segment, name, self.target, self.device)
         self.buffers += between
+        given = segment.gives
         if segment.last < len(spec.chain):
-            self.buffers.append(Buffer(value_name(spec, segment.last - 1), segment.steps[-1].output_shape, spec.precision.dtype))
+            self.buffers.append(Buffer(given.name, given.shape, given.storage.dtype))
         for key, shape, _ in spec.buffers:
             if any(f"state:{key}" in kernel.arguments for kernel in kernels):
                 self.buffers.append(Buffer(f"state:{key}", shape, spec.precision.dtype))
@@ -211,4 +213,4 @@ def _why(spec: Spec, parts: tuple[Part, ...], modes: list[_Mode]) -> Iterator[st
             yield f"library steps{when}: {', '.join(mode.library)}"
 
 
-__all__ = ["Part", "input_name", "library_step", "part_spec", "parts_of", "plan_parts", "value_name"]
+__all__ = ["Part", "library_step", "part_spec", "parts_of", "plan_parts"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from codegen.ir.fused_form import departure
+from codegen.ir.fused_form import departure, fused
 from codegen.plan import tuned
 from codegen.plan.floor import floor
 from codegen.plan.model import Plan, Refusal
@@ -49,9 +49,9 @@ def planned(request: Request) -> Plan:
 
 def _fused(request: Request) -> Plan:
     """The plan of a chain of the fused form, or of a product without a norm. Raises Refusal."""
-    head, stages = cut(request.spec, request.target)
+    head, stages = cut(request.form, request.target)
     if stages:
-        return plan_stages(request.spec, _fused(replace(request, spec=head)), stages)
+        return plan_stages(request.form, _fused(replace(request, spec=head)), stages)
     ways = ways_of(request)
     route, offer = ways.best
     rival = _rival(request, route, offer)
@@ -76,7 +76,7 @@ def _part(request: Request) -> Plan | str | None:
     A product without a norm is left to the library where that is estimated faster, or refused by our kernels: the reason is given instead. None where no
     route serves it.
     """
-    spec = request.spec
+    spec = request.form
     if spec.has_norm:
         return _fused(request)
     if not any(route.serves(request) for route in ROUTES):
@@ -157,12 +157,15 @@ def _rival(request: Request, route: Route, offer: Offer) -> tuple[str, float] | 
 
 
 def choices(spec: Spec, device: DeviceClass) -> tuple[tuple[str, Choice], ...]:
-    """(target, choice) of everything that is worth measuring for `spec` on a card of this class: the best offers of each route and arithmetic."""
-    found = []
+    """(target, choice) of everything that is worth measuring for `spec` on a card of this class: the best offers of each route and arithmetic. None where the
+    chain is planned in parts."""
+    form, found = fused(spec), []
+    if form is None:
+        return ()
     for target in spec.targets or device.targets:
         if target not in device.targets:
             continue
-        request = Request(cut(spec, TARGETS[target])[0], TARGETS[target], device)
+        request = Request(cut(form, TARGETS[target])[0], TARGETS[target], device)
         for route in _allowed(request):
             try:
                 offers = route.offers(request)
@@ -187,11 +190,11 @@ def _nothing_left(request: Request, refusals: list[tuple[Route, str]]) -> str:
 
 
 def _product(request: Request) -> str:
-    return request.spec.producer.operator.product
+    return request.form.producer.operator.product
 
 
 def _title(request: Request, route: Route) -> str:
-    title = route.title if request.spec.has_norm else route.title.removesuffix(", then the norm kernel")
+    title = route.title if request.form.has_norm else route.title.removesuffix(", then the norm kernel")
     return title.format(_product(request))
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.model import Plan, Refusal
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
@@ -39,13 +41,20 @@ class Choice:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned: a chain for a target and a device class. `debug` bounds every wait; `forced` names the choice to take."""
+    """What is to be planned: a chain for a target and a device class. `debug` bounds every wait; `forced` names the choice to take.
+
+    `form` is the spec as routes see it, which serve chains of the fused form alone. Raises ValueError for another.
+    """
 
     spec: Spec
     target: Target
     device: DeviceClass
     debug: bool = False
     forced: Choice | None = None
+
+    @cached_property
+    def form(self) -> FusedSpec:
+        return FusedSpec.of(self.spec)
 
 
 @dataclass(frozen=True)
@@ -83,8 +92,7 @@ class Route:
 
     def serves(self, request: Request) -> bool:
         """Is the route made for the request's target and producer?"""
-        producers = self.producers if request.spec.has_norm else self.products
-        return request.target.name in self.targets and request.spec.producer.operator.name in producers
+        return request.target.name in self.targets and request.form.producer.operator.name in (self.producers if request.form.has_norm else self.products)
 
 
 def refuse_kept(spec: Spec) -> None:

@@ -5,7 +5,6 @@ Everything that a Spec holds has been validated as a number or an identifier, so
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -101,7 +100,7 @@ class Spec:
 
     `args` are the constructor's arguments in order, the last of which may have their values as defaults: `defaults` names those. `chain`
     starts with the first of `inputs`, at `batch`; operators may read the others. `path` is the file as emitted sources name it, a text of
-    source_text: its other texts are identifiers. `gives` is the type of the result of a part of a chain where it is another than the precision's.
+    source_text: its other texts are identifiers.
 
     A range of batches has them in `batches`, in ascending order, and the largest as `batch`; `at` is the spec of one of them. It is empty where there is
     one batch and nothing to choose. `pad_batch`: a batch that is not listed runs the next larger one.
@@ -123,7 +122,6 @@ class Spec:
     prepack: bool = False
     prepack_asked: bool = False  # on the command line, not in the file
     defaults: tuple[str, ...] = ()
-    gives: Precision | None = None
     batches: tuple[int, ...] = ()
     pad_batch: bool = False
     named: str = field(default="", compare=False)  # the file for messages on the terminal: as `path`, but never shortened
@@ -135,11 +133,6 @@ class Spec:
     def __post_init__(self) -> None:
         if not is_source_text(self.path):
             raise ValueError(f"{self.path!r} must not reach a source as it is; pass it through source_text")
-
-    @property
-    def result(self) -> Precision:
-        """The type of y."""
-        return self.gives or self.precision
 
     @property
     def sizes(self) -> tuple[Spec, ...]:
@@ -193,59 +186,6 @@ class Spec:
         return self.chain[-1].output_shape
 
     @property
-    def producer(self) -> Step:
-        return self.chain[0]
-
-    @property
-    def has_norm(self) -> bool:
-        return any(step.operator.kind is Kind.NORM for step in self.chain)
-
-    @property
-    def norm_index(self) -> int:
-        """The place of the norm; behind the last step of a chain without one. Raises ValueError where there are several."""
-        places = [i for i, step in enumerate(self.chain) if step.operator.kind is Kind.NORM]
-        if len(places) > 1:
-            raise ValueError(f"{len(places)} norms are in the chain, and at most one is expected here")
-        return places[0] if places else len(self.chain)
-
-    @property
-    def norm(self) -> Step:
-        return self.chain[self.norm_index]
-
-    @property
-    def before_norm(self) -> tuple[Step, ...]:
-        """The element-wise operators between the producer and the norm."""
-        return self.chain[1 : self.norm_index]
-
-    @property
-    def after_norm(self) -> tuple[Step, ...]:
-        return self.chain[self.norm_index + 1 :]
-
-    @property
-    def channels(self) -> int:
-        return self.producer.output_shape[1]
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of a sample: parts that the norm normalises by themselves; without a norm every channel is one."""
-        return self.norm.operator.groups(self.norm.values, self.norm.input_shape) if self.has_norm else self.channels
-
-    @property
-    def group_channels(self) -> int:
-        """Channels in one group of the norm."""
-        return self.channels // self.num_groups
-
-    @property
-    def spatial(self) -> int:
-        """Positions per channel of what the producer gives: 1 after a linear."""
-        return math.prod(self.producer.output_shape[2:])
-
-    @property
-    def group_size(self) -> int:
-        """Values in one group of one sample."""
-        return self.group_channels * self.spatial
-
-    @property
     def parameters(self) -> tuple[tuple[str, Shape], ...]:
         """(key, shape) of every parameter that the chain reads, in nn.Module's state_dict order: the module's own first, then its children's."""
         dead = {step.name for step in self.unused}
@@ -267,11 +207,6 @@ class Spec:
     def kept(self, steps: Iterable[Step]) -> set[int]:
         """The places of results that some of `steps` take once more while another operator stands between."""
         return {step.tap for step in steps if step.tap is not None and not step.taps_itself}
-
-    @property
-    def taps_across_norm(self) -> bool:
-        """Does an operator behind the norm take the norm's input once more?"""
-        return self.norm_index - 1 in self.kept(self.after_norm)
 
     def with_precision(self, name: str) -> Spec:
         """The same spec at another precision (a forced `math` of the old precision is dropped)."""

@@ -15,6 +15,7 @@ from bench.timing import MOST_FLUSHES, flushes_for
 from bench.verify import table_of, verify
 from codegen.numerics import PRECISIONS
 from codegen.spec import load_spec
+from tests.fused import load_fused
 
 CPU = torch.device("cpu")
 
@@ -193,7 +194,7 @@ def test_an_fp16_split_scaled_by_the_rows_maximum_is_caught(small):
 @pytest.mark.parametrize("path", ["gemm_groupnorm_hardtanh_small", "gemm_biasadd_hardtanh_mish_groupnorm_small", "conv2d_groupnorm_scale_maxpool_clamp_small"])
 def test_outliers_stand_where_the_families_say(path, name, precision, small):
     """One value of each group a thousand spreads or more from the others; the very first one in "outlier first"."""
-    spec = load_spec(f"specs/{path}.yaml", precision)
+    spec = load_fused(f"specs/{path}.yaml", precision)
     draw = Draw(spec, CPU, 3)
     (x,), parameters = draw.finish(*FAMILIES[name].make(draw))
     weight, bias = (parameters[spec.producer.key(p)].double() for p in spec.producer.parameters)

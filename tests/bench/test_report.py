@@ -13,7 +13,8 @@ from bench.records import backward_keys, conclude, find, keep, name_of
 from bench.report import build
 from bench.shrink import shrink
 from bench.store import EVIDENCE, KERNELBENCH, RESULTS, put, read
-from codegen.spec import load_spec
+from codegen.ir.fused_form import FusedSpec
+from tests.fused import load_fused
 
 TOP = Path(__file__).parents[2]
 NAME = "gemm_groupnorm_hardtanh"
@@ -144,8 +145,8 @@ def test_the_emitted_reference_is_the_layer(number, small):
 
 @pytest.mark.parametrize("path", [*PROBLEMS.values(), *SMALL.values()])
 def test_a_shrunken_spec_keeps_the_chain_and_the_groups(path, tmp_path):
-    spec = load_spec(path)
-    tiny = shrink(spec, tmp_path)
+    spec = load_fused(path)
+    tiny = FusedSpec.of(shrink(spec, tmp_path))
     assert [s.operator.name for s in tiny.chain] == [s.operator.name for s in spec.chain]
     assert (tiny.group_channels, tiny.precision) == (spec.group_channels, spec.precision)
     assert tiny.batch <= spec.batch and tiny.producer.parameters[0].shape <= spec.producer.parameters[0].shape

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from codegen.plan import Launch, Plan, plan
 from codegen.render import render_kernel
+from codegen.ir.fused_form import fused
 from codegen.spec import Spec, load_spec
 from codegen.torch_text import module_lines, reference_lines
 from tests.compiler import gxx
@@ -30,7 +31,8 @@ def make_spec(folder: Path, chain: list[Any], batch: int, precision: str = "fp32
         data["input"] = {"height": spatial[0], "width": spatial[1]}
     path = folder / "spec.yaml"
     path.write_text(json.dumps(data))  # JSON is YAML, and repeats a value where PyYAML would write an alias
-    return load_spec(path)
+    spec = load_spec(path)
+    return fused(spec) or spec
 
 
 def linear_chain(before: list[Any], after: list[Any], channels: int, groups: int, **norm: Any) -> list[Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from codegen.spec import Spec, load_spec
+from codegen.ir.fused_form import FusedSpec
+from tests.fused import load_fused
 
 ARITHMETICS = (("fp16", "fp16"), ("bf16", "bf16"), ("tf32", "tf32"), ("fp32", "fp16x3"), ("fp32", "tf32x3"), ("fp32", "bf16x3"), ("fp32", "ffma"))
 
@@ -27,7 +28,7 @@ class Case:
     linear: dict[str, Any] = field(default_factory=dict)
     norm: dict[str, Any] = field(default_factory=dict)
 
-    def spec(self, folder: Path, precision: str, math: str | None) -> Spec:
+    def spec(self, folder: Path, precision: str, math: str | None) -> FusedSpec:
         linear = {"name": "gemm", "in_features": self.in_features, "out_features": self.out_features, **self.linear}
         data = {
             "name": self.name, "batch": self.batch, "precision": precision, "gemm": "generated", **({"math": math} if math else {}),
@@ -35,7 +36,7 @@ class Case:
         }  # fmt: skip
         path = folder / f"{self.name}_{math or precision}.yaml"
         path.write_text(yaml.safe_dump(data, sort_keys=False))
-        return load_spec(path)
+        return load_fused(path)
 
 
 def bias(n: int) -> dict:

@@ -49,7 +49,7 @@ class Layer:
         torch.manual_seed(0)
         exec("\n".join(module_lines(self.spec)), {"nn": nn, "torch": torch, "self": self.module})  # noqa: S102
         for key, parameter in self.module.named_parameters():
-            if not key.startswith(f"{self.spec.producer.name}."):
+            if not key.startswith(f"{self.spec.chain[0].name}."):
                 nn.init.normal_(parameter)
         self.module.requires_grad_(False).to(self.dtype)
 
@@ -65,7 +65,7 @@ class Layer:
     @property
     def weight(self) -> torch.Tensor:
         """The producer's."""
-        return getattr(self.module, self.spec.producer.name).weight
+        return getattr(self.module, self.spec.chain[0].name).weight
 
     def __call__(self, x: torch.Tensor, seed: int = 0) -> torch.Tensor:
         """The kernels' result; `seed` chooses the order of blocks and threads. Fails where one does what it must not."""
@@ -94,7 +94,7 @@ class Layer:
         """The chain in PyTorch at `dtype`, else the spec's own; with another `weight` of the producer on request."""
         module = copy.deepcopy(self.module).to(dtype or self.dtype)
         if weight is not None:
-            getattr(module, self.spec.producer.name).weight.copy_(weight)
+            getattr(module, self.spec.chain[0].name).weight.copy_(weight)
         names = {"torch": torch, "F": F, "self": module, "x": x.to(dtype or self.dtype)}
         exec("\n".join(reference_lines(self.spec)), names)  # noqa: S102
         return names["v"]

@@ -32,7 +32,7 @@ def built_models(package: Package, folder: Path, device: str = "cuda") -> tuple[
     generator = torch.Generator(device).manual_seed(1)
     with torch.no_grad():
         for key, parameter in ours.named_parameters():
-            if not key.startswith(f"{spec.producer.name}."):
+            if not key.startswith(f"{spec.chain[0].name}."):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device))
         eager.load_state_dict(ours.state_dict())
     return ours, eager

@@ -21,8 +21,9 @@ from codegen.plan.model import Plan
 from codegen.plan.norm.route import NormPlan, plan_norm
 from codegen.plan.shared.moments import TileStatistics
 from codegen.render import render_kernel
-from codegen.spec import Spec, load_spec
+from codegen.ir.fused_form import FusedSpec
 from codegen.targets import DEVICES, TARGETS
+from tests.fused import load_fused
 
 OUTLIER = {"float32": 1e6, "float16": 6e4, "bfloat16": 1e6}
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -57,17 +58,17 @@ class Case:
             head += f"input: {{height: {self.size[0]}, width: {self.size[1]}}}\n"
         return head + "chain:\n" + textwrap.indent("\n".join(f"- {operator}" for operator in operators), "  ") + "\n"
 
-    def spec(self, folder: Path, precision: str = "fp32") -> Spec:
+    def spec(self, folder: Path, precision: str = "fp32") -> FusedSpec:
         path = folder / f"{self.name}.yaml"
         path.write_text(self.text())
-        return load_spec(path, precision)
+        return load_fused(path, precision)
 
     def plan(self, folder: Path, precision: str = "fp32", device: str = "h100") -> Plan:
         spec, target = self.spec(folder, precision), TARGETS["sm_80"]
         norm = self.norm_plan(spec, device)
         return Plan(spec, target, DEVICES[device], norm.steps, norm.buffers, floor(spec, DEVICES[device]), norm.why)
 
-    def norm_plan(self, spec: Spec, device: str = "h100") -> NormPlan:
+    def norm_plan(self, spec: FusedSpec, device: str = "h100") -> NormPlan:
         bias = "conv.bias" if self.size is not None else None
         statistics = TileStatistics(self.tile, self.channels // self.tile, "tile_statistics") if self.tile else None
         return plan_norm(
@@ -137,7 +138,7 @@ def build(plan: Plan, folder: Path, arch: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def parameters(spec: Spec, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def parameters(spec: FusedSpec, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Random parameters in the storage type, on the GPU; each holds a zero and values of both signs."""
     made = {}
     for key, shape in spec.parameters:
@@ -149,7 +150,7 @@ def parameters(spec: Spec, generator: torch.Generator) -> dict[str, torch.Tensor
     return made
 
 
-def draw(spec: Spec, kind: str, generator: torch.Generator) -> torch.Tensor:
+def draw(spec: FusedSpec, kind: str, generator: torch.Generator) -> torch.Tensor:
     """The producer's result: "normal", "offset" (a mean far above the spread), "outlier_first" and "outlier" (one value of each group a million
     times the others), "constant" (each group alike), "beyond" (squares, or the one of a value, exceed fp32's range) or "special" (NaN, inf)."""
     shape = spec.producer.output_shape
@@ -169,7 +170,7 @@ def draw(spec: Spec, kind: str, generator: torch.Generator) -> torch.Tensor:
     return value.to(DTYPES[spec.precision.dtype])
 
 
-def reference(spec: Spec, result: torch.Tensor, values: dict[str, torch.Tensor], from_bias: bool, from_before: bool, dtype: torch.dtype) -> torch.Tensor:
+def reference(spec: FusedSpec, result: torch.Tensor, values: dict[str, torch.Tensor], from_bias: bool, from_before: bool, dtype: torch.dtype) -> torch.Tensor:
     """The chain behind the producer in `dtype`, by PyTorch's operators."""
     v = result.to(dtype)
     at = lambda key: values[key].to(dtype)  # noqa: E731

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from codegen.ir.segment import Segment, segments_of
+from codegen.ir.chain import chain_of
+from codegen.ir.segment import Segment
 from codegen.plan import Launch, Plan, plan
 from codegen.plan.model import Kernel
 from codegen.render import render_kernel
@@ -114,7 +115,7 @@ class SegmentChain:
 
     @property
     def segments(self) -> list[Segment]:
-        return [piece for piece in segments_of(self.spec, 0, len(self.spec.chain), False) if isinstance(piece, Segment)]
+        return [segment for segment in chain_of(self.spec).segments if not segment.alone]
 
 
 def planned_chains(specs: Sequence[Spec], target: str, device: str = "cpu") -> list[SegmentChain]:

@@ -3,7 +3,7 @@
 import pytest
 
 from codegen.ir.apply import applies, unique_constants
-from codegen.spec import load_spec
+from tests.fused import load_fused
 
 CHAIN = """\
 name: layer
@@ -24,7 +24,7 @@ chain:
 def spec(tmp_path):
     def load(precision):
         (tmp_path / "layer.yaml").write_text(CHAIN)
-        return load_spec(tmp_path / "layer.yaml", precision)
+        return load_fused(tmp_path / "layer.yaml", precision)
 
     return load
 
@@ -40,4 +40,4 @@ def test_expressions_and_parameters(spec):
     before, after = applies(layer, layer.before_norm), applies(layer, layer.after_norm)
     assert [a.apply("v") for a in before] == ["elu(v, kEluAlpha)", "v * kMul1Value"]
     assert [a.apply("v", "p") for a in after][-2:] == ["v + p", "v * p"]
-    assert [a.parameter for a in after] == [None, None, "shift", "gain"] and [a.per_channel for a in after] == [False, False, True, False]
+    assert [a.operand and (a.operand.key, a.operand.per_channel) for a in after] == [None, None, ("shift", True), ("gain", False)]

@@ -13,7 +13,6 @@ from codegen.plan.conv_sm80.route import CONV_SM80
 from codegen.plan.library.cost import conv_ms
 from codegen.plan.model import Library
 from codegen.render import render_kernel
-from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests import tiers
 from tests.codegen.conv_cases import FAMILY, STRIDED, chain
@@ -22,6 +21,7 @@ from tests.codegen.emulated import DTYPES
 from tests.codegen.forced import planned_by, request_for
 from tests.codegen.norm_harness import reference, relative_error
 from tests.compile_matrix import faults
+from tests.fused import load_fused
 
 MAIN = "specs/conv2d_groupnorm_scale_maxpool_clamp.yaml"
 SMALL = "specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml"
@@ -44,7 +44,7 @@ EMULATED = {
 def read(data, folder, precision="fp32"):
     path = folder / "case.yaml"
     path.write_text(yaml.safe_dump(data))
-    return load_spec(path, precision)
+    return load_fused(path, precision)
 
 
 def planned(spec, device="a100"):
@@ -53,7 +53,7 @@ def planned(spec, device="a100"):
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 def test_benchmark_shape_is_read_once_and_fits_every_card(precision):
-    spec = load_spec(MAIN, precision)
+    spec = load_fused(MAIN, precision)
     chosen = plan(spec, "sm_80")
     conv, finish = chosen.kernels
     g = conv.geometry
@@ -281,11 +281,11 @@ def test_family_compiles_within_its_plan(tmp_path, name, precision):
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 @pytest.mark.parametrize("path", [MAIN, SMALL])
 def test_shipped_specs_compile_within_their_plan(tmp_path, path, precision):
-    chosen = planned(load_spec(path, precision))
+    chosen = planned(load_fused(path, precision))
     assert not (found := [text for kernel in chosen.kernels for text in faults(chosen, kernel, tmp_path)]), "\n".join(found)
 
 
 def test_only_scaled_operands_have_a_route_beyond_their_scales():
     for precision, has in (("fp32", True), ("tf32", True), ("fp16", False), ("bf16", False)):
-        chosen = planned(load_spec(MAIN, precision))
+        chosen = planned(load_fused(MAIN, precision))
         assert ("exact_tile" in render_kernel(chosen, chosen.kernels[0])) == has

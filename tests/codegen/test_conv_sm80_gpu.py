@@ -7,7 +7,6 @@ torch = pytest.importorskip("torch")
 
 from codegen.manifest import Package  # noqa: E402
 from codegen.plan.conv_sm80.route import CONV_SM80  # noqa: E402
-from codegen.spec import load_spec  # noqa: E402
 from codegen.targets import DEVICES  # noqa: E402
 from tests.codegen.conv_cases import FAMILY, chain  # noqa: E402
 from tests.codegen.forced import planned_by  # noqa: E402
@@ -22,6 +21,7 @@ from tests.codegen.test_conv_sm90a_gpu import (  # noqa: E402, F401  tests of an
     test_samples_that_fp16_cannot_hold_keep_their_accuracy,
     test_weights_of_any_size_keep_their_accuracy,
 )
+from tests.fused import load_fused  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def built(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"{name}_{precision}")
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(CASES[name] | {"name": f"conv_{name}"}, sort_keys=False))
-    spec = load_spec(path, precision)
+    spec = load_fused(path, precision)
     ours, eager = built_models(Package(spec, (planned_by(CONV_SM80, spec, DEVICES["a100"]),)), folder)
     with torch.no_grad():
         for model in (ours, eager):

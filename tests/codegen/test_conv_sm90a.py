@@ -12,11 +12,11 @@ from codegen.plan.conv_sm90a.route import CONV_SM90A
 from codegen.plan.conv_sm90a.steps import CONSTANTS, steps, uses_none
 from codegen.plan.model import Refusal
 from codegen.render import render_kernel
-from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.conv_cases import FAMILY, chain
 from tests.codegen.forced import planned_by
 from tests.compile_matrix import faults
+from tests.fused import load_fused
 
 MAIN = "specs/conv2d_groupnorm_scale_maxpool_clamp.yaml"
 SMALL = "specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml"
@@ -27,7 +27,7 @@ def read(tmp_path):
     def load(data, precision="fp32"):
         path = tmp_path / "case.yaml"
         path.write_text(yaml.safe_dump(data))
-        return load_spec(path, precision)
+        return load_fused(path, precision)
 
     return load
 
@@ -61,7 +61,7 @@ def test_every_product_appears_once_and_second_halves_lie_behind(kernel, octets,
 
 def test_benchmark_shape_keeps_every_multiplier_busy():
     for precision in ("fp32", "tf32", "fp16", "bf16"):
-        plan = planned(load_spec(MAIN, precision))
+        plan = planned(load_fused(MAIN, precision))
         kernel = plan.kernels[0]
         assert len(plan.steps) == 1 and not plan.buffers
         assert kernel.geometry.layout.cluster == 2 and kernel.blocks == 128 and kernel.geometry.strips_computed == 32
@@ -81,7 +81,7 @@ def test_cut_covers_the_sample_and_the_ring_never_starves(tmp_path_factory, cin,
     data["input"]["width"] = width
     path = tmp_path_factory.mktemp("spec") / "case.yaml"
     path.write_text(yaml.safe_dump(data))
-    spec = load_spec(path, precision)
+    spec = load_fused(path, precision)
     try:
         g = planned(spec).kernels[0].geometry
     except Refusal:
@@ -127,7 +127,7 @@ def test_no_strip_is_reported_twice_before_the_converter_has_seen_it(tmp_path_fa
         return
     path = tmp_path_factory.mktemp("spec") / "case.yaml"
     path.write_text(yaml.safe_dump(chain(cin, 16, (height, width), kernel, 4, batch, pool=pool, padding=padding)))
-    spec = load_spec(path, precision)
+    spec = load_fused(path, precision)
     layouts = [None] if cluster is None else [Layout(cluster, warpgroups, bulk) for warpgroups in (2, 3) for bulk in (False, True)]
     for layout in layouts:
         try:
@@ -183,7 +183,7 @@ def test_channel_tiles_hold_whole_groups(read):
 
 
 def test_same_plan_same_bytes_and_debug_only_adds_checks():
-    spec = load_spec(MAIN, "fp32")
+    spec = load_fused(MAIN, "fp32")
     plain, debug = planned(spec), planned(spec, debug=True)
     assert render_kernel(plain, plain.kernels[0]) == render_kernel(planned(spec), planned(spec).kernels[0])
     assert "__trap" in render_kernel(debug, debug.kernels[0]) and "__trap" not in render_kernel(plain, plain.kernels[0])
@@ -191,7 +191,7 @@ def test_same_plan_same_bytes_and_debug_only_adds_checks():
 
 def test_exact_route_exists_where_operands_are_scaled_or_squares_may_exceed_fp32():
     for precision, has in (("fp32", True), ("tf32", True), ("fp16", False), ("bf16", True)):
-        plan = planned(load_spec(MAIN, precision))
+        plan = planned(load_fused(MAIN, precision))
         assert ("exact_sample" in render_kernel(plan, plan.kernels[0])) == has
 
 
@@ -212,13 +212,13 @@ def test_family_compiles_within_its_plan(read, tmp_path, name, precision):
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 @pytest.mark.parametrize("path", [MAIN, SMALL])
 def test_shipped_specs_compile_within_their_plan(tmp_path, path, precision):
-    plan = planned(load_spec(path, precision))
+    plan = planned(load_fused(path, precision))
     assert not (found := faults(plan, plan.kernels[0], tmp_path)), "\n".join(found)
 
 
 @pytest.mark.parametrize("bulk", [True, False])
 def test_layout_can_be_forced_for_measurements(bulk):
-    plan = planned(load_spec(MAIN, "tf32"), layout=Layout(2, 2, bulk))
+    plan = planned(load_fused(MAIN, "tf32"), layout=Layout(2, 2, bulk))
     assert plan.kernels[0].geometry.layout == Layout(2, 2, bulk)
     assert ("cp.async.bulk" in render_kernel(plan, plan.kernels[0])) == bulk
 
@@ -230,7 +230,7 @@ def test_rows_that_the_copy_engine_cannot_bring_go_through_registers(read):
 
 
 def test_addresses_of_operands_do_not_name_the_cta_of_the_cluster():
-    plan = planned(load_spec(MAIN, "fp32"))
+    plan = planned(load_fused(MAIN, "fp32"))
     text = render_kernel(plan, plan.kernels[0])
     assert "shared_address(p) & 0x3FFFF) >> 4" in text
     assert text.count(">> 4") == 2  # there, and in the distance of core matrices

@@ -10,7 +10,6 @@ import yaml
 from bench.subject import round_tf32
 from codegen.plan.conv_sm90a.geometry import Layout
 from codegen.plan.conv_sm90a.route import CONV_SM90A
-from codegen.spec import load_spec
 from codegen.targets import DEVICES
 from tests import tiers
 from tests.codegen.conv_cases import FAMILY, chain
@@ -18,6 +17,7 @@ from tests.codegen.conv_sm90a_emulated import Emulated
 from tests.codegen.emulated import DTYPES
 from tests.codegen.forced import planned_by
 from tests.codegen.norm_harness import reference, relative_error
+from tests.fused import load_fused
 
 # name -> (chain, samples, SMs of the card, which decide how many samples a cluster takes, layout)
 CASES = {
@@ -91,7 +91,7 @@ def test_errors_keep_the_promise(tmp_path, name, precision):
     data, batch, sms, layout = CASES[name]
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(data | {"batch": batch}))
-    spec = load_spec(path, precision)
+    spec = load_fused(path, precision)
     device = dataclasses.replace(DEVICES["h100"], sms=sms)
     emulated = Emulated(planned_by(CONV_SM90A, spec, device, **(dataclasses.asdict(layout) if layout else {})), tmp_path)
     values = parameters(spec)
@@ -117,7 +117,7 @@ def test_errors_keep_the_promise(tmp_path, name, precision):
 def test_weights_of_any_size_keep_their_accuracy(tmp_path):
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": 2}))
-    spec = load_spec(path, "fp32")
+    spec = load_fused(path, "fp32")
     emulated = Emulated(planned_by(CONV_SM90A, spec, dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
     values = parameters(spec)
     values["conv.weight"][:2] *= 1e-12
@@ -132,7 +132,7 @@ def test_a_large_half_beside_small_weights_costs_them_nothing(tmp_path):
     """It meets zeros in x. Scaled down with it, weights of a tenth would become subnormal halves: 3.9e-4 instead of 2.1e-4 without an operator before the norm."""
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": 2}))
-    spec = load_spec(path, "fp16")
+    spec = load_fused(path, "fp16")
     emulated = Emulated(planned_by(CONV_SM90A, spec, dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
     values, x = parameters(spec), draw(spec.input_shape, "normal").half()
     values["conv.weight"][::2, -1], x[:, -1] = 6e4, 0.0
@@ -145,7 +145,7 @@ def test_one_far_value_does_not_hide_that_the_others_are_faint(tmp_path):
     """Values of 1e-5 lose digits in two fp16 parts scaled by 64; where they are nearly all of a sample, it is computed in fp32. Without that: 2e-6."""
     path = tmp_path / "case.yaml"
     path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": 1}))
-    spec = load_spec(path, "fp32")
+    spec = load_fused(path, "fp32")
     emulated = Emulated(planned_by(CONV_SM90A, spec, dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
     values = parameters(spec)
     values |= {"norm.bias": torch.zeros_like(values["norm.bias"]), "conv.bias": values["conv.bias"] * 1e-5}

@@ -12,11 +12,11 @@ torch = pytest.importorskip("torch")
 from codegen.manifest import Package  # noqa: E402
 from codegen.plan.conv_sm90a.geometry import Layout  # noqa: E402
 from codegen.plan.conv_sm90a.route import CONV_SM90A  # noqa: E402
-from codegen.spec import load_spec  # noqa: E402
 from codegen.targets import DEVICES  # noqa: E402
 from tests.codegen.conv_cases import FAMILY, chain  # noqa: E402
 from tests.codegen.forced import planned_by  # noqa: E402
 from tests.codegen.gpu_models import built_models  # noqa: E402
+from tests.fused import load_fused  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +42,7 @@ def built(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(f"{name}_{precision}")
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(data | {"name": f"conv_{name}"}, sort_keys=False))
-    spec = load_spec(path, precision)
+    spec = load_fused(path, precision)
     plan = planned_by(CONV_SM90A, spec, DEVICES["h100"], name == "two_rounds", **(asdict(layout) if layout else {}))
     ours, eager = built_models(Package(spec, (plan,)), folder)
     with torch.no_grad():

@@ -18,10 +18,10 @@ from codegen.plan.model import Launch, Refusal
 from codegen.plan.planner import plan
 from codegen.plan.route import Choice
 from codegen.render import render_kernel
-from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.forced import hopper_gemm
 from tests.compile_matrix import faults
+from tests.fused import load_fused
 
 TARGET, DEVICE = TARGETS["sm_90a"], DEVICES["h100"]
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
@@ -32,7 +32,7 @@ def spec_of(folder, batch, k, n, groups, precision="fp32", before=(), after=("ha
     chain = [{"linear": {"name": "gemm", "in_features": k, "out_features": n}}, *before, {"group_norm": {"name": "norm", "num_groups": groups}}, *after]
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump({"name": "layer", "batch": batch, "precision": precision, "chain": chain, **extra}, sort_keys=False))
-    return load_spec(path)
+    return load_fused(path)
 
 
 def gemm_of(plan) -> GemmSm90aKernel:
@@ -57,7 +57,7 @@ def tiles_of(kernel):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("path", LARGE)
 def test_the_problems_end_in_one_kernel_and_fill_the_device(path, precision):
-    plan = hopper_gemm(load_spec(path, precision), DEVICE)
+    plan = hopper_gemm(load_fused(path, precision), DEVICE)
     kernel = gemm_of(plan)
     if precision == "tf32":  # one product of W in fp32 waits for L2: the norm's own kernel is faster than a tile's end
         assert plan.kernels[-1].name == "group_norm" and kernel.statistics == "none"
@@ -218,7 +218,7 @@ def test_groups_that_match_no_tile_go_to_the_norm_kernel(tmp_path):
 
 
 def test_a_prepared_weight_is_split_by_a_step_of_its_own():
-    spec = replace(load_spec(LARGE[0]), prepack=True)
+    spec = replace(load_fused(LARGE[0]), prepack=True)
     plan = hopper_gemm(spec, DEVICE)
     first = next(step for step in plan.steps if isinstance(step, Launch)).kernel
     assert first.arguments[0] == "gemm.weight" and first.arguments[1] == WEIGHT_SPLIT
@@ -229,14 +229,14 @@ def test_a_prepared_weight_is_split_by_a_step_of_its_own():
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_argument_is_a_parameter_a_buffer_or_an_end_of_the_chain(precision):
     for path in LARGE:
-        spec = load_spec(path, precision)
+        spec = load_fused(path, precision)
         plan = hopper_gemm(spec, DEVICE)
         known = {"x", "y"} | {key for key, _ in spec.parameters} | {b.name for b in plan.buffers}
         assert all(set(kernel.arguments) <= known for kernel in plan.kernels)
 
 
 def test_debug_sources_bound_every_wait_and_name_it():
-    spec = load_spec(LARGE[0])
+    spec = load_fused(LARGE[0])
     text, debug = (render_kernel(plan, gemm_of(plan)) for plan in (hopper_gemm(spec, DEVICE, debug=flag) for flag in (False, True)))
     assert "__trap" in debug and "waits for ever at barrier" in debug and "printf" not in text
     for source in (text, debug):
@@ -303,7 +303,7 @@ def test_sources_compile_without_spills(shape, precision, extra, tmp_path):
 def test_sums_of_few_results_are_promoted_more_often(tmp_path):
     """The vendor cuts the K of such products into parts, whose error is smaller: with 256 of K ours was 1.3 times PyTorch's."""
     few = gemm_of(hopper_gemm(spec_of(tmp_path, 384, 17696, 7761, 39), DEVICE))
-    many = gemm_of(hopper_gemm(load_spec(LARGE[0], "fp32"), DEVICE))
+    many = gemm_of(hopper_gemm(load_fused(LARGE[0], "fp32"), DEVICE))
     assert few.promote * TILE_K == 128 and many.promote * TILE_K == 256
 
 

@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 
 from codegen.manifest import Package  # noqa: E402
 from codegen.plan.gemm_sm90a.layout import Layout  # noqa: E402
-from codegen.spec import load_spec  # noqa: E402
 from codegen.targets import DEVICES  # noqa: E402
 from tests.codegen.forced import hopper_gemm  # noqa: E402
 from tests.codegen.gpu_models import built_models  # noqa: E402
+from tests.fused import load_fused  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,7 +63,7 @@ def built(request, tmp_path_factory):
     chain = [{"linear": {"name": "gemm", "in_features": k, "out_features": n}}, *operators, {"group_norm": {"name": "norm", "num_groups": groups}}, "silu"]
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump({"name": f"layer_{name}", "batch": batch, "precision": precision, "chain": chain}, sort_keys=False))
-    spec = replace(load_spec(path), prepack=prepack)
+    spec = replace(load_fused(path), prepack=prepack)
     plan = hopper_gemm(spec, DEVICES["h100"], layout=layout)
     return shape, precision, *built_models(Package(spec, (plan,)), folder)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.fused_draw import SMALL, draw
+from tests.fused import load_fused
 from codegen.plan import Refusal, plan, planner
 from codegen.plan.planner import choices, planned, ways_of
 from codegen.plan.route import Choice, Offer, Request, Route
@@ -12,7 +13,7 @@ from codegen.plan.shared.fitted import Fitted, Source
 from codegen.plan.stages.route import cut
 from codegen.plan.table import ROUTES
 from codegen.render import TEMPLATES, render_kernel
-from codegen.spec import load_spec, shipped
+from codegen.spec import shipped
 from codegen.targets import DEVICES, TARGETS
 
 LINEAR = "specs/gemm_groupnorm_hardtanh_small.yaml"
@@ -22,7 +23,7 @@ def requests():
     """Every shipped spec whose chain has no stages, at two precisions, for each CUDA target on an H200."""
     for path in shipped():
         for precision in ("fp32", "bf16"):
-            spec = load_spec(path, precision)
+            spec = load_fused(path, precision)
             for target in ("sm_80", "sm_90a"):
                 if not cut(spec, TARGETS[target])[1]:
                     yield Request(spec, TARGETS[target], DEVICES["h200"])
@@ -57,7 +58,7 @@ def test_a_choice_that_names_less_stands_for_the_first_offer_that_has_it():
     whole = Choice("gemm", (("math", "fp16"), ("tile", "64x64"), ("slices", 1)))
     assert Choice("gemm").covers(whole) and Choice("gemm", (("slices", 1), ("math", "fp16"))).covers(whole)
     assert not Choice("gemm", (("slices", 2),)).covers(whole) and not Choice("library").covers(whole) and not whole.covers(Choice("gemm"))
-    spec = load_spec(LINEAR, "bf16")
+    spec = load_fused(LINEAR, "bf16")
     first = next(offer for route, offer in offers(Request(spec, TARGETS["sm_80"], DEVICES["h200"])) if route.name == "gemm")
     forced, full = (planned(Request(spec, TARGETS["sm_80"], DEVICES["h200"], forced=choice)) for choice in (Choice("gemm"), first.choice))
     assert [render_kernel(forced, kernel) for kernel in forced.kernels] == [render_kernel(full, kernel) for kernel in full.kernels]
@@ -78,7 +79,7 @@ def toy(name: str, ms: float, weight: float = 1.0, own: bool = True, targets=("s
 @pytest.mark.parametrize(("second", "weight", "winner"), [(2.0, 1.0, "first"), (2.0, 0.4, "second"), (1.0, 1.0, "first"), (-1.0, 1.0, "first")])
 def test_the_least_weighed_estimate_wins_and_the_earlier_of_equals(monkeypatch, second, weight, winner):
     monkeypatch.setattr(planner, "ROUTES", (toy("first", 1.0), toy("second", second, weight)))
-    request = Request(load_spec(LINEAR, "bf16"), TARGETS["sm_80"], DEVICES["h200"])
+    request = Request(load_fused(LINEAR, "bf16"), TARGETS["sm_80"], DEVICES["h200"])
     assert ways_of(request).best[0].name == winner
     why, other = planned(request).why, {"first": "second", "second": "first"}[winner]
     told = f"not the {other}: {other} cannot" if second < 0 else f"ms with the {other}"
@@ -89,7 +90,7 @@ def test_the_least_weighed_estimate_wins_and_the_earlier_of_equals(monkeypatch, 
 
 def test_a_spec_that_asks_for_our_own_or_the_librarys_gets_it_or_the_reason(monkeypatch):
     monkeypatch.setattr(planner, "ROUTES", (toy("vendor", 1.0, own=False), toy("ours", 2.0), toy("other", -1.0)))
-    spec = load_spec(LINEAR, "bf16")
+    spec = load_fused(LINEAR, "bf16")
     for gemm, name in (("generated", "ours"), ("library", "vendor")):
         assert ways_of(Request(replace(spec, gemm=gemm), TARGETS["sm_80"], DEVICES["h200"])).best[0].name == name
     monkeypatch.setattr(planner, "ROUTES", (toy("vendor", 1.0, own=False), toy("ours", -1.0)))
@@ -99,7 +100,7 @@ def test_a_spec_that_asks_for_our_own_or_the_librarys_gets_it_or_the_reason(monk
 
 def test_a_target_is_left_to_a_faster_one_unless_it_is_asked_for(monkeypatch):
     monkeypatch.setattr(planner, "ROUTES", (toy("slow", 2.0, targets=("sm_90a",)), toy("fast", 1.0)))
-    spec = load_spec(LINEAR, "bf16")
+    spec = load_fused(LINEAR, "bf16")
     with pytest.raises(Refusal, match="the slow would take 2.000 ms, estimated, against 1.000 ms with sm_80's kernels"):
         plan(spec, "sm_90a")
     assert plan(replace(spec, gemm="generated"), "sm_90a") and plan(spec, "sm_90a", forced=Choice("slow"))

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codegen.ir.segment import Grouping, Segment, segments_of
+from codegen.ir.chain import chain_of
+from codegen.ir.grouping import Grouping
 from codegen.plan import plan
 from codegen.plan.model import Library
 from codegen.plan.segments.program import run_of
@@ -130,9 +131,9 @@ def test_runs_are_read_in_one_way(whole: list[int], data: st.DataObject) -> None
 
 
 def cut(tmp_path, chain: list, shape=(2, 6, 8, 8), training: bool = False) -> list[str]:
-    spec = segment_spec(tmp_path, shape, chain)
-    pieces = segments_of(spec, 0, len(spec.chain), training)
-    return [" ".join(s.operator.name for s in piece.steps) if isinstance(piece, Segment) else f"({piece.operator.name})" for piece in pieces]
+    segments = chain_of(segment_spec(tmp_path, shape, chain), training).segments
+    named = [(" ".join(step.operator.name for step in segment.steps), segment.alone) for segment in segments]
+    return [f"({names})" if alone else names for names, alone in named]
 
 
 def test_chains_are_cut_at_cores_growth_and_reuse(tmp_path) -> None:

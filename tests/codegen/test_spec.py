@@ -12,6 +12,7 @@ from codegen.spec import SpecError, load_spec, resolve, shipped
 from codegen.spec.reserved import RESERVED
 from codegen.spec.writer import resolved_yaml
 from runtime import GeneratedModule
+from tests.fused import load_fused
 
 GOOD = """\
 name: layer
@@ -58,7 +59,7 @@ def test_shipped_specs_load_and_survive_a_round_trip(path, tmp_path):
 
 
 def test_numbers_of_the_default_spec():
-    spec = load_spec("specs/default.yaml")
+    spec = load_fused("specs/default.yaml")
     assert (spec.input_shape, spec.output_shape, spec.group_channels, spec.group_size, spec.spatial) == ((1024, 8192), (1024, 8192), 512, 512, 1)
     assert spec.parameters == (("gemm.weight", (8192, 8192)), ("gemm.bias", (8192,)), ("group_norm.weight", (8192,)), ("group_norm.bias", (8192,)))
     assert spec.package == "gemm_groupnorm_hardtanh" and spec.with_precision("bf16").package == "gemm_groupnorm_hardtanh_bf16"
@@ -152,7 +153,7 @@ def test_tensors_beyond_31_bits_of_elements_are_refused(tmp_path):
 
 def test_bounds_must_fit_the_storage_type(tmp_path):
     text = GOOD.replace("- hardtanh", "- hardtanh: {max_val: 70000.0}")
-    assert read(tmp_path, text, "bf16").after_norm[0].values["max_val"] == 70000.0
+    assert read(tmp_path, text, "bf16").chain[-1].values["max_val"] == 70000.0
     with pytest.raises(SpecError, match="7:25: max_val: 70000.0 is beyond the range of float16"):
         read(tmp_path, text, "fp16")
 
@@ -213,7 +214,7 @@ DEFAULTS = GOOD.replace("num_groups: num_groups}", "num_groups: num_groups, eps:
 
 def test_defaults_are_the_last_arguments(tmp_path):
     spec = read(tmp_path, DEFAULTS)
-    assert spec.args[-1] == ("eps", 1e-3) and spec.defaults == ("eps",) and spec.init_values == (8, 6, 3) and spec.norm.values["eps"] == 1e-3
+    assert spec.args[-1] == ("eps", 1e-3) and spec.defaults == ("eps",) and spec.init_values == (8, 6, 3) and spec.chain[1].values["eps"] == 1e-3
     again = read(tmp_path, resolved_yaml(spec))
     assert (again.args, again.defaults) == (spec.args, spec.defaults)
 
@@ -235,7 +236,7 @@ def test_faults_of_defaults(tmp_path, old, new, line, message):
 def test_an_element_of_a_list_may_name_an_argument(tmp_path):
     text = CONV.replace("chain:", "args: {k: 3, c: 4}\nchain:").replace("kernel_size: 3}", "kernel_size: [k, 5]}").replace("- max_pool2d", "- mul: {name: scale, shape: [c, 1, 1]}\n  - max_pool2d")
     spec = read(tmp_path, text)
-    assert spec.producer.values["kernel_size"] == (3, 5) and spec.after_norm[0].values["shape"] == (4, 1, 1)
+    assert spec.chain[0].values["kernel_size"] == (3, 5) and spec.chain[2].values["shape"] == (4, 1, 1)
     written = resolved_yaml(spec)
     assert "kernel_size: [k, 5]" in written and "shape: [c, 1, 1]" in written and read(tmp_path, written) == spec
     assert any("kernel_size: q is neither a value nor an entry of args" in line for line in problems(tmp_path, text.replace("[k, 5]", "[q, 5]")))

@@ -8,12 +8,14 @@ added up one by one in double precision, then the slabs in their order, so that 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from codegen.ir.apply import Apply, Constant, applies, c_identifier
-from codegen.plan.backward.runs import BackRun, Operand, back_run
+from codegen.ir.apply import Apply, Constant, applies
+from codegen.ir.operand import c_identifier
+from codegen.ir.fused_form import FusedSpec
+from codegen.plan.backward.runs import BackRun, SummedOperand, back_run
 from codegen.plan.backward.stages import back_through_stages
-from codegen.plan.cpu.kernel import STACK_VALUES, CpuKernel, Scratch, _c_type, _segments, _suffix, _wrapped, cpu_kernel
+from codegen.plan.cpu.kernel import STACK_VALUES, CpuKernel, Scratch, c_type_of, cpu_kernel, pool_suffix, wrapped
 from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Launch, Plan
 from codegen.plan.planner import plan
@@ -59,15 +61,19 @@ class CpuBackwardKernel(CpuKernel):
     back_before: BackRun | None = None
     back_after: BackRun | None = None
     back_pools: tuple[BackwardPool, ...] = ()
-    gamma_operand: Operand | None = None
-    beta_operand: Operand | None = None
-    operands: tuple[Operand, ...] = ()
+    gamma_operand: SummedOperand | None = None
+    beta_operand: SummedOperand | None = None
+    operands: tuple[SummedOperand, ...] = ()
     inputs: tuple[str, ...] = ()
-    used: tuple[Apply, ...] = ()
     incoming: str = "float32"
 
     def file(self, target: Target) -> str:
         return f"{target.suffix}_backward.cpp"
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls, forwards and backwards."""
+        return tuple(name for run in (self.back_before, self.back_after, *(pool.segment for pool in self.back_pools)) for name in run.functions)
 
     @property
     def _given(self) -> list[str]:
@@ -76,30 +82,30 @@ class CpuBackwardKernel(CpuKernel):
     @property
     def incoming_type(self) -> str:
         """The C type of a value of the gradient of y."""
-        return _c_type(self.incoming)
+        return c_type_of(self.incoming)
 
     @property
     def signature(self) -> str:
         """The launcher's tensors."""
         outputs = [f"{self.storage}* grad_t0", *(f"{self.storage}* {operand.pointer}_grad" for operand in self.operands)]
-        return _wrapped([*self._given, *outputs, *(["double* sums"] if self.operands else [])], "    ")
+        return wrapped([*self._given, *outputs, *(["double* sums"] if self.operands else [])], "    ")
 
     @property
     def group_signature(self) -> str:
         items = [*self._given, f"{self.storage}* grad_t0"]
-        return _wrapped([*items, *(["double* sums"] if self.operands else [])], "    ")
+        return wrapped([*items, *(["double* sums"] if self.operands else [])], "    ")
 
     @property
     def group_call(self) -> str:
-        return _wrapped([*self.inputs, "grad_t0", *(["slab_sums"] if self.operands else [])], "              ")
+        return wrapped([*self.inputs, "grad_t0", *(["slab_sums"] if self.operands else [])], "              ")
 
     @property
-    def read_behind(self) -> tuple[Operand, ...]:
+    def read_behind(self) -> tuple[SummedOperand, ...]:
         """The parameters behind the norm whose values are needed."""
         return (*self.back_after.operands, *(operand for pool in self.back_pools for operand in pool.segment.operands))
 
     @property
-    def read_operands(self) -> tuple[Operand, ...]:
+    def read_operands(self) -> tuple[SummedOperand, ...]:
         """The learnable operands whose values are needed."""
         return (*self.back_before.operands, *self.read_behind)
 
@@ -109,7 +115,7 @@ class CpuBackwardKernel(CpuKernel):
         return self.back_after.takes_v or bool(self.back_pools)
 
 
-def plan_backward(spec: Spec, target: Target, device: DeviceClass) -> Plan:
+def plan_backward(spec: FusedSpec, target: Target, device: DeviceClass) -> Plan:
     """The backward of `spec` for the cpu target.
 
     Its launches take the producer's result, the values of those parameters that they need, and `grad:y`, and give `grad:t0` and `grad:<key>` of
@@ -130,29 +136,27 @@ def gradient_keys(spec: Spec) -> tuple[str, ...]:
     return tuple(step.key(parameter) for step in spec.chain[1:] for parameter in step.parameters)
 
 
-def cpu_backward(spec: Spec) -> tuple[CpuBackwardKernel, int]:
+def cpu_backward(spec: FusedSpec) -> tuple[CpuBackwardKernel, int]:
     """The one kernel of the cpu target's backward, and the bytes of its sums."""
     forward = cpu_kernel(spec, "chain_backward")
     keys = gradient_keys(spec)
     shapes = dict(spec.parameters)
-    operands = {c_identifier(key): Operand(c_identifier(key), math.prod(shapes[key]) > 1, i) for i, key in enumerate(keys)}
-    segments, pool_steps = _segments(spec)
+    operands = {c_identifier(key): SummedOperand(key, c_identifier(key), math.prod(shapes[key]) > 1, index=i) for i, key in enumerate(keys)}
+    runs = [applies(spec, run) for run in spec.runs]
     before = back_run("before_norm", "comes before the norm", applies(spec, spec.before_norm), operands, True, forward.keeps_product)
-    after = back_run("after_norm", "follows the norm", segments[0], operands, bool(pool_steps), forward.keeps_norm, forward.keeps_input)
-    last = len(pool_steps) - 1
-    pools = tuple(_pool(i, step, segments[i + 1], operands, i == last, forward.pools[i].keeps) for i, step in enumerate(pool_steps))
-    affine = {parameter.suffix: operands[c_identifier(spec.norm.key(parameter))] for parameter in spec.norm.parameters}
-    all_segments = (before, after, *(pool.segment for pool in pools))
-    needs_beta = "bias" in affine and (after.takes_v or bool(pools))
-    read = {o.pointer for part in all_segments for o in part.operands} | ({affine["weight"].pointer} if affine else set())
-    read |= {affine["bias"].pointer} if needs_beta else set()
+    after = back_run("after_norm", "follows the norm", runs[0], operands, bool(spec.pools), forward.keeps_norm, forward.keeps_input)
+    last = len(spec.pools) - 1
+    pools = tuple(_pool(i, step, runs[i + 1], operands, i == last, forward.pools[i].keeps) for i, step in enumerate(spec.pools))
+    gamma, beta = (operands[c_identifier(key)] for key in spec.affine) if spec.affine else (None, None)
+    needs_beta = beta is not None and (after.takes_v or bool(pools))
+    read = {operand.pointer for run in (before, after, *(pool.segment for pool in pools)) for operand in run.operands}
+    read |= ({gamma.pointer} if gamma else set()) | ({beta.pointer} if needs_beta else set())
     values = [key for key in keys if c_identifier(key) in read]
     buffered = bool(before.exists) or forward.half
     scratch = _scratch(spec, buffered, pools, after.given)
     held = sum(item.size for item in scratch)
     samples = math.ceil(spec.batch / min(spec.batch, math.ceil(ITEMS / spec.num_groups)))
     slabs = math.ceil(spec.batch / samples)
-    used = tuple(replace(op, functions=tuple(f for part in all_segments for f in part.functions)) for op in forward.all_ops[:1])
     return CpuBackwardKernel(
         name="chain_backward", template="backward/chain.cpp.j2",
         arguments=("t0", *values, "grad:y", "grad:t0", *(f"grad:{key}" for key in keys), *((SUMS,) if keys else ())),
@@ -161,14 +165,14 @@ def cpu_backward(spec: Spec) -> tuple[CpuBackwardKernel, int]:
         notes=_notes(spec, slabs, samples, held), dtype=forward.dtype, result=forward.dtype, before=forward.before, after=forward.after,
         gamma=forward.gamma, beta=forward.beta if needs_beta else None, flat=forward.flat, buffered=buffered, pieces=forward.pieces,
         scratch=scratch, on_heap=held > STACK_VALUES, parallel=forward.parallel, back_before=before, back_after=after, back_pools=pools,
-        gamma_operand=affine.get("weight"), beta_operand=affine.get("bias"), operands=tuple(operands.values()),
-        inputs=("t0", *(f"{c_identifier(key)}_data" for key in values), "grad_y"), used=used,
+        gamma_operand=gamma, beta_operand=beta, operands=tuple(operands.values()),
+        inputs=("t0", *(f"{c_identifier(key)}_data" for key in values), "grad_y"),
         incoming=spec.result.dtype, keeps_product=forward.keeps_product, keeps_norm=forward.keeps_norm, keeps_input=forward.keeps_input,
     ), 8 * slabs * len(keys) * spec.channels  # fmt: skip
 
 
-def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, Operand], last: bool, kept: str | None) -> BackwardPool:
-    suffix, previous = _suffix(index), _suffix(index - 1)
+def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, SummedOperand], last: bool, kept: str | None) -> BackwardPool:
+    suffix, previous = pool_suffix(index), pool_suffix(index - 1)
     values = step.values
     (_, _, height, width), (_, _, out_height, out_width) = step.input_shape, step.output_shape
 
@@ -179,21 +183,21 @@ def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, Op
     comment = "max_pool2d" + (f" number {suffix}" if suffix else "")
     behind = back_run(f"after_pool{suffix}", f"follows {comment}", ops, operands, not last, kept)
     return BackwardPool(
-        suffix=suffix, comment=comment, source=f"plane{suffix}", target=None if last else f"plane{_suffix(index + 1)}", segment=behind,
+        suffix=suffix, comment=comment, source=f"plane{suffix}", target=None if last else f"plane{pool_suffix(index + 1)}", segment=behind,
         keeps=behind.takes_v, height="kHeight" if index == 0 else f"kPooledHeight{previous}", width="kWidth" if index == 0 else f"kPooledWidth{previous}",
         clipped_rows=leaves(height, out_height, 0), clipped_columns=leaves(width, out_width, 1), padded_rows=values["padding"][0] > 0,
         padded_columns=values["padding"][1] > 0, dilated=tuple(values["dilation"]) != (1, 1),
     )  # fmt: skip
 
 
-def _scratch(spec: Spec, buffered: bool, pools: tuple[BackwardPool, ...], given: str | None) -> tuple[Scratch, ...]:
+def _scratch(spec: FusedSpec, buffered: bool, pools: tuple[BackwardPool, ...], given: str | None) -> tuple[Scratch, ...]:
     """A thread's arrays, in the order in which they are filled."""
     items = [Scratch("value", "kGroupSize", spec.group_size, "float", "the group's values before the norm")] if buffered else []
     items.append(Scratch("grad", "kGroupSize", spec.group_size, "float", "the gradient of the normalised values"))
     if given:
         items.append(Scratch("second_grad", "kGroupSize", spec.group_size, "float", "that of the norm's input by its second way, around the norm"))
     size, size_name = spec.spatial, "kSpatial"
-    for pool, step in zip(pools, _segments(spec)[1], strict=True):
+    for pool, step in zip(pools, spec.pools, strict=True):
         what = "behind the norm" if not pool.suffix else "in front of a pooling"
         items.append(Scratch(pool.source, size_name, size, "float", f"one channel {what}"))
         items.append(Scratch(f"{pool.source}_grad", size_name, size, "float", "its gradient"))
@@ -205,10 +209,10 @@ def _scratch(spec: Spec, buffered: bool, pools: tuple[BackwardPool, ...], given:
 
 
 def _constants(
-    spec: Spec, forward: CpuKernel, pools: tuple[BackwardPool, ...], scratch: tuple[Scratch, ...], slabs: int, samples: int, parameters: int
+    spec: FusedSpec, forward: CpuKernel, pools: tuple[BackwardPool, ...], scratch: tuple[Scratch, ...], slabs: int, samples: int, parameters: int
 ) -> tuple[Constant, ...]:
     items = [constant for constant in forward.constants if constant.name != "kScratch"]
-    for pool, step in zip(pools, _segments(spec)[1], strict=True):
+    for pool, step in zip(pools, spec.pools, strict=True):
         count = f"kPooledHeight{pool.suffix} * kPooledWidth{pool.suffix}"
         items.append(Constant(f"kPooledSize{pool.suffix}", str(math.prod(step.output_shape[2:])), count))
     items.append(Constant("kSlabs", str(slabs), "slabs of samples whose sums are formed apart"))
@@ -221,7 +225,7 @@ def _constants(
     return tuple({constant.name: constant for constant in items}.values())
 
 
-def _notes(spec: Spec, slabs: int, samples: int, held: int) -> tuple[str, ...]:
+def _notes(spec: FusedSpec, slabs: int, samples: int, held: int) -> tuple[str, ...]:
     return (
         f"a thread takes whole groups of a slab of {samples} samples: {slabs * spec.num_groups} parts",
         "sums over samples are in double precision and in an order of their own, whatever the number of threads",

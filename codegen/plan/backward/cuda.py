@@ -13,18 +13,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.ir.chain import Segment
-from codegen.ir.apply import Apply, Constant, c_identifier
+from codegen.ir.apply import Apply, Constant
+from codegen.ir.operand import c_identifier
+from codegen.ir.fused_form import FusedSpec
+from codegen.ir.segment import Segment
 from codegen.numerics import Precision, float_literal
 from codegen.plan.backward.cpu import SUMS, BackwardPool, CpuBackwardKernel, cpu_backward, gradient_keys
-from codegen.plan.backward.runs import BackRun, Operand
+from codegen.plan.backward.runs import BackRun, SummedOperand
 from codegen.plan.backward.stages import back_through_stages
-from codegen.plan.cpu.kernel import _segments
 from codegen.plan.floor import floor
-from codegen.plan.model import Buffer, Kernel, Launch, Library, Plan
+from codegen.plan.model import Buffer, Kernel, Launch, Plan
 from codegen.plan.norm.route import plan_norm
+from codegen.plan.shared.product import library_product
 from codegen.plan.stages.route import cut, plan_stages
-from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 WARP = 32
@@ -53,12 +54,11 @@ class CudaBackwardKernel(Kernel):
     back_before: BackRun
     back_after: BackRun
     pool: BackwardPool | None
-    gamma: Operand | None
-    beta: Operand | None
+    gamma: SummedOperand | None
+    beta: SummedOperand | None
     takes_beta: bool
-    operands: tuple[Operand, ...]
+    operands: tuple[SummedOperand, ...]
     values: tuple[str, ...]
-    used: tuple[Apply, ...]
     teams: int
     channel_teams: int
     items: int
@@ -76,12 +76,17 @@ class CudaBackwardKernel(Kernel):
         return listed + (["int* winners", "float* windows"] if self.pool else [])
 
     @property
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls, forwards and backwards."""
+        return tuple(name for run in (self.back_before, self.back_after, *((self.pool.segment,) if self.pool else ())) for name in run.functions)
+
+    @property
     def names(self) -> list[str]:
         """What the launcher hands to the first kernel."""
         return [parameter.split()[-1] for parameter in self.pointers("float", "__restrict__ ")]
 
     @property
-    def read_behind(self) -> tuple[Operand, ...]:
+    def read_behind(self) -> tuple[SummedOperand, ...]:
         """The parameters behind the norm whose values are needed."""
         return (*self.back_after.operands, *(self.pool.segment.operands if self.pool else ()))
 
@@ -96,11 +101,11 @@ class CudaBackwardKernel(Kernel):
         segments = [self.back_after, *([self.pool.segment] if self.pool else [])]
         return tuple(operand.pointer for segment in segments for operand in segment.sums)
 
-    def operand(self, pointer: str) -> Operand:
+    def operand(self, pointer: str) -> SummedOperand:
         return next(operand for operand in self.operands if operand.pointer == pointer)
 
 
-def plan_backward_cuda(spec: Spec, target: Target, device: DeviceClass) -> Plan:
+def plan_backward_cuda(spec: FusedSpec, target: Target, device: DeviceClass) -> Plan:
     """The backward of `spec` for CUDA, for a target that can run it.
 
     Its launches take what those of the cpu target's backward take, and give the same. No forward keeps the producer's result, so the plan starts
@@ -118,27 +123,17 @@ def plan_backward_cuda(spec: Spec, target: Target, device: DeviceClass) -> Plan:
     if stages:
         launches, others = back_through_stages(spec, _behind_the_producer(spec, head, stages, target, device), launches[0], target)
         buffers = [*others, *buffers]
-    return Plan(spec, target, device, (_recompute(spec), *launches), tuple(buffers), floor(spec, device), _why(spec))
+    return Plan(spec, target, device, (library_product(spec), *launches), tuple(buffers), floor(spec, device), _why(spec))
 
 
-def _behind_the_producer(spec: Spec, head: Spec, stages: tuple[Segment, ...], target: Target, device: DeviceClass) -> Plan:
+def _behind_the_producer(spec: FusedSpec, head: FusedSpec, stages: tuple[Segment, ...], target: Target, device: DeviceClass) -> Plan:
     """The forward from the producer's result on: the norm kernel with the whole head, then the stages. Names of its own keep it apart from the forward's."""
     norm = plan_norm(head, target, device, source="t0", apply_before=True, producer_bias=None, statistics=None)
     steps = tuple(replace(step, kernel=replace(step.kernel, name=f"backward_{step.kernel.name}")) for step in norm.steps)
     return plan_stages(spec, Plan(head, target, device, steps, norm.buffers, floor(spec, device), ()), stages, apart=True)
 
 
-def _recompute(spec: Spec) -> Library:
-    """The producer by torch's library, into t0."""
-    producer = spec.producer
-    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
-    options = {}
-    if producer.operator.name == "conv2d":
-        options = {key: producer.values[key] for key in ("stride", "padding", "dilation", "groups")}
-    return Library(producer.operator.name, ("x", keys["weight"], keys.get("bias")), "t0", options)
-
-
-def _why(spec: Spec) -> tuple[str, ...]:
+def _why(spec: FusedSpec) -> tuple[str, ...]:
     producer = spec.producer
     held = math.prod(producer.output_shape) * spec.precision.itemsize
     gflop = 2e-9 * math.prod(producer.output_shape) * math.prod(producer.parameters[0].shape[1:])
@@ -148,12 +143,12 @@ def _why(spec: Spec) -> tuple[str, ...]:
     )
 
 
-def _pooled_size(spec: Spec) -> int:
+def _pooled_size(spec: FusedSpec) -> int:
     """Values of a channel behind the pooling."""
-    return math.prod(_segments(spec)[1][0].output_shape[2:])
+    return math.prod(spec.pools[0].output_shape[2:])
 
 
-def _kernel(spec: Spec, twin: CpuBackwardKernel) -> tuple[CudaBackwardKernel, int]:
+def _kernel(spec: FusedSpec, twin: CpuBackwardKernel) -> tuple[CudaBackwardKernel, int]:
     """The kernel, and its number of slabs."""
     keys = gradient_keys(spec)
     flat = spec.spatial == 1 and not twin.back_pools
@@ -176,13 +171,13 @@ def _kernel(spec: Spec, twin: CpuBackwardKernel) -> tuple[CudaBackwardKernel, in
         threads=BLOCK, blocks=math.ceil(items / teams), notes=_notes(spec, flat, small, apart, slabs, samples, pool is not None),
         flat=flat, half=spec.precision.itemsize == 2, before=twin.before, after=twin.after, back_before=twin.back_before, back_after=twin.back_after,
         pool=pool, gamma=twin.gamma_operand, beta=twin.beta_operand, takes_beta=twin.takes_beta, operands=twin.operands,
-        values=tuple(c_identifier(key) for key in values), used=twin.used, teams=teams, channel_teams=BLOCK // WARP if apart else 1, items=items,
+        values=tuple(c_identifier(key) for key in values), teams=teams, channel_teams=BLOCK // WARP if apart else 1, items=items,
         samples=samples, most_numbers=max(behind, 0 if flat else len(twin.back_before.sums)), incoming=spec.result,
     )  # fmt: skip
     return kernel, slabs
 
 
-def _constants(spec: Spec, twin: CpuBackwardKernel, slabs: int, samples: int, parameters: int) -> tuple[Constant, ...]:
+def _constants(spec: FusedSpec, twin: CpuBackwardKernel, slabs: int, samples: int, parameters: int) -> tuple[Constant, ...]:
     """The cpu kernel's sizes with this kernel's slabs, and what the teams are."""
     dropped = ("kPiece", "kScratch", "kSlabs", "kSlabSamples", "kParameters")
     items = [c for c in twin.constants if c.name not in dropped and not c.name.startswith("kRow")]
@@ -200,7 +195,7 @@ def _constants(spec: Spec, twin: CpuBackwardKernel, slabs: int, samples: int, pa
     )
 
 
-def _notes(spec: Spec, flat: bool, small: bool, apart: bool, slabs: int, samples: int, pooled: bool) -> tuple[str, ...]:
+def _notes(spec: FusedSpec, flat: bool, small: bool, apart: bool, slabs: int, samples: int, pooled: bool) -> tuple[str, ...]:
     team = f"a warp takes a group of {spec.group_size} values" if small else f"a block takes a group of {spec.group_size} values"
     if not flat:
         team += ", its warps a channel each" if apart else ", one channel after the other"

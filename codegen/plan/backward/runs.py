@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from codegen.ir.apply import Apply
+from codegen.ir.apply import Apply, called
+from codegen.ir.operand import Operand
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A parameter of the chain: its C name, whether it has a value per channel, and its place among the sums."""
+@dataclass(frozen=True, kw_only=True)
+class SummedOperand(Operand):
+    """A parameter whose gradient is a sum: `index` is its place among the sums."""
 
-    pointer: str
-    per_channel: bool
-    index: int = 0
+    index: int
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,9 @@ class BackRun:
     values: tuple[tuple[str, str], ...]
     lines: tuple[str, ...]
     takes_v: bool
-    reads: tuple[Operand, ...]
-    operands: tuple[Operand, ...]
-    sums: tuple[Operand, ...]
+    reads: tuple[SummedOperand, ...]
+    operands: tuple[SummedOperand, ...]
+    sums: tuple[SummedOperand, ...]
     forward: tuple[Apply, ...]
     functions: tuple[str, ...]
     keeps: str | None = None
@@ -44,7 +43,7 @@ class BackRun:
 
 
 def back_run(
-    name: str, what: str, ops: tuple[Apply, ...], operands: dict[str, Operand], forward: bool, keeps: str | None = None, given: str | None = None
+    name: str, what: str, ops: tuple[Apply, ...], operands: dict[str, SummedOperand], forward: bool, keeps: str | None = None, given: str | None = None
 ) -> BackRun:
     """The derivatives of `ops`; `forward`: their result is needed too, by the norm or a pooling behind them.
 
@@ -60,53 +59,47 @@ def back_run(
     names = ["v", *(op.keeps or f"v{i + 1}" for i, op in enumerate(ops))]
     for i in reversed(range(len(ops))):
         op, v = ops[i], names[i]
-        p = f"{op.pointer}_c"
+        pointer = op.operand.pointer if op.operand else None
+        p = f"{pointer}_c" if pointer else op.taps or (op.constants[0].name if op.constants else None)
         if needed:
             values.insert(0, (names[i + 1], op.apply(v, p)))
             functions += op.functions
-            reads += [op.pointer] if op.pointer else []
+            reads += [pointer] if pointer else []
         if op.keeps in met:
             lines.append(f"g = g + {op.keeps}_second;")
-        if op.taps:
-            share = f"g * {v}" if op.operator == "mul" else "g"
-            head = f"{op.taps}_second +=" if op.taps in met else f"{op.taps}_second =" if op.taps == given else f"float {op.taps}_second ="
-            lines += [f"{head} {share};", *([f"g = g * {op.taps};"] if op.operator == "mul" else [])]
-            met.add(op.taps)
-        elif op.doubles:
-            lines.append(f"g = g * (2.0f * {v});" if op.doubles == "mul" else "g = g + g;")
-        elif op.functions:
+        if op.functions:
             functions.append(f"{op.functions[0]}_grad")
             lines.append(f"g = g * {functions[-1]}({', '.join([v, *(c.name for c in op.constants)])});")
-        elif op.multiplies:
-            lines += [f"{op.pointer}_g = g * {v};", f"g = g * {p};"]
-            reads.append(op.pointer)
-        elif op.pointer and op.operator == "div":
-            lines += [f"g = g / {p};", f"{op.pointer}_g = -(g * ({v} / {p}));"]
-            reads.append(op.pointer)
-        elif op.pointer:
-            lines.append(f"{op.pointer}_g = {'-' if op.operator == 'sub' else ''}g;")
-        elif op.operator == "div":
-            lines.append(f"g = g / {op.constants[0].name};")
-        elif "*" in op.expression:
-            lines.append(f"g = g * {op.constants[0].name};")
-        multiplies = op.multiplies or (op.operator == "mul" and (op.doubles or op.taps) is not None)
-        needed = needed or bool(op.functions) or multiplies or (op.operator == "div" and op.pointer is not None)
+            needed = True
+            continue
+        shares = (("v", op.derivative.doubled),) if op.doubles else op.derivative.taken(bool(pointer or op.taps))
+        for whose, share in shares:
+            head = "g =" if whose == "v" else f"{pointer}_g =" if pointer else _second(op.taps, op.taps in met, given)
+            lines.append(f"{head} {share.format(v=v, p=p)};")
+        met |= {op.taps} - {None}
+        reads += [pointer] if pointer and any("{p}" in share for _, share in shares) else []
+        needed = needed or any("{v}" in share for _, share in shares)
     if keeps in met:
         lines.append(f"g = g + {keeps}_second;")
     text = " ".join([*lines, *(expression for _, expression in values)])
     if keeps and _mentions(text, keeps):
         values.insert(0, (keeps, "v"))
-    own = tuple(operands[op.pointer] for op in ops if op.pointer)
+    own = tuple(operands[op.operand.pointer] for op in ops if op.operand)
     read = tuple(operand for operand in own if operand.pointer in reads)
-    functions += [function for op in ops if forward for function in op.functions]
+    functions += called(ops) if forward else ()
     return BackRun(
         name, what, bool(ops), tuple(values), tuple(lines), needed, read, own if forward else read, own, ops if forward else (), tuple(functions),
         keeps, given, given is not None and _mentions(text, given),
     )  # fmt: skip
 
 
+def _second(name: str, met: bool, given: str | None) -> str:
+    """The beginning of the statement that adds to the gradient of a value by its second way, or declares that."""
+    return f"{name}_second +=" if met else f"{name}_second =" if name == given else f"float {name}_second ="
+
+
 def _mentions(text: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", text) is not None
 
 
-__all__ = ["BackRun", "Operand", "back_run"]
+__all__ = ["BackRun", "SummedOperand", "back_run"]

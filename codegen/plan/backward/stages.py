@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.ir.apply import Apply, Constant, applies, c_identifier, kept_name
-from codegen.ir.chain import Segment
+from codegen.ir.apply import Constant, applies, kept_name
+from codegen.ir.operand import c_identifier
+from codegen.ir.fused_form import FusedSpec
+from codegen.ir.segment import Segment
 from codegen.numerics import FP32, Precision
 from codegen.ops import Shape
-from codegen.plan.backward.runs import BackRun, Operand, back_run
+from codegen.plan.backward.runs import BackRun, SummedOperand, back_run
 from codegen.plan.model import Buffer, Kernel, Launch, Plan
 from codegen.plan.stages.kernel import THREADS, StageKernel, element_offset
 from codegen.plan.stages.route import cut
@@ -76,12 +78,16 @@ class StageBackwardKernel(Kernel):
     through: str | None
     winners: str | None
     sums: str | None
-    used: tuple[Apply, ...]
     apart: bool = False
     ragged: bool = False
 
     def file(self, target: Target) -> str:
         return f"{self.name}_{target.suffix}.{'cu' if target.language == 'cuda' else 'cpp'}"
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls, forwards and backwards."""
+        return (*self.back.functions, *(("exponential",) if self.stage.reduction == "logsumexp" else ()))
 
     @property
     def half(self) -> bool:
@@ -142,12 +148,13 @@ def stage_backward(spec: Spec, segment: Segment, number: int, last: bool, forwar
     """The kernel that goes back through stage `number`, and the buffers of its own."""
     steps, lead, output = segment.steps, segment.steps[0], segment.gives.shape
     items = applies(spec, steps)
-    operands = {item.pointer: Operand(item.pointer, True, i) for i, item in enumerate(item for item in items if item.pointer)}
+    taken = [item.operand for item in items if item.operand]
+    operands = {operand.pointer: SummedOperand(operand.key, operand.pointer, index=index) for index, operand in enumerate(taken)}
     spreads = forward.stage == "spread"
     kept = None if spreads or lead.index not in spec.kept(steps) else kept_name(lead)
     back = back_run("follow", "follows", items, operands, False, kept)
     shapes = dict(spec.parameters)
-    keys = [item.parameter for item in items if item.parameter]
+    keys = [operand.key for operand in taken]
     read = {operand.pointer for operand in back.operands}
     chooses = forward.reduction in ("min", "max", "logsumexp")
     folds = not spreads and (chooses or back.takes_v)
@@ -170,7 +177,6 @@ def stage_backward(spec: Spec, segment: Segment, number: int, last: bool, forwar
     reads_input = folds or (spreads and back.takes_v)
     values_read = [key for key in keys if c_identifier(key) in read]
     incoming = spec.precision if last else FP32
-    functions = (*back.functions, *(("exponential",) if forward.reduction == "logsumexp" else ()))
     made = StageBackwardKernel(
         name=f"{forward.name}_backward", template=f"backward/stage.{'cu' if target.language == 'cuda' else 'cpp'}.j2",
         arguments=(
@@ -180,7 +186,6 @@ def stage_backward(spec: Spec, segment: Segment, number: int, last: bool, forwar
         constants=forward.constants, summary=f"back through: {forward.summary}", notes=_notes(folds, pooled, tuple(reduced)), stage=forward, back=back, incoming=incoming, dtype=spec.precision.dtype,
         operands=tuple((c_identifier(key), element_offset(shapes[key], output)) for key in values_read), reduced=tuple(reduced), folds=folds, reads_input=reads_input,
         values=values, through=through, winners=winners, sums=sums,
-        used=(Apply("", "", (), functions, None, None, False, True, False, False),),
     )  # fmt: skip
     return _for_cuda(made, lead) if target.language == "cuda" else made, tuple(own)
 
@@ -218,7 +223,7 @@ def _for_cuda(kernel: StageBackwardKernel, lead: Step) -> StageBackwardKernel:
     )  # fmt: skip
 
 
-def back_through_stages(spec: Spec, forward: Plan, head: Launch, target: Target) -> tuple[tuple[Launch, ...], tuple[Buffer, ...]]:
+def back_through_stages(spec: FusedSpec, forward: Plan, head: Launch, target: Target) -> tuple[tuple[Launch, ...], tuple[Buffer, ...]]:
     """The launches of a backward with stages, and their buffers.
 
     `forward` is a plan of the whole chain behind the producer, whose launches give stage:0, stage:1 and so on, `head` the backward of the part in front

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import Arithmetic
 from codegen.plan.conv_gemm.shape import PIECE_BYTES, Tiling, planes_of, shape_of
 from codegen.plan.gemm.cost import VALUE_CYCLES, EPILOGUE_SLOWDOWN, SLICE_MARGIN, block_rounds, product_ms
 from codegen.plan.gemm.tiles import Tile, slice_counts, tiles_for
 from codegen.plan.shared.fitted import SWEEP, Fitted
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 COPY_SHARE = Fitted(0.5, "share", SWEEP)  # of the memory's rate, at which x is turned around
@@ -17,7 +17,7 @@ COPY_US = Fitted(2.0, "us", SWEEP)  # of the kernel that copies, at least
 ADD_US = Fitted(1.5, "us", SWEEP)  # of the kernel that adds slices, at least
 
 
-def tilings(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> list[Tiling]:
+def tilings(spec: FusedSpec, device: DeviceClass, arithmetic: Arithmetic) -> list[Tiling]:
     """All tiles, the least estimated time first, the smaller of equals; K is cut into slices where that is faster by enough."""
     whole = [tiling(spec, device, arithmetic, tile, 1) for tile in tiles_for(arithmetic)]
     least = min(choice.ms for choice in whole)
@@ -27,7 +27,7 @@ def tilings(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> list[Til
     return sorted(found, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))
 
 
-def tiling(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, slices: int) -> Tiling:
+def tiling(spec: FusedSpec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, slices: int) -> Tiling:
     """A tile shared by `slices` blocks, with its estimate."""
     shape, itemsize = shape_of(spec), spec.precision.itemsize
     results = math.prod(spec.producer.output_shape)

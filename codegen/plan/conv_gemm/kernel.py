@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Constant
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, Arithmetic
 from codegen.ops import Shape
 from codegen.plan.conv_gemm.shape import PIECE_BYTES, PLANE_PAD, Planes, Tiling, planes_of, shape_of
@@ -15,7 +16,6 @@ from codegen.plan.gemm.tiles import slice_stages
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer
 from codegen.plan.shared.values import named_operand
-from codegen.spec import Spec
 
 PIXELS = "pixels"
 COPY_THREADS = 256
@@ -52,7 +52,7 @@ class ChannelsLastKernel(Kernel):
     ragged: bool = False
 
 
-def conv_gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, notes: tuple[str, ...] = ()) -> ConvGemmKernel:
+def conv_gemm_kernel(spec: FusedSpec, arithmetic: Arithmetic, choice: Tiling, notes: tuple[str, ...] = ()) -> ConvGemmKernel:
     """The product with the chosen tile."""
     tile, precision, shape, values = choice.tile, spec.precision, shape_of(spec), spec.producer.values
     itemsize = precision.itemsize
@@ -76,7 +76,7 @@ def conv_gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, notes: 
     return replace(kernel, constants=(*_shape_constants(spec, shape), *_tile_constants(spec, kernel, shape, (tiles_m, tiles_n, raster), stage_count, stages_per_chunk)))
 
 
-def _shape_constants(spec: Spec, shape: Shape) -> tuple[Constant, ...]:
+def _shape_constants(spec: FusedSpec, shape: Shape) -> tuple[Constant, ...]:
     c, values = Constant, spec.producer.values
     piece_values = PIECE_BYTES // spec.precision.itemsize
     height, width = spec.producer.output_shape[2:]
@@ -101,7 +101,7 @@ def _shape_constants(spec: Spec, shape: Shape) -> tuple[Constant, ...]:
 
 
 def _tile_constants(
-    spec: Spec, kernel: ConvGemmKernel, shape: Shape, tiles: tuple[int, int, int], stage_count: int, stages_per_chunk: int
+    spec: FusedSpec, kernel: ConvGemmKernel, shape: Shape, tiles: tuple[int, int, int], stage_count: int, stages_per_chunk: int
 ) -> tuple[Constant, ...]:  # fmt: skip
     c, tile, itemsize, planes = Constant, kernel.tile, spec.precision.itemsize, kernel.epilogue
     deep = " * warps_k" if kernel.layered else ""
@@ -135,7 +135,7 @@ def _tile_constants(
     return tuple(constants)
 
 
-def channels_last_kernel(spec: Spec) -> ChannelsLastKernel:
+def channels_last_kernel(spec: FusedSpec) -> ChannelsLastKernel:
     """The kernel that copies x and W to where a pixel's, or a tap's, channels are neighbours."""
     shape, precision = shape_of(spec), spec.precision
     values = PIECE_BYTES // precision.itemsize
@@ -147,7 +147,7 @@ def channels_last_kernel(spec: Spec) -> ChannelsLastKernel:
     warps = math.ceil(spec.batch * plane / (32 // lanes)) * piece_warps
     pixel_blocks = math.ceil(warps / (COPY_THREADS // 32))
     blocks = pixel_blocks + math.ceil(spec.channels * shape.pieces * taps / COPY_THREADS)
-    weight = spec.producer.key(spec.producer.parameters[0])
+    weight = spec.weight
     c = Constant
     constants = (
         c("kInChannels", str(spec.input_shape[1]), "in_channels"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import ARITHMETICS, Arithmetic
 from codegen.ops import Shape
 from codegen.plan.conv_gemm.cost import tilings
@@ -22,7 +23,6 @@ from codegen.plan.norm.flat import split_groups
 from codegen.plan.norm.route import plan_norm_of_product
 from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.shared.slices import SLICES, add_slices_kernel
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 MATH = {"fp32": "tf32x3", "tf32": "tf32", "fp16": "fp16", "bf16": "bf16"}
@@ -30,7 +30,7 @@ LEAST_K = 256  # of tf32x3, zeros of padded channels counted: it leaves out the 
 INDICES = 1 << 31  # fewer pieces, results and copying threads than an int counts
 
 
-def arithmetic_of(spec: Spec) -> Arithmetic:
+def arithmetic_of(spec: FusedSpec) -> Arithmetic:
     """How the product is computed at the spec's precision. Raises Refusal for a forced arithmetic that it does not have and for fp32 sums that are too short."""
     wanted = MATH[spec.precision.name]
     served = (None, wanted, "tf32x3") if spec.precision.name == "tf32" else (None, wanted)
@@ -42,7 +42,7 @@ def arithmetic_of(spec: Spec) -> Arithmetic:
     return arithmetic
 
 
-def _check_sizes(spec: Spec, shape: Shape) -> None:
+def _check_sizes(spec: FusedSpec, shape: Shape) -> None:
     """Raises Refusal where an index would leave an int."""
     pixels = math.prod(spec.input_shape) // spec.input_shape[1] * shape.groups * shape.pieces
     if max(pixels + math.prod(spec.input_shape[3:]) * shape.pieces, shape.m + max(tile.m for tile in SINGLE), spec.channels * shape.k, pixels * 2) >= INDICES:
@@ -51,21 +51,21 @@ def _check_sizes(spec: Spec, shape: Shape) -> None:
 
 def offers(request: Request) -> tuple[Offer, ...]:
     """Every tile, and K in slices, the least estimated time first. Raises Refusal where the shape or the arithmetic is not served."""
-    arithmetic = arithmetic_of(request.spec)
-    _check_sizes(request.spec, shape_of(request.spec))
-    return tuple(offer_of(request, arithmetic, tiling) for tiling in tilings(request.spec, request.device, arithmetic))
+    arithmetic = arithmetic_of(request.form)
+    _check_sizes(request.form, shape_of(request.form))
+    return tuple(offer_of(request, arithmetic, tiling) for tiling in tilings(request.form, request.device, arithmetic))
 
 
 def offer_of(request: Request, arithmetic: Arithmetic, tiling: Tiling) -> Offer:
     """The offer of a tiling, the norm's kernels included."""
     tile = tiling.tile
     knobs = (("math", arithmetic.name), ("tile", f"{tile.m}x{tile.n}"), ("slices", tiling.slices))
-    return Offer(Choice("conv_gemm", knobs), tiling.ms + norm_ms(request.spec, request.device, split_groups(request.spec, request.device.sms)), detail=(arithmetic, tiling))
+    return Offer(Choice("conv_gemm", knobs), tiling.ms + norm_ms(request.form, request.device, split_groups(request.form, request.device.sms)), detail=(arithmetic, tiling))
 
 
 def plan(request: Request, offer: Offer) -> Plan:
     """The plan of an offer: copies, the product, the sum of slices, the norm's kernels."""
-    spec, target, device = request.spec, request.target, request.device
+    spec, target, device = request.form, request.target, request.device
     arithmetic, choice = offer.detail
     shape = shape_of(spec)
     why = _why(spec, device, arithmetic, choice, shape)
@@ -85,7 +85,7 @@ def plan(request: Request, offer: Offer) -> Plan:
     return Plan(spec, target, device, (*steps, *tail.steps), (*copies, *tail.buffers), bound, (*why, *tail.why))
 
 
-def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Tiling, shape: Shape) -> tuple[str, ...]:
+def _why(spec: FusedSpec, device: DeviceClass, arithmetic: Arithmetic, choice: Tiling, shape: Shape) -> tuple[str, ...]:
     tile = choice.tile
     blocks = math.ceil(shape.m / tile.m) * math.ceil(shape.n / tile.n) * choice.slices * shape.groups
     reasons = [

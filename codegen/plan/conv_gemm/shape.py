@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.gemm.tiles import Tile
-from codegen.spec import Spec
 
 PIECE_BYTES = 16  # of one copy: neighbouring channels of a pixel
 PLANE_PAD = 4  # floats behind a staged channel: a warp's stores meet no bank twice
@@ -41,7 +41,7 @@ class Tiling:
     ms: float
 
 
-def shape_of(spec: Spec) -> Shape:
+def shape_of(spec: FusedSpec) -> Shape:
     groups, weight = spec.producer.values["groups"], spec.producer.parameters[0].shape
     values = PIECE_BYTES // spec.precision.itemsize
     pieces = math.ceil(weight[1] / values)
@@ -49,7 +49,7 @@ def shape_of(spec: Spec) -> Shape:
     return Shape(results, spec.channels // groups, math.prod(weight[2:]) * pieces * values, groups, pieces)
 
 
-def planes_of(spec: Spec, tile: Tile, slices: int) -> Planes:
+def planes_of(spec: FusedSpec, tile: Tile, slices: int) -> Planes:
     vector = math.gcd(math.prod(spec.producer.output_shape[2:]), PIECE_BYTES // (4 if slices > 1 else spec.precision.itemsize))
     rows = tile.warp_m
     while rows < tile.m and tile.n * (2 * rows + PLANE_PAD) * 4 * tile.warps_k <= tile.smem_bytes:

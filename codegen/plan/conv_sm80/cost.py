@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.conv_sm80.geometry import Geometry
 from codegen.plan.conv_sm80.finish import FinishLayout
 from codegen.plan.shared.cost import costly_operators, pass_ms
 from codegen.plan.shared.fitted import SWEEP, Fitted
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 SCHEDULERS = 4  # of an SM, which share its warps
@@ -23,7 +23,7 @@ PIXEL_US = Fitted(0.0093, "us", SWEEP)  # of a pixel that a thread brings
 MERGE_US = Fitted(0.35, "us", SWEEP)  # of a thread that fetches and merges one of its group's moments
 
 
-def one_pass_ms(spec: Spec, device: DeviceClass, g: Geometry, finish: FinishLayout) -> float:
+def one_pass_ms(spec: FusedSpec, device: DeviceClass, g: Geometry, finish: FinishLayout) -> float:
     """Milliseconds of both kernels: the busiest block's parts one after the other, its SM's warps taking turns, then what was kept read and y written."""
     blocks = g.blocks(spec.batch, device)
     resident = min(g.blocks_per_sm, device.smem_per_sm // (g.smem_bytes + 1024), math.ceil(blocks / device.sms))

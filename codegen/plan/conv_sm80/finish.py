@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 
 from codegen.ir.apply import Constant, applies
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32
 from codegen.plan.conv_sm80.geometry import Geometry
 from codegen.plan.shared.values import (
     NormKernel, channel_mode, finish_function, norm_constants, share_constants, shares, unique_operands,
 )  # fmt: skip
 from codegen.plan.shared.windows import Windows, ceil_div
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 KEPT, STATISTICS = "kept", "part_statistics"  # buffers: a value of each window before the norm, and moments (float4) by sample, channel and part
@@ -55,7 +55,7 @@ class FinishLayout:
     kept_values: int
 
 
-def finish_layout(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows) -> FinishLayout:
+def finish_layout(spec: FusedSpec, device: DeviceClass, g: Geometry, windows: Windows) -> FinishLayout:
     """The layout for the values that a convolution cut as `g` keeps."""
     plane = math.prod(windows.output)
     size = spec.group_channels * plane
@@ -72,7 +72,7 @@ def finish_layout(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows
     return FinishLayout(width, lanes, slices, share, threads, blocks, spec.batch * spec.channels * plane)
 
 
-def finish_kernel(spec: Spec, g: Geometry, windows: Windows, at: FinishLayout) -> FinishKernel:
+def finish_kernel(spec: FusedSpec, g: Geometry, windows: Windows, at: FinishLayout) -> FinishKernel:
     """The kernel that normalises what the convolution kept."""
     finish = finish_function(spec, spec.after_norm, "finish_value", "The norm and what follows it, for a value that was kept.")
     plane = math.prod(windows.output)

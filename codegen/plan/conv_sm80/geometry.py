@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.shared.values import REGISTERS_PER_SM
 from codegen.plan.shared.windows import Windows, ceil_div, ceil_to
-from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 WARP = 32
@@ -183,7 +183,7 @@ def _crowded(weights: int, row_tiles: int, tile_columns: int) -> float:
     return max(many, TWO_TILES if row_tiles == 2 and tile_columns < 32 else 0.0)
 
 
-def candidates(spec: Spec, windows: Windows, parts: int, channel_floats: int) -> Iterator[Geometry]:
+def candidates(spec: FusedSpec, windows: Windows, parts: int, channel_floats: int) -> Iterator[Geometry]:
     """Every way to cut the chain whose registers suffice, whatever its shared memory."""
     values = spec.producer.values
     height, width = spec.norm.input_shape[2:]

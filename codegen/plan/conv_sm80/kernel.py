@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from codegen.ir.apply import Apply, Constant, applies, unique_constants
+from codegen.ir.apply import Apply, Constant, applies, called, unique_constants
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FAINT, FAINT_SHARE, Arithmetic, float_literal
 from codegen.plan.conv_sm80.finish import KEPT, STATISTICS
 from codegen.plan.conv_sm80.geometry import Geometry
 from codegen.plan.model import Kernel
 from codegen.plan.shared.values import (
-    Operand, ValueFunction, prepare_function,
+    LoadedOperand, ValueFunction, prepare_function,
     unique_operands,
 )  # fmt: skip
 from codegen.plan.shared.windows import (
     Direction, Windows, constant, shape_constants,
 )  # fmt: skip
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 
@@ -30,12 +30,12 @@ class ConvKernel(Kernel):
     """
 
     geometry: Geometry
-    operands: tuple[Operand, ...]
+    operands: tuple[LoadedOperand, ...]
     applied: tuple[Apply, ...]
     prepare: ValueFunction | None
-    bias: Operand | None
+    bias: LoadedOperand | None
     direction: str
-    direction_operands: tuple[Operand, ...]
+    direction_operands: tuple[LoadedOperand, ...]
     transforms: bool
     scaled: bool
     split: bool
@@ -44,7 +44,12 @@ class ConvKernel(Kernel):
     operand: str  # fp16 or bf16
 
     @property
-    def channel_operands(self) -> tuple[Operand, ...]:
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls."""
+        return called(self.applied)
+
+    @property
+    def channel_operands(self) -> tuple[LoadedOperand, ...]:
         """What a lane needs of a channel, beside its sign and its scale."""
         return self.prepare.operands if self.transforms and self.prepare else ()
 
@@ -65,10 +70,9 @@ class ConvKernel(Kernel):
         return [o.pointer for o in self.operands]
 
 
-def conv_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising: Direction) -> ConvKernel:
+def conv_kernel(spec: FusedSpec, device: DeviceClass, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising: Direction) -> ConvKernel:
     producer = spec.producer
-    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
-    prepare = prepare_function(spec, True, keys.get("bias"))
+    prepare = prepare_function(spec, True, spec.bias)
     signs = ValueFunction("", "", (), rising.factors)
     operands = unique_operands(prepare, signs)
     padding = producer.values["padding"]
@@ -76,10 +80,10 @@ def conv_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows, 
     blocks = g.blocks(spec.batch, device)
     last_row = (g.sample_parts * g.part_strips * g.window_rows - 1) * g.row_stride + g.reach - padding[0]
     kernel = ConvKernel(
-        name="conv", template="conv_sm80/conv.cu.j2", arguments=("x", keys["weight"], *(o.key for o in operands), KEPT, STATISTICS), constants=(),
+        name="conv", template="conv_sm80/conv.cu.j2", arguments=("x", spec.weight, *(o.key for o in operands), KEPT, STATISTICS), constants=(),
         summary="the convolution on tensor cores without im2col, in one read of x: statistics, and one value of each pooling window",
         smem_bytes=g.smem_bytes, max_registers=g.max_registers, threads=g.threads, blocks=blocks, notes=_notes(spec, g, arithmetic), geometry=g,
-        operands=operands, applied=items, prepare=prepare, bias=next((o for o in operands if o.key == keys.get("bias")), None),
+        operands=operands, applied=items, prepare=prepare, bias=next((o for o in operands if o.key == spec.bias), None),
         direction=rising.expression, direction_operands=rising.factors, transforms=bool(spec.before_norm), scaled=spec.precision.itemsize == 4,
         split=arithmetic.parts == 2, guard_rows=padding[0] > 0 or last_row > spec.input_shape[2], guard_columns=padding[1] > 0,
         operand="bf16" if spec.precision.name == "bf16" else "fp16",
@@ -87,7 +91,7 @@ def conv_kernel(spec: Spec, device: DeviceClass, g: Geometry, windows: Windows, 
     return replace(kernel, constants=_constants(spec, kernel, windows))
 
 
-def _constants(spec: Spec, kernel: ConvKernel, windows: Windows) -> tuple[Constant, ...]:
+def _constants(spec: FusedSpec, kernel: ConvKernel, windows: Windows) -> tuple[Constant, ...]:
     c, g = constant, kernel.geometry
     out_width, padding = spec.norm.input_shape[3], spec.producer.values["padding"]
     listed = [
@@ -141,7 +145,7 @@ def _constants(spec: Spec, kernel: ConvKernel, windows: Windows) -> tuple[Consta
     return tuple(listed)
 
 
-def _part_rows(spec: Spec) -> str:
+def _part_rows(spec: FusedSpec) -> str:
     """How kPartRows comes about, in the source's constants."""
     stride, dilation = spec.producer.values["stride"][0], spec.producer.values["dilation"][0]
     if stride == dilation == 1:
@@ -150,7 +154,7 @@ def _part_rows(spec: Spec) -> str:
     return f"{rows} + (kKernelHeight - 1){' x kDilationHeight' if dilation > 1 else ''} + 1"
 
 
-def _notes(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
+def _notes(spec: FusedSpec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
     parts = f"a block takes parts of a sample in turn: {g.part_strips} of {g.strips} rows of y, {g.part_rows} rows of x"
     if g.channel_tiles > 1:
         parts += f", {g.channels} of {spec.channels} channels"

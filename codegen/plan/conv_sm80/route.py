@@ -36,11 +36,10 @@ class Way:
 
 def offers(request: Request) -> tuple[Offer, ...]:
     """Every way to cut the chain for a block, the cheapest first. Raises Refusal, with the reason, where these kernels cannot serve it."""
-    spec, target, device = request.spec, request.target, request.device
+    spec, target, device = request.form, request.target, request.device
     windows, arithmetic = windows_of(spec, strided=True), arithmetic_of(spec)
     rising = Direction((), False) if windows.size == (1, 1) else direction_of(spec)
-    bias = any(parameter.suffix == "bias" for parameter in spec.producer.parameters)
-    listed = list(candidates(spec, windows, arithmetic.parts, 3 + bias + sum(len(step.parameters) for step in spec.before_norm)))
+    listed = list(candidates(spec, windows, arithmetic.parts, 3 + (spec.bias is not None) + sum(len(step.parameters) for step in spec.before_norm)))
     if not listed:
         raise Refusal(
             f"pooling windows of {windows.size[1]} columns are wider than a warp's tile of 32" if windows.size[1] > 32
@@ -56,13 +55,13 @@ def offers(request: Request) -> tuple[Offer, ...]:
 def _offer(request: Request, way: Way) -> Offer:
     g = way.geometry
     knobs = (("tile", f"{g.tile_rows}x{g.tile_columns}"), ("row_tiles", g.row_tiles), ("part_strips", g.part_strips))
-    ms = one_pass_ms(request.spec, request.device, g, way.finish)
+    ms = one_pass_ms(request.form, request.device, g, way.finish)
     return Offer(Choice("conv_sm80", knobs), ms, CONV_SHARE, CONV_SHARE, way)
 
 
 def plan(request: Request, offer: Offer) -> Plan:
     """The plan of an offer: the convolution, and the kernel that normalises what it keeps."""
-    spec, device, way = request.spec, request.device, offer.detail
+    spec, device, way = request.form, request.device, offer.detail
     g = way.geometry
     conv = conv_kernel(spec, device, g, way.windows, way.arithmetic, way.rising)
     finish = finish_kernel(spec, g, way.windows, way.finish)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.conv_sm90a.geometry import Geometry
 from codegen.plan.shared.cost import costly_operators
 from codegen.plan.shared.fitted import SWEEP, Fitted
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 SAMPLE_US = Fitted(6.1, "us", SWEEP)  # of a sample of a CTA
@@ -18,7 +18,7 @@ WEIGHTS_US = Fitted(0.43, "us", SWEEP)  # of a thousand weights
 DOUBTED = Fitted(1.16, "ratio", SWEEP)  # of the measured time: twice where channels are few and rows long, three times where many come through registers
 
 
-def one_kernel_ms(spec: Spec, device: DeviceClass, g: Geometry, steps: int) -> float:
+def one_kernel_ms(spec: FusedSpec, device: DeviceClass, g: Geometry, steps: int) -> float:
     """Milliseconds of the kernel, which multiplies in `steps` instructions along K: the busiest CTA's samples and tiles."""
     tiles = g.items * g.units * spec.producer.output_shape[2] / g.strips / g.tile_rows * g.column_tiles
     us = SAMPLE_US.on(device) * g.items + TILE_US.on(device) * tiles * g.tile * steps / 100

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.shared.windows import Windows, ceil_div, ceil_to
-from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 ROWS_A = 64  # of the instruction's result: output channels
@@ -173,7 +173,7 @@ def fold_of(width: int) -> int:
     return next(fold for fold in (8, 4, 2, 1) if width % fold == 0)
 
 
-def channel_tile(spec: Spec) -> int | None:
+def channel_tile(spec: FusedSpec) -> int | None:
     """Output channels of a CTA: whole groups, at most ROWS_A, the same number in every tile; None where a group is wider."""
     counts = (count for count in range(1, spec.channels + 1) if spec.channels % count == 0)
     tiles = (spec.channels // count for count in counts)
@@ -186,7 +186,7 @@ def registers_needed(tile: int, tile_columns: int, fold: int, taps: int, parts: 
 
 
 def candidates(
-    spec: Spec, device: DeviceClass, windows: Windows, parts: int, two_walks: bool, channels: int, channel_floats: int,
+    spec: FusedSpec, device: DeviceClass, windows: Windows, parts: int, two_walks: bool, channels: int, channel_floats: int,
 ) -> Iterator[Geometry]:  # fmt: skip
     """Every way to cut the chain whose registers suffice, whatever its shared memory."""
     values = spec.producer.values

@@ -6,18 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from codegen.ir.apply import Apply, Constant, applies
+from codegen.ir.apply import Apply, Constant, applies, called
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import Arithmetic, Precision, float_literal
 from codegen.plan.conv_sm90a.geometry import REGISTERS, Geometry
 from codegen.plan.conv_sm90a.steps import Step, steps, uses_none
 from codegen.plan.model import Kernel
 from codegen.plan.shared.values import (
-    Operand, ValueFunction, norm_constants, norm_operands, operand_of, prepare_function, unique_operands,
+    LoadedOperand, ValueFunction, norm_constants, norm_operands, loaded, prepare_function, unique_operands,
 )  # fmt: skip
 from codegen.plan.shared.windows import (
     Windows, ceil_div, constant, shape_constants,
 )  # fmt: skip
-from codegen.spec import Spec, Step as ChainStep
+from codegen.spec import Step as ChainStep
 
 WEIGHT_EXPONENT = {1: 4, 2: 14}  # of parts: below 2^-3, a scaled weight's second part loses bits
 ALLOWED_LOSS = {1: 1e-4, 2: 2e-7}  # of parts: with the rest of the error, within what tf32 and fp32 allow
@@ -37,16 +38,16 @@ class ConvKernel(Kernel):
     geometry: Geometry
     steps: tuple[Step, ...]
     needs_none: bool
-    operands: tuple[Operand, ...]
+    operands: tuple[LoadedOperand, ...]
     applied: tuple[Apply, ...]
     prepare: ValueFunction | None
-    prepare_operands: tuple[Operand, ...]
+    prepare_operands: tuple[LoadedOperand, ...]
     finish: ValueFunction
     fold_lines: tuple[str, ...]
-    fold_operands: tuple[Operand, ...]
+    fold_operands: tuple[LoadedOperand, ...]
     direction: str
-    direction_operands: tuple[Operand, ...]
-    bias: Operand | None
+    direction_operands: tuple[LoadedOperand, ...]
+    bias: LoadedOperand | None
     two_walks: bool
     transforms: bool
     scaled: bool
@@ -62,7 +63,12 @@ class ConvKernel(Kernel):
         return self.scaled or self.operand_type == "__nv_bfloat16"
 
     @property
-    def channel_operands(self) -> tuple[Operand, ...]:
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls."""
+        return called(self.applied)
+
+    @property
+    def channel_operands(self) -> tuple[LoadedOperand, ...]:
         """What a multiplying warpgroup needs of a channel: all that turns its values into the norm's input, or the bias alone."""
         return self.prepare_operands if self.transforms else (self.bias,) if self.bias else ()
 
@@ -79,7 +85,7 @@ class ConvKernel(Kernel):
         return ",\n    ".join(", ".join(names[i : i + 4]) for i in range(0, len(names), 4))
 
 
-def two_walks_of(spec: Spec, arithmetic: Arithmetic) -> bool:
+def two_walks_of(spec: FusedSpec, arithmetic: Arithmetic) -> bool:
     """Whether each tile gets a mean of its own: where operators precede the norm, and where fp32 is promised, since values less a shift that
     the first rows chose have lost the bits that a mean nearer to them would have kept."""
     return bool(spec.before_norm) or arithmetic.parts == 2
@@ -87,10 +93,10 @@ def two_walks_of(spec: Spec, arithmetic: Arithmetic) -> bool:
 
 def _value(item: Apply) -> str | None:
     """The C name of the operator's parameter, for one channel."""
-    return operand_of(item).value if item.parameter else None
+    return loaded(item.operand).value if item.operand else None
 
 
-def _fold(spec: Spec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tuple[Operand, ...], tuple[Apply, ...]]:
+def _fold(spec: FusedSpec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tuple[LoadedOperand, ...], tuple[Apply, ...]]:
     """The norm's affine part and the affine operators right behind it as updates of factor and offset, and the operators left over."""
     lines, operands = [], list(norm_operands(spec))
     if operands:
@@ -102,8 +108,8 @@ def _fold(spec: Spec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tupl
             break
         done += 1
         value = _value(item) or item.constants[0].name
-        if item.parameter:
-            operands.append(operand_of(item))
+        if item.operand:
+            operands.append(loaded(item.operand))
         if step.operator.name == "add":
             lines.append(f"offset += {value};  // {item.comment}")
         else:
@@ -111,13 +117,12 @@ def _fold(spec: Spec, after: Sequence[ChainStep]) -> tuple[tuple[str, ...], tupl
     return tuple(lines), tuple(operands), items[done:]
 
 
-def conv_kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising, after: Sequence[ChainStep], debug: bool) -> ConvKernel:
+def conv_kernel(spec: FusedSpec, g: Geometry, windows: Windows, arithmetic: Arithmetic, rising, after: Sequence[ChainStep], debug: bool) -> ConvKernel:
     producer = spec.producer
-    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
     two_walks = two_walks_of(spec, arithmetic)
-    prepare = prepare_function(spec, True, keys.get("bias"))
+    prepare = prepare_function(spec, True, spec.bias)
     fold_lines, fold_operands, left = _fold(spec, after)
-    finish_operands = tuple(operand_of(item) for item in left if item.parameter)
+    finish_operands = tuple(loaded(item.operand) for item in left if item.operand)
     finish = ValueFunction(
         "finish_value", "From a value before the norm to the result; the mean and `factor` carry the channel's sign, as `v` does.",
         ("v = fmaf(__fsub_rn(v, mean) - mean_rest, factor, offset);", *(f"v = {item.apply('v', _value(item))};  // {item.comment}" for item in left)),
@@ -125,12 +130,12 @@ def conv_kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmeti
     )  # fmt: skip
     signs = ValueFunction("", "", (), rising.factors)
     operands = unique_operands(prepare, ValueFunction("", "", (), fold_operands), finish, signs)
-    bias = next((o for o in operands if o.key == keys.get("bias")), None)
+    bias = next((o for o in operands if o.key == spec.bias), None)
     listed = steps_of(spec, g, two_walks)
     scaled = spec.precision.itemsize == 4
     applied = applies(spec, (*spec.before_norm, *after))
     return ConvKernel(
-        name="conv", template="conv_sm90a/conv.cu.j2", arguments=("x", keys["weight"], *(o.key for o in operands), "y"),
+        name="conv", template="conv_sm90a/conv.cu.j2", arguments=("x", spec.weight, *(o.key for o in operands), "y"),
         constants=_constants(spec, g, windows, arithmetic, applied), summary=_summary(spec), smem_bytes=g.smem_bytes, max_registers=max_registers(g),
         threads=g.threads, blocks=g.clusters * g.layout.cluster, notes=_notes(spec, g, arithmetic), geometry=g, steps=listed, needs_none=uses_none(listed),
         operands=operands, applied=applied, prepare=prepare, prepare_operands=prepare.operands if prepare else (), finish=finish, fold_lines=fold_lines,
@@ -140,7 +145,7 @@ def conv_kernel(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmeti
     )  # fmt: skip
 
 
-def steps_of(spec: Spec, g: Geometry, two_walks: bool) -> tuple[Step, ...]:
+def steps_of(spec: FusedSpec, g: Geometry, two_walks: bool) -> tuple[Step, ...]:
     """The instructions along K."""
     return steps(spec.producer.values["kernel_size"], g.octets, g.pitch, g.plane, g.parts, not two_walks)
 
@@ -150,7 +155,7 @@ def max_registers(g: Geometry) -> int:
     return 65536 // g.threads // 8 * 8
 
 
-def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic, applied: Sequence[Apply]) -> tuple[Constant, ...]:
+def _constants(spec: FusedSpec, g: Geometry, windows: Windows, arithmetic: Arithmetic, applied: Sequence[Apply]) -> tuple[Constant, ...]:
     width, out_width = spec.input_shape[3], spec.norm.input_shape[3]
     scaled = spec.precision.itemsize == 4
     bf16 = spec.precision.name == "bf16"
@@ -226,11 +231,11 @@ def _constants(spec: Spec, g: Geometry, windows: Windows, arithmetic: Arithmetic
     return tuple(listed)
 
 
-def _summary(spec: Spec) -> str:
+def _summary(spec: FusedSpec) -> str:
     return "the whole chain in one kernel that reads x once; the convolution on tensor cores without im2col"
 
 
-def _notes(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
+def _notes(spec: FusedSpec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
     parts = f"a cluster of {g.layout.cluster} CTAs takes a sample, a part of its rows each" if g.layout.cluster > 1 else "a CTA takes a sample"
     if g.channel_tiles > 1:
         parts += f" and {g.channels} of {spec.channels} channels"

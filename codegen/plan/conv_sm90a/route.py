@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import Arithmetic
 from codegen.plan.conv_sm90a.cost import one_kernel_ms
 from codegen.plan.conv_sm90a.geometry import PREFERENCE, Geometry, candidates, channel_tile, fitting
@@ -20,7 +21,6 @@ from codegen.plan.route import Choice, Offer, Request, Route, refuse_kept
 from codegen.plan.shared.windows import (
     ONE_READ, Direction, Windows, arithmetic_of, direction_of, reasons, split_at_pool, windows_of,
 )  # fmt: skip
-from codegen.spec import Spec
 
 SHORT_ROWS = 64  # a narrower tile leaves the tensor cores half idle
 ACROSS = 0.95  # by which the estimate is multiplied to be compared with other targets
@@ -38,15 +38,14 @@ class Way:
 
 def offers(request: Request) -> tuple[Offer, ...]:
     """The best geometry of every layout, the fastest first. Raises Refusal, with the reason, where this kernel cannot serve the chain."""
-    spec, target, device = request.spec, request.target, request.device
+    spec, target, device = request.form, request.target, request.device
     refuse_kept(spec)
     windows, arithmetic = windows_of(spec), arithmetic_of(spec)
     rising = direction_of(spec)
     channels = channel_tile(spec)
     if channels is None:
         raise Refusal(f"a group of {spec.group_channels} channels is wider than the 64 that one CTA computes")
-    bias = any(parameter.suffix == "bias" for parameter in spec.producer.parameters)
-    channel_floats = 2 + bias + sum(len(step.parameters) for step in spec.before_norm)
+    channel_floats = 2 + (spec.bias is not None) + sum(len(step.parameters) for step in spec.before_norm)
     two_walks = two_walks_of(spec, arithmetic)
     listed = list(candidates(spec, device, windows, arithmetic.parts, two_walks, channels, channel_floats))
     if not listed:
@@ -60,7 +59,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
 
 
 def _offer(request: Request, way: Way, two_walks: bool) -> Offer:
-    g, spec = way.geometry, request.spec
+    g, spec = way.geometry, request.form
     knobs = (("cluster", g.layout.cluster), ("warpgroups", g.layout.warpgroups), ("bulk", g.layout.bulk))
     ms = one_kernel_ms(spec, request.device, g, len(steps_of(spec, g, two_walks)))
     return Offer(Choice("conv_sm90a", knobs), ms, across=ACROSS, detail=way)
@@ -68,14 +67,14 @@ def _offer(request: Request, way: Way, two_walks: bool) -> Offer:
 
 def plan(request: Request, offer: Offer) -> Plan:
     """The plan of an offer: one kernel."""
-    spec, device, way = request.spec, request.device, offer.detail
+    spec, device, way = request.form, request.device, offer.detail
     before_pool, rest = split_at_pool(spec)
     kernel = conv_kernel(spec, way.geometry, way.windows, way.arithmetic, way.rising, (*before_pool, *rest), request.debug)
     bound = floor(spec, device, len(way.arithmetic.products), device.fp16)
     return Plan(spec, request.target, device, (Launch(kernel),), (), bound, _why(spec, way.geometry, way.arithmetic))
 
 
-def _why(spec: Spec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
+def _why(spec: FusedSpec, g: Geometry, arithmetic: Arithmetic) -> tuple[str, ...]:
     used = g.clusters * g.layout.cluster
     listed = [
         ONE_READ,

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from codegen.ir.apply import Apply, Constant, applies, c_identifier, kept_name, parameter_keys, unique_constants
-from codegen.ops import Kind
+from codegen.ir.apply import Apply, Constant, applies, called, kept_name, parameter_keys, unique_constants
+from codegen.ir.operand import c_identifier
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.model import Kernel
-from codegen.spec import Spec, Step
+from codegen.spec import Step
 
 STACK_VALUES = 65536  # scratch on a thread's stack up to 256 KB, half of the smallest default stack (macOS); above it, from the heap
 PIECE = 4096  # values whose two passes of statistics stay in the first-level cache: 16 KB
@@ -95,12 +96,12 @@ class CpuKernel(Kernel):
     @property
     def storage(self) -> str:
         """The C type of a stored value."""
-        return _c_type(self.dtype)
+        return c_type_of(self.dtype)
 
     @property
     def result_type(self) -> str:
         """That of a value of y."""
-        return _c_type(self.result)
+        return c_type_of(self.result)
 
     @property
     def after_ops(self) -> tuple[Apply, ...]:
@@ -111,12 +112,17 @@ class CpuKernel(Kernel):
         return (*self.before, *self.after_ops)
 
     @property
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls."""
+        return called(self.all_ops)
+
+    @property
     def before_varies(self) -> bool:
-        return any(op.per_channel for op in self.before)
+        return any(op.operand and op.operand.per_channel for op in self.before)
 
     @property
     def reads_channels(self) -> bool:
-        return bool(self.gamma or self.beta or any(op.per_channel for op in self.all_ops))
+        return bool(self.gamma or self.beta or any(op.operand and op.operand.per_channel for op in self.all_ops))
 
     @property
     def pointers(self) -> tuple[str, ...]:
@@ -125,11 +131,11 @@ class CpuKernel(Kernel):
 
     @property
     def signature(self) -> str:
-        return _wrapped([f"{self.result_type}* y" if name == "y" else f"const {self.storage}* {name}" for name in self.pointers], "    ")
+        return wrapped([f"{self.result_type}* y" if name == "y" else f"const {self.storage}* {name}" for name in self.pointers], "    ")
 
     @property
     def call(self) -> str:
-        return _wrapped(list(self.pointers), "              ")
+        return wrapped(list(self.pointers), "              ")
 
     @property
     def scratch_argument(self) -> str:
@@ -139,7 +145,7 @@ class CpuKernel(Kernel):
         return ", scratch" + (" + kScratch * omp_get_thread_num()" if self.parallel else "")
 
 
-def _wrapped(items: list[str], indent: str, width: int = 100) -> str:
+def wrapped(items: list[str], indent: str, width: int = 100) -> str:
     """The items with commas between them, on as many lines as it takes."""
     lines = [""]
     for i, item in enumerate(items):
@@ -149,7 +155,7 @@ def _wrapped(items: list[str], indent: str, width: int = 100) -> str:
     return f"\n{indent}".join(line.rstrip() for line in lines)
 
 
-def _c_type(dtype: str) -> str:
+def c_type_of(dtype: str) -> str:
     return "float" if dtype == "float32" else "std::uint16_t"
 
 
@@ -157,58 +163,42 @@ def _pointer(key: str) -> str:
     return f"{c_identifier(key)}_data"
 
 
-def cpu_kernel(spec: Spec, name: str = "chain") -> CpuKernel:
+def cpu_kernel(spec: FusedSpec, name: str = "chain") -> CpuKernel:
     """The one kernel of the cpu target, `name` its namespace's stem."""
-    norm = spec.norm
-    suffixes = {parameter.suffix: norm.key(parameter) for parameter in norm.parameters}
-    affine = {suffix: _pointer(key) for suffix, key in suffixes.items()}
-    before, segments, pool_steps = applies(spec, spec.before_norm), *_segments(spec)
-    after = segments[0]
-    ops = (*before, *(op for segment in segments for op in segment))
+    gamma, beta = map(_pointer, spec.affine) if spec.affine else (None, None)
+    before, runs, pool_steps = applies(spec, spec.before_norm), [applies(spec, run) for run in spec.runs], spec.pools
+    ops = (*before, *(op for run in runs for op in run))
     half = spec.precision.itemsize == 2
     buffered = half or bool(before)
     plane = bool(pool_steps) and (_overlaps(pool_steps[0]) or pool_steps[0].input_shape[3] < SHORT_ROW)
-    pools = tuple(_pool(spec, i, step, segments[i + 1], plane, i == len(pool_steps) - 1) for i, step in enumerate(pool_steps))
+    pools = tuple(_pool(spec, i, step, runs[i + 1], plane, i == len(pool_steps) - 1) for i, step in enumerate(pool_steps))
     scratch = _scratch(spec, buffered, plane, pools)
     held = sum(item.size for item in scratch)
-    elements = math.prod(norm.input_shape)
+    elements = math.prod(spec.norm.input_shape)
     pieces = math.ceil(spec.group_size / PIECE)
-    keys = tuple(dict.fromkeys((*parameter_keys(before), *suffixes.values(), *parameter_keys(ops))))
+    keys = tuple(dict.fromkeys((*parameter_keys(before), *spec.affine, *parameter_keys(ops))))
     return CpuKernel(
         name=name, template="cpu/chain.cpp.j2", arguments=("t0", *keys, "y"), constants=_constants(spec, ops, pools, scratch, pieces),
         summary=f"everything after torch's {spec.producer.operator.name}, one group of one sample at a time", notes=_notes(spec, buffered, plane, pools, held),
-        dtype=spec.precision.dtype, result=spec.result.dtype, before=before, after=after, gamma=affine.get("weight"), beta=affine.get("bias"),
+        dtype=spec.precision.dtype, result=spec.result.dtype, before=before, after=runs[0], gamma=gamma, beta=beta,
         story=_story(spec), flat=spec.spatial == 1 and not pools, buffered=buffered, pieces=pieces, pools=pools, plane=plane, scratch=scratch,
         on_heap=held > STACK_VALUES, parallel=elements >= PARALLEL_ELEMENTS, keeps_product=_kept(spec, spec.before_norm, 0),
-        keeps_input=_kept(spec, spec.after_norm, spec.norm_index - 1), keeps_norm=_kept(spec, spec.after_norm, spec.norm_index),
+        keeps_input=_kept(spec, spec.after_norm, spec.norm.index - 1), keeps_norm=_kept(spec, spec.after_norm, spec.norm.index),
     )  # fmt: skip
 
 
-def _kept(spec: Spec, steps: tuple[Step, ...], index: int) -> str | None:
+def _kept(spec: FusedSpec, steps: tuple[Step, ...], index: int) -> str | None:
     """The C name of the result in place `index`, where some of `steps` take it once more."""
     return kept_name(spec.chain[index]) if index in spec.kept(steps) else None
 
 
-def _story(spec: Spec) -> str:
+def _story(spec: FusedSpec) -> str:
     """What happens to a group, in order."""
     words = [*(step.operator.name for step in spec.before_norm), "statistics", "normalise", *(step.operator.name for step in spec.after_norm), "store"]
     return ", ".join(words)
 
 
-def _segments(spec: Spec) -> tuple[tuple[tuple[Apply, ...], ...], tuple[Step, ...]]:
-    """(element-wise operators between the norm, each pooling and the end; the poolings): one more segment than poolings."""
-    segments: list[list[Step]] = [[]]
-    pools: list[Step] = []
-    for step in spec.after_norm:
-        if step.operator.kind is Kind.POOL:
-            pools.append(step)
-            segments.append([])
-        else:
-            segments[-1].append(step)
-    return tuple(applies(spec, segment) for segment in segments), tuple(pools)
-
-
-def _suffix(index: int) -> str:
+def pool_suffix(index: int) -> str:
     """What tells the names of one pooling from the next's: "", "2", "3", ..."""
     return str(index + 1) if index > 0 else ""
 
@@ -218,8 +208,8 @@ def _overlaps(pool: Step) -> bool:
     return pool.values["dilation"][0] * (pool.values["kernel_size"][0] - 1) >= pool.values["stride"][0]
 
 
-def _pool(spec: Spec, index: int, step: Step, ops: tuple[Apply, ...], plane: bool, last: bool) -> Pool:
-    suffix, previous = _suffix(index), _suffix(index - 1)
+def _pool(spec: FusedSpec, index: int, step: Step, ops: tuple[Apply, ...], plane: bool, last: bool) -> Pool:
+    suffix, previous = pool_suffix(index), pool_suffix(index - 1)
     values = step.values
     (_, _, height, width), (_, _, out_height, out_width) = step.input_shape, step.output_shape
     (kernel_h, kernel_w), (stride_h, stride_w) = values["kernel_size"], values["stride"]
@@ -260,14 +250,14 @@ def _count_text(count: int, size: int, kernel: int, stride: int, padding: int, d
     return f"{text}, rounded up" + (", without the window that would start in the padding" if -(-span // stride) + 1 > count else "")
 
 
-def _scratch(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...]) -> tuple[Scratch, ...]:
+def _scratch(spec: FusedSpec, buffered: bool, plane: bool, pools: tuple[Pool, ...]) -> tuple[Scratch, ...]:
     """A thread's arrays, in the order in which they are filled."""
     items = []
     if buffered:
         items.append(Scratch("value", "kGroupSize", spec.group_size, "float", "the group's values before the norm"))
     if plane:
         items.append(Scratch("plane", "kSpatial", spec.spatial, "std::int32_t", "one channel behind the norm, ordered"))
-    for pool, step in zip(pools, _segments(spec)[1], strict=True):
+    for pool, step in zip(pools, spec.pools, strict=True):
         items.append(Scratch(pool.row, f"kRow{pool.suffix}", pool.row_size, "std::int32_t", "maxima over a window's rows, one for each column"))
         if pool.target:
             size = math.prod(step.output_shape[2:])
@@ -275,7 +265,7 @@ def _scratch(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...]) -
     return tuple(items)
 
 
-def _constants(spec: Spec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scratch: tuple[Scratch, ...], pieces: int) -> tuple[Constant, ...]:
+def _constants(spec: FusedSpec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scratch: tuple[Scratch, ...], pieces: int) -> tuple[Constant, ...]:
     norm = spec.norm.operator.name
     items = [
         Constant("kBatch", str(spec.batch), "batch"),
@@ -309,13 +299,13 @@ def _constants(spec: Spec, ops: tuple[Apply, ...], pools: tuple[Pool, ...], scra
     return (*items, *unique_constants(ops))
 
 
-def _notes(spec: Spec, buffered: bool, plane: bool, pools: tuple[Pool, ...], held: int) -> tuple[str, ...]:
+def _notes(spec: FusedSpec, buffered: bool, plane: bool, pools: tuple[Pool, ...], held: int) -> tuple[str, ...]:
     kb = spec.group_size * 4 / 1024
     notes = [f"a thread takes whole groups: {spec.batch * spec.num_groups} of {spec.group_size} values ({kb:.4g} KB as float)"]
     if buffered:
         notes.append("the group's values stay in a float scratch array, so that what comes before the norm is computed once")
     if plane:
-        why = "windows overlap" if _overlaps(_segments(spec)[1][0]) else "rows are short"
+        why = "windows overlap" if _overlaps(spec.pools[0]) else "rows are short"
         notes.append(f"{why}: a channel is normalised once into scratch, then pooled")
     elif pools:
         notes.append("windows share no row: values are normalised as they are pooled and the normalised tensor is never written")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from codegen.ir.fused_form import PRODUCERS
 from codegen.plan.cpu.kernel import cpu_kernel
 from codegen.plan.floor import floor
-from codegen.plan.model import Buffer, Launch, Library, Plan
+from codegen.plan.model import Buffer, Launch, Plan
 from codegen.plan.route import Choice, Offer, Request, Route
+from codegen.plan.shared.product import library_product
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
@@ -16,17 +17,11 @@ def offers(request: Request) -> tuple[Offer, ...]:
 
 def plan(request: Request, offer: Offer) -> Plan:
     """The plan: a library step into "t0" and one launch."""
-    spec, target, device = request.spec, request.target, request.device
-    producer = spec.producer
-    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
-    options = {}
-    if producer.operator.rank:
-        options = {key: producer.values[key] for key in ("stride", "padding", "dilation", "groups")}
-    library = Library(producer.operator.name, ("x", keys["weight"], keys.get("bias")), "t0", options)
-    kernel = cpu_kernel(spec)
+    spec, target, device = request.form, request.target, request.device
+    producer, kernel = spec.producer, cpu_kernel(spec)
     why = (f"torch's own {producer.operator.name}, then one C++ function that reads its result from memory once and writes y",)
     buffer = Buffer("t0", producer.output_shape, spec.precision.dtype)
-    return Plan(spec, target, device, (library, Launch(kernel)), (buffer,), floor(spec, device), why)
+    return Plan(spec, target, device, (library_product(spec), Launch(kernel)), (buffer,), floor(spec, device), why)
 
 
 CPU = Route("cpu", "torch's {}, then one C++ function", frozenset({"cpu"}), frozenset(PRODUCERS), offers, plan, own=False)

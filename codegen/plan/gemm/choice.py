@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import Arithmetic
 from codegen.plan.gemm.cost import COPIED_SHARE, EPILOGUE_SLOWDOWN, SLICE_MARGIN, block_rounds, product_ms
 from codegen.plan.gemm.epilogue import epilogue_cycles, epilogue_of
 from codegen.plan.gemm.tiles import Tile, aligned_k, slice_counts, tiles_for
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 ALIGNED_VALUES = 1 << 32  # of x and W together, fewer than that kernel counts
@@ -28,12 +28,12 @@ class Tiling:
     aligned: bool = False
 
 
-def choose_tile(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> Tiling:
+def choose_tile(spec: FusedSpec, device: DeviceClass, arithmetic: Arithmetic) -> Tiling:
     """The tile with the least estimated time, the norm kernel's included where the tile cannot hold whole groups."""
     return tile_choices(spec, device, arithmetic)[0]
 
 
-def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> list[Tiling]:
+def tile_choices(spec: FusedSpec, device: DeviceClass, arithmetic: Arithmetic) -> list[Tiling]:
     """All tiles, with and without the norm in the epilogue, the least estimated time first."""
     k = spec.input_shape[1]
     choices = _choices(spec, device, arithmetic, k)
@@ -43,7 +43,7 @@ def tile_choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> lis
     return sorted(choices, key=lambda choice: (round(choice.ms, 5), choice.tile.m * choice.tile.n))  # the smaller of equals
 
 
-def _choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, k: int) -> list[Tiling]:
+def _choices(spec: FusedSpec, device: DeviceClass, arithmetic: Arithmetic, k: int) -> list[Tiling]:
     """The tiles for rows of `k` values."""
     width = spec.group_channels
     tail_bytes = 2 * spec.batch * spec.channels * spec.result.itemsize
@@ -59,7 +59,7 @@ def _choices(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, k: int) ->
     return choices + [choice for choice in _sliced(spec, device, arithmetic, tail, k) if choice.ms < SLICE_MARGIN * least]
 
 
-def _sliced(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tail: float, k: int) -> list[Tiling]:
+def _sliced(spec: FusedSpec, device: DeviceClass, arithmetic: Arithmetic, tail: float, k: int) -> list[Tiling]:
     """Tiles that several blocks share, each with its own part of K. Their sums meet in a kernel of their own, in front of the norm's. Arithmetic that
     looks through x and W beforehand would read them twice; tiles that split once a block know nothing of slices."""
     if arithmetic.operand != "tf32" and (arithmetic.parts == 2 or arithmetic.name == "ffma"):
@@ -74,7 +74,7 @@ def _sliced(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tail: float
 
 
 def tile_ms(
-    spec: Spec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, columns: int, finished: bool, slices: int = 1, k: int | None = None
+    spec: FusedSpec, device: DeviceClass, arithmetic: Arithmetic, tile: Tile, columns: int, finished: bool, slices: int = 1, k: int | None = None
 ) -> float:  # fmt: skip
     """Estimated milliseconds of the GEMM alone: the slowest of multiplier, L2, memory and the pipeline's own latency, and the epilogues behind it."""
     m, n, k = spec.batch, spec.channels, k or spec.input_shape[1]
@@ -86,7 +86,7 @@ def tile_ms(
     return product + epilogue
 
 
-def scale_ms(spec: Spec, device: DeviceClass, arithmetic: Arithmetic) -> float:
+def scale_ms(spec: FusedSpec, device: DeviceClass, arithmetic: Arithmetic) -> float:
     """The kernel that finds fp16x3's scales reads x and W once."""
     if arithmetic.name != "fp16x3":
         return 0.0

@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 
 from codegen.ir.apply import Constant
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.gemm.tiles import aligned_k
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer, PointerKernel
 from codegen.plan.shared.values import named_operand
-from codegen.spec import Spec
 
 SCALES = "row_scales"
 X_ROWS, WEIGHT_ROWS = "x_rows", "weight_rows"
@@ -37,7 +37,7 @@ class RowScaleKernel(PointerKernel):
     weight: str = ""
 
 
-def row_scale_kernel(spec: Spec) -> RowScaleKernel:
+def row_scale_kernel(spec: FusedSpec) -> RowScaleKernel:
     """The kernel that finds the scales of every row of x, then of W."""
     k = spec.input_shape[1]
     rows = spec.batch + spec.channels
@@ -45,7 +45,7 @@ def row_scale_kernel(spec: Spec) -> RowScaleKernel:
     vectors = k // vector
     threads = next((t for t in (64, 128, 256, 512) if math.ceil(vectors / t) * vector <= 32), 1024)
     per_thread = math.ceil(vectors / threads)
-    weight = spec.producer.key(spec.producer.parameters[0])
+    weight = spec.weight
     pointer = named_operand(weight).pointer
     pointers = (Pointer("float", "x"), Pointer("float", pointer), Pointer("float", SCALES, True))
     constants = (
@@ -69,12 +69,12 @@ def row_scale_kernel(spec: Spec) -> RowScaleKernel:
     )  # fmt: skip
 
 
-def align_rows_kernel(spec: Spec) -> AlignRowsKernel:
+def align_rows_kernel(spec: FusedSpec) -> AlignRowsKernel:
     """The kernel that copies x and W to rows of aligned_k values, zeros behind the last."""
     k = spec.input_shape[1]
     rows, words = spec.batch + spec.channels, aligned_k(k) // 2
     blocks = math.ceil(rows * words / (ALIGN_THREADS * ALIGN_WORDS))
-    weight = spec.producer.key(spec.producer.parameters[0])
+    weight = spec.weight
     constants = (
         Constant("kBatch", str(spec.batch), "rows of x"),
         Constant("kInFeatures", str(k), "values in a row of x or W: odd"),

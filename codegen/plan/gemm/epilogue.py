@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import Arithmetic
 from codegen.plan.gemm.cost import VALUE_CYCLES, item_cycles
 from codegen.plan.gemm.tiles import WARP, Tile
-from codegen.spec import Spec
 
 LANE_VALUES = 16  # of an item in a lane's registers, at most
 
@@ -43,7 +43,7 @@ class Epilogue:
         return self.items % self.teams != 0
 
 
-def epilogue_of(spec: Spec, tile: Tile, columns: int, finished: bool, arithmetic: Arithmetic) -> Epilogue:
+def epilogue_of(spec: FusedSpec, tile: Tile, columns: int, finished: bool, arithmetic: Arithmetic) -> Epilogue:
     """The epilogue of a tile of which `columns` are kept; `finished`: it normalises, so spans are groups."""
     span = spec.group_channels if finished else tile.n
     vector = math.gcd(math.gcd(span, spec.channels), 16 // spec.result.itemsize)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.ir.apply import Apply, Constant, applies, parameter_keys, unique_constants
+from codegen.ir.apply import Apply, Constant, applies, called, parameter_keys, unique_constants
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, Arithmetic, Precision, float_literal
 from codegen.plan.gemm.choice import Tiling
 from codegen.plan.gemm.companions import SCALES, WEIGHT_ROWS, X_ROWS
@@ -13,8 +14,7 @@ from codegen.plan.gemm.epilogue import Epilogue, epilogue_of
 from codegen.plan.gemm.tiles import Tile, aligned_k, partial_sum_stages, slice_stages
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer, PointerKernel
-from codegen.plan.shared.values import Operand, kept_in_front, named_operand, norm_operands, operand_of, vector_statements
-from codegen.spec import Spec
+from codegen.plan.shared.values import LoadedOperand, kept_in_front, loaded, named_operand, norm_operands, vector_statements
 
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
 FFMA_PARTIAL_K = 128  # K of one partial sum, at most: its error stays below that of one chain of K additions
@@ -69,9 +69,9 @@ class GemmKernel(TiledKernel):
     ragged_outputs: bool = False
     finished: bool = False
     statistics: bool = False
-    bias: Operand | None = None
+    bias: LoadedOperand | None = None
     weight: str = ""
-    affine: tuple[Operand, ...] = ()
+    affine: tuple[LoadedOperand, ...] = ()
     before: tuple[Apply, ...] = ()
     after: tuple[Apply, ...] = ()
     epilogue: Epilogue | None = None
@@ -80,9 +80,9 @@ class GemmKernel(TiledKernel):
     fold: Kernel | None = None  # a StageKernel: what folds the finished row, in place of writing it
 
     @property
-    def applied(self) -> tuple[Apply, ...]:
-        """Every operator of the epilogue."""
-        return (*self.before, *self.after, *(self.fold.functions if self.fold else ()))
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that the epilogue calls."""
+        return (*called(self.before), *called(self.after), *(self.fold.functions if self.fold else ()))
 
     @property
     def store_width(self) -> int:
@@ -119,19 +119,19 @@ class GemmKernel(TiledKernel):
         return bool(self.vectors_before or self.vectors_after)
 
     @property
-    def scalars(self) -> tuple[Operand, ...]:
+    def scalars(self) -> tuple[LoadedOperand, ...]:
         """The one-element parameters."""
-        return tuple(operand_of(item) for item in self.before + self.after if item.parameter and not item.per_channel)
+        return tuple(loaded(item.operand) for item in self.before + self.after if item.operand and not item.operand.per_channel)
 
     @property
-    def vectors_before(self) -> tuple[Operand, ...]:
+    def vectors_before(self) -> tuple[LoadedOperand, ...]:
         """The per-channel parameters up to the norm."""
-        return ((self.bias,) if self.bias else ()) + tuple(operand_of(item) for item in self.before if item.per_channel)
+        return ((self.bias,) if self.bias else ()) + tuple(loaded(item.operand) for item in self.before if item.operand and item.operand.per_channel)
 
     @property
-    def vectors_after(self) -> tuple[Operand, ...]:
+    def vectors_after(self) -> tuple[LoadedOperand, ...]:
         """The norm's per-channel parameters and those behind it."""
-        return self.affine + tuple(operand_of(item) for item in self.after if item.per_channel)
+        return self.affine + tuple(loaded(item.operand) for item in self.after if item.operand and item.operand.per_channel)
 
     @property
     def before_lines(self) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class GemmKernel(TiledKernel):
         return (*self.kept_lines[1], *affine, *self.kept_lines[2], *vector_statements(self.after))
 
 
-def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
+def gemm_kernel(spec: FusedSpec, arithmetic: Arithmetic, choice: Tiling, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
     """The GEMM of `spec` with the chosen tile; `statistics`: leave the moments of every row and tile behind."""
     tile, precision = choice.tile, spec.precision
     k = aligned_k(spec.input_shape[1]) if choice.aligned else spec.input_shape[1]
@@ -153,9 +153,9 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: 
     bare = sliced or rounds_early(spec, choice)
     before = () if bare else applies(spec, spec.before_norm)
     after = applies(spec, spec.after_norm) if choice.finished else ()
-    keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters if not sliced or p.suffix == "weight"}
+    bias = None if sliced else spec.bias
     affine = norm_operands(spec) if choice.finished else ()
-    named = [keys["weight"], keys.get("bias"), *parameter_keys(before), *(operand.key for operand in affine), *parameter_keys(after)]
+    named = [spec.weight, bias, *parameter_keys(before), *(operand.key for operand in affine), *parameter_keys(after)]
     parameters = tuple(dict.fromkeys(key for key in named if key))
     scaled = arithmetic.name == "fp16x3"
     arguments = ("x", *parameters, *((SCALES,) if scaled else ()), *((STATISTICS,) if statistics else ()), "y")
@@ -163,7 +163,7 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: 
     known = {operand.key: operand.pointer for operand in (*map(named_operand, parameters), *affine)}
     pointers = tuple(Pointer(types.get(a, precision.c_type), known.get(a, a), a in ("y", STATISTICS)) for a in arguments)
     if choice.aligned:
-        arguments = tuple({"x": X_ROWS, keys["weight"]: WEIGHT_ROWS}.get(argument, argument) for argument in arguments)
+        arguments = tuple({"x": X_ROWS, spec.weight: WEIGHT_ROWS}.get(argument, argument) for argument in arguments)
     slice_k = slice_stages(arithmetic, tile, k, precision.itemsize, choice.slices) * tile.stage_k(precision.itemsize) if sliced else k
     stages_per_chunk, stage_count = stage_counts(arithmetic, tile, slice_k, precision.itemsize)
     padded_k = choice.slices * stage_count * tile.stage_k(precision.itemsize)
@@ -173,14 +173,14 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: 
         spec = replace(spec, gives=FP32)
     epilogue = epilogue_of(spec, tile, choice.columns, choice.finished, arithmetic)
     kernel = GemmKernel(
-        name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(spec, choice, arithmetic, [what for what, there in (("bias", "bias" in keys), ("the operators before the norm", not bare)) if there]),
+        name="gemm", template=f"gemm/{_template(arithmetic, tile)}.cu.j2", arguments=arguments, constants=(), summary=_summary(spec, choice, arithmetic, [what for what, there in (("bias", bias is not None), ("the operators before the norm", not bare)) if there]),
         smem_bytes=max(tile.smem_bytes, epilogue.round_rows * epilogue.pitch * 4 * tile.warps_k), max_registers=tile.max_registers,
         threads=tile.threads, blocks=tiles_m * tiles_n * choice.slices, pointers=pointers, tile=tile, arithmetic=arithmetic, storage=precision.c_type, result=spec.result,
         copy_bytes=math.gcd(16, k * precision.itemsize), ragged_m=spec.batch % tile.m != 0,
         ragged_n=(tiles_n - 1) * choice.columns + tile.n > spec.channels, ragged_k=padded_k != k,
         ragged_outputs=tiles_n * choice.columns != spec.channels, raster_remainder=tiles_m % raster != 0,
-        finished=choice.finished, statistics=statistics, bias=named_operand(keys["bias"]) if "bias" in keys else None,
-        weight=named_operand(keys["weight"]).pointer, affine=affine, before=before, after=after, epilogue=epilogue, notes=notes,
+        finished=choice.finished, statistics=statistics, bias=named_operand(bias) if bias else None,
+        weight=named_operand(spec.weight).pointer, affine=affine, before=before, after=after, epilogue=epilogue, notes=notes,
         kept_lines=((), (), ()) if bare else _kept_lines(spec, choice.finished), slices=choice.slices, normed=spec.has_norm,
     )  # fmt: skip
     constants = _shape_constants(spec, choice, k) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)
@@ -188,16 +188,16 @@ def gemm_kernel(spec: Spec, arithmetic: Arithmetic, choice: Tiling, statistics: 
     return replace(kernel, constants=constants)
 
 
-def rounds_early(spec: Spec, choice: Tiling) -> bool:
+def rounds_early(spec: FusedSpec, choice: Tiling) -> bool:
     """Whether values would be rounded to 16 bits between the operators in front of the norm and the norm itself. Where a sigmoid or a bound has brought them
     near one another, rounding leaves of their differences nothing that the norm could find again, so the linear's own result is rounded instead, as PyTorch's is."""
     return spec.has_norm and not choice.finished and bool(spec.before_norm) and spec.result.itemsize == 2
 
 
-def _kept_lines(spec: Spec, finished: bool) -> tuple[tuple[str, ...], ...]:
+def _kept_lines(spec: FusedSpec, finished: bool) -> tuple[tuple[str, ...], ...]:
     """What is kept for operators that take it once more: the product, the norm's input and the norm's result."""
     after = spec.after_norm if finished else ()
-    at = spec.norm_index
+    at = len(spec.before_norm) + 1
     return kept_in_front(spec, spec.before_norm, 0), kept_in_front(spec, after, at - 1, "values[j][e]"), kept_in_front(spec, after, at)
 
 
@@ -207,7 +207,7 @@ def _template(arithmetic: Arithmetic, tile: Tile) -> str:
     return "mma" if arithmetic.parts == 1 else "mma_presplit" if tile.presplit else "mma_split"
 
 
-def _summary(spec: Spec, choice: Tiling, arithmetic: Arithmetic, front: list[str]) -> str:
+def _summary(spec: FusedSpec, choice: Tiling, arithmetic: Arithmetic, front: list[str]) -> str:
     if choice.slices > 1:
         return f"x W^T by {arithmetic.summary}, {choice.slices} parts of K apart"
     inside = "the whole chain" if choice.finished or (not spec.has_norm and len(spec.chain) > 1) else " and ".join(front[: 2 if spec.has_norm else 1])
@@ -227,7 +227,7 @@ def stage_counts(arithmetic: Arithmetic, tile: Tile, k: int, itemsize: int) -> t
     return chunk, math.ceil(stages / chunk) * chunk
 
 
-def _shape_constants(spec: Spec, choice: Tiling, k: int) -> tuple[Constant, ...]:
+def _shape_constants(spec: FusedSpec, choice: Tiling, k: int) -> tuple[Constant, ...]:
     shape = (
         Constant("kBatch", str(spec.batch), "rows of x and y"),
         Constant("kInFeatures", str(k), "K: values in a row of x or W" + (f", zeros behind the first {spec.input_shape[1]}" if choice.aligned else "")),
@@ -268,7 +268,7 @@ def panel_constants(tile: Tile, itemsize: int) -> tuple[Constant, ...]:
 
 
 def _tile_constants(
-    spec: Spec, kernel: GemmKernel, choice: Tiling, tiles_m: int, tiles_n: int, raster: int, stage_count: int, stages_per_chunk: int
+    spec: FusedSpec, kernel: GemmKernel, choice: Tiling, tiles_m: int, tiles_n: int, raster: int, stage_count: int, stages_per_chunk: int
 ) -> tuple[Constant, ...]:  # fmt: skip
     tile, itemsize = kernel.tile, spec.precision.itemsize
     ffma = kernel.arithmetic.name == "ffma"
@@ -300,7 +300,7 @@ def _tile_constants(
     return tuple(constants)
 
 
-def _epilogue_constants(spec: Spec, kernel: GemmKernel) -> tuple[Constant, ...]:
+def _epilogue_constants(spec: FusedSpec, kernel: GemmKernel) -> tuple[Constant, ...]:
     e, tile = kernel.epilogue, kernel.tile
     what = "kGroupWidth" if kernel.finished else "kTileN"
     items = "kRoundRows * kSpans" if e.spans > 1 else "kRoundRows"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import ARITHMETICS, Arithmetic
 from codegen.plan.floor import floor
 from codegen.plan.gemm.choice import Tiling, scale_ms, tile_choices
@@ -16,7 +17,6 @@ from codegen.plan.norm.route import plan_norm, plan_norm_of_product
 from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.shared.moments import TileStatistics
 from codegen.plan.shared.slices import sliced_product
-from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 HELD_BY_NORM = 8192  # values of a group that the norm kernel keeps in registers; wider groups get statistics from here
@@ -27,14 +27,14 @@ CANDIDATES = {"fp32": ("fp16x3", "tf32x3", "ffma"), "tf32": ("tf32",), "fp16": (
 SPLIT_MIN_K = {"fp16x3": 1024, "tf32x3": 1024}
 
 
-def arithmetics(spec: Spec) -> list[str]:
+def arithmetics(spec: FusedSpec) -> list[str]:
     """The arithmetics that keep the promise of the spec's precision."""
     return [name for name in CANDIDATES[spec.precision.name] if spec.input_shape[1] >= SPLIT_MIN_K.get(name, 0)]
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
     """Every tile of every arithmetic that keeps the promise: those of the fastest arithmetic first, and of one arithmetic the fastest tile first."""
-    spec, device = request.spec, request.device
+    spec, device = request.form, request.device
     names = [spec.math] if spec.math else arithmetics(spec)
     found = [[offer_of(request, ARITHMETICS[name], tiling) for tiling in tile_choices(spec, device, ARITHMETICS[name])] for name in names]
     return tuple(offer for listed in sorted(found, key=lambda listed: listed[0].ms) for offer in listed)
@@ -43,14 +43,14 @@ def offers(request: Request) -> tuple[Offer, ...]:
 def offer_of(request: Request, arithmetic: Arithmetic, tiling: Tiling) -> Offer:
     """The offer of a tiling: its launches, the search for scales, and the norm's kernel where one follows."""
     tile, device = tiling.tile, request.device
-    end = "one_kernel" if tiling.finished or not request.spec.has_norm else "norm_kernel"
+    end = "one_kernel" if tiling.finished or not request.form.has_norm else "norm_kernel"
     knobs = (("math", arithmetic.name), ("tile", f"{tile.m}x{tile.n}"), ("slices", tiling.slices), ("aligned", tiling.aligned), ("end", end))
-    return Offer(Choice("gemm", knobs), tiling.ms + scale_ms(request.spec, device, arithmetic) + device.launch_us / 1e3, detail=(arithmetic, tiling))
+    return Offer(Choice("gemm", knobs), tiling.ms + scale_ms(request.form, device, arithmetic) + device.launch_us / 1e3, detail=(arithmetic, tiling))
 
 
 def plan(request: Request, offer: Offer) -> Plan:
     """The plan of an offer: the GEMM, and the norm's kernel behind it unless the chain ends in the GEMM."""
-    spec, target, device = request.spec, request.target, request.device
+    spec, target, device = request.form, request.target, request.device
     arithmetic, tiling = offer.detail
     gemm = plan_gemm(spec, target, device, arithmetic, tiling, request.forced is not None)
     steps, buffers, why = gemm.steps, gemm.buffers, gemm.why
@@ -83,7 +83,7 @@ class GemmPlan:
     bare: bool = False
 
 
-def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arithmetic, choice: Tiling, recorded: bool = False) -> GemmPlan:
+def plan_gemm(spec: FusedSpec, target: Target, device: DeviceClass, arithmetic: Arithmetic, choice: Tiling, recorded: bool = False) -> GemmPlan:
     """The GEMM of a chain that starts with a linear, with all that its epilogue can take of the chain; `recorded`: a record chose the tile."""
     tile = choice.tile
     statistics = None
@@ -110,7 +110,7 @@ def plan_gemm(spec: Spec, target: Target, device: DeviceClass, arithmetic: Arith
     return GemmPlan(tuple(steps), tuple(buffers), choice.finished, statistics, why, bare=bare)
 
 
-def _why(spec: Spec, device: DeviceClass, arithmetic: Arithmetic, choice: Tiling, recorded: bool) -> tuple[str, ...]:
+def _why(spec: FusedSpec, device: DeviceClass, arithmetic: Arithmetic, choice: Tiling, recorded: bool) -> tuple[str, ...]:
     tile = choice.tile
     forced = "asked for" if spec.math else "as measured" if recorded else f"the fastest here for {device.name} at {spec.precision.name}"
     blocks = math.ceil(spec.batch / tile.m) * math.ceil(spec.channels / choice.columns) * choice.slices

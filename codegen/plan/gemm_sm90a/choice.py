@@ -6,12 +6,12 @@ import math
 from dataclasses import replace
 
 from codegen.ir.apply import costly
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32
 from codegen.plan.gemm_sm90a.cost import CONVERSION_MARGIN, SLICE_MARGIN, estimated_ms, rounds_of
 from codegen.plan.gemm_sm90a.epilogue import epilogue, vector_count
 from codegen.plan.gemm_sm90a.kernel import ragged_result
 from codegen.plan.gemm_sm90a.layout import TILE_K, Form, Layout, by_rows, memory
-from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 WIDEST_HELD = 4  # tiles of one group that a CTA computes before it normalises them
@@ -22,7 +22,7 @@ SLICES_OF_K = (2, 3, 4, 5, 6, 8, 10, 12, 16)  # that CTAs of one tile may share
 Way = tuple[Form, Layout]
 
 
-def layouts(spec: Spec, form: Form) -> list[Layout]:
+def layouts(spec: FusedSpec, form: Form) -> list[Layout]:
     """Every way to lay the chain out, the preferred first; the last ones leave the norm to its own kernel."""
     width, tile = spec.group_channels, form.tile_channels
     apart = [Layout(cluster, share, 1, "none") for cluster, share in CLUSTERS]
@@ -47,7 +47,7 @@ def layouts(spec: Spec, form: Form) -> list[Layout]:
     return found + apart
 
 
-def sliced_layouts(spec: Spec, form: Form) -> list[Layout]:
+def sliced_layouts(spec: FusedSpec, form: Form) -> list[Layout]:
     """Every way to cut K into parts, none of them empty."""
     k = spec.input_shape[1]
     found = []
@@ -59,7 +59,7 @@ def sliced_layouts(spec: Spec, form: Form) -> list[Layout]:
     return list(dict.fromkeys(found))
 
 
-def fitting(spec: Spec, target: Target, form: Form) -> list[Layout]:
+def fitting(spec: FusedSpec, target: Target, form: Form) -> list[Layout]:
     """The layouts of `layouts` that fit into shared memory and registers."""
     listed = layouts(spec, form)
     if spec.gives:  # fp32 results of 16-bit operands: a tile that waits takes registers that they leave none of
@@ -71,18 +71,18 @@ def fitting(spec: Spec, target: Target, form: Form) -> list[Layout]:
     ]  # fmt: skip
 
 
-def choose_layout(spec: Spec, target: Target, device: DeviceClass, form: Form) -> Layout:
+def choose_layout(spec: FusedSpec, target: Target, device: DeviceClass, form: Form) -> Layout:
     """The layout with the fewest rounds of tiles; ties go to the earlier of those that `layouts` lists."""
     return min(fitting(spec, target, form), key=lambda layout: rounds_of(spec, form, layout, device.sms)[0])
 
 
-def _held_tail(spec: Spec, form: Form, layout: Layout) -> bool:
+def _held_tail(spec: FusedSpec, form: Form, layout: Layout) -> bool:
     """Tiles that wait for their group lie in y, so all of them must be there."""
     samples = layout.cluster if layout.share == "weight" else 1
     return layout.unit_tiles > 1 and spec.batch % (form.tile_samples * samples) != 0
 
 
-def _crowded(spec: Spec, form: Form, layout: Layout) -> bool:
+def _crowded(spec: FusedSpec, form: Form, layout: Layout) -> bool:
     """Seen with nvcc 13: where tiles of 16-bit results wait in y and a thread has 128 sums, too few registers are left for exponentials behind the norm."""
     if layout.unit_tiles == 1 or form.promote or by_rows(form, layout, spec.precision.itemsize):
         return False
@@ -90,14 +90,14 @@ def _crowded(spec: Spec, form: Form, layout: Layout) -> bool:
     return costly(after)
 
 
-def faster(spec: Spec, device: DeviceClass, ways: list[tuple[Form, Layout]]) -> tuple[Form, Layout]:
+def faster(spec: FusedSpec, device: DeviceClass, ways: list[tuple[Form, Layout]]) -> tuple[Form, Layout]:
     """The first, unless the second saves more than its conversion of W can be off by."""
     if len(ways) > 1 and estimated_ms(spec, device, *ways[1]) < CONVERSION_MARGIN * estimated_ms(spec, device, *ways[0]):
         return ways[1]
     return ways[0]
 
 
-def sliced(spec: Spec, device: DeviceClass, forms: list[Form], whole: tuple[Form, Layout]) -> tuple[Form, Layout]:
+def sliced(spec: FusedSpec, device: DeviceClass, forms: list[Form], whole: tuple[Form, Layout]) -> tuple[Form, Layout]:
     """`whole`, or tiles whose K several CTAs share, where that saves more than its estimate can be off by."""
     found = [(form, layout) for form in _sliced_forms(forms) for layout in sliced_layouts(spec, form)]
     best = min(found, key=lambda way: estimated_ms(spec, device, *way), default=whole)
@@ -110,7 +110,7 @@ def _sliced_forms(forms: list[Form]) -> list[Form]:
     return forms + narrow
 
 
-def all_ways(spec: Spec, target: Target, forms: list[Form]) -> list[Way]:
+def all_ways(spec: FusedSpec, target: Target, forms: list[Form]) -> list[Way]:
     """Every form with every layout that fits, K whole and in slices."""
     whole = [(form, layout) for form in forms for layout in fitting(spec, target, form)]
     parts = [(form, layout) for form in _sliced_forms(forms) for layout in sliced_layouts(spec, form)]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.floor import floor
 from codegen.plan.gemm_sm90a.forms import converts
 from codegen.plan.gemm_sm90a.layout import TILE_K, Form, Layout
 from codegen.plan.shared.fitted import HOPPER_SHAPES, Fitted
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 LANES_MS = Fitted(0.02, "ms", HOPPER_SHAPES)  # more for each tile if groups are reduced across lanes; doubled for fp32 results
@@ -30,7 +30,7 @@ PACE = {
 PRODUCTS = {"fp32": 3, "tf32": 1, "fp16": 1, "bf16": 1}
 
 
-def estimated_ms(spec: Spec, device: DeviceClass, form: Form, layout: Layout) -> float:
+def estimated_ms(spec: FusedSpec, device: DeviceClass, form: Form, layout: Layout) -> float:
     """The busiest CTA's tiles at the pace of an SM, or the bytes from memory, and a launch for each kernel; W's conversion, where every call has one."""
     precision, converted = spec.precision.name, converts(spec, form)
     rounds, _ = rounds_of(spec, form, layout, device.sms)
@@ -50,7 +50,7 @@ def estimated_ms(spec: Spec, device: DeviceClass, form: Form, layout: Layout) ->
     return max(multiply, memory) + conversion + launches * device.launch_us / 1e3
 
 
-def rounds_of(spec: Spec, form: Form, layout: Layout, sms: int) -> tuple[float, float]:
+def rounds_of(spec: FusedSpec, form: Form, layout: Layout, sms: int) -> tuple[float, float]:
     """Tiles that the busiest CTA computes, the norm kernel's passes included as a share of one, and the share of SMs kept busy."""
     sample_tiles, channel_tiles = math.ceil(spec.batch / form.tile_samples), math.ceil(spec.channels / form.tile_channels)
     samples = layout.cluster if layout.share == "weight" else 1

@@ -2,46 +2,42 @@
 
 from __future__ import annotations
 
-from codegen.ir.apply import Apply, applies, c_identifier
+from codegen.ir.apply import Apply, applies
+from codegen.ir.operand import Operand, operand_of
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.shared.values import kept_in_front
-from codegen.spec import Spec
 
 
-def epilogue(spec: Spec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply, ...], list[Apply], list[Apply]]:
+def epilogue(spec: FusedSpec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply, ...], list[Operand], list[Operand]]:
     """What precedes the norm and what follows it, and the parameters of each, the producer's bias first, gamma and beta before others.
     Unless `finished`, another kernel does all but add the bias."""
     before = applies(spec, spec.before_norm) if finished else ()
     after = applies(spec, spec.after_norm) if finished else ()
-    bias = [vector(spec.producer.key(p)) for p in spec.producer.parameters if p.suffix == "bias"]
-    affine = [vector(spec.norm.key(p)) for s in ("weight", "bias") for p in spec.norm.parameters if p.suffix == s] if finished and spec.has_norm else []
-    return before, after, bias + [a for a in before if a.parameter], affine + [a for a in after if a.parameter]
+    bias = [operand_of(spec.bias)] if spec.bias else []
+    affine = [operand_of(key) for key in spec.affine] if finished else []
+    return before, after, bias + [a.operand for a in before if a.operand], affine + [a.operand for a in after if a.operand]
 
 
-def vector_count(spec: Spec) -> int:
+def vector_count(spec: FusedSpec) -> int:
     """Parameters of the whole epilogue."""
     _, _, before, after = epilogue(spec, True)
     return len(distinct((*before, *after)))
 
 
-def distinct(items: tuple[Apply, ...]) -> tuple[Apply, ...]:
-    return tuple({item.parameter: item for item in items}.values())
-
-
-def vector(key: str) -> Apply:
-    """A per-channel parameter that is no operator of the chain: the bias, gamma, beta."""
-    return Apply("", "", (), (), key, c_identifier(key), True, False, False, False)
+def distinct(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
+    return tuple({operand.key: operand for operand in operands}.values())
 
 
 def line(item: Apply) -> str:
     """The C expression of an operator on `value`."""
-    return item.apply("value", f"{item.pointer}_c[h]" if item.parameter else None)
+    return item.apply("value", f"{item.operand.pointer}_c[h]" if item.operand else None)
 
 
-def statements(spec: Spec, bias: str | None) -> tuple[str, ...]:
+def statements(spec: FusedSpec) -> tuple[str, ...]:
     """C statements on `value`, a sum, that end a chain without a norm: the bias, then the operators. Results that are reused stay in variables."""
-    made = [f"value = value + {bias}_c;"] if bias else []
+    made = [f"value = value + {operand_of(spec.bias).pointer}_c;"] if spec.bias else []
     made += kept_in_front(spec, spec.before_norm, 0, "value")
     for item in applies(spec, spec.before_norm):
-        made.append(f"value = {item.apply('value', f'{item.pointer}_c' if item.parameter else None)};")
+        made.append(f"value = {item.apply('value', f'{item.operand.pointer}_c' if item.operand else None)};")
         made += [f"const float {item.keeps} = value;"] if item.keeps else []
     return tuple(made)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.gemm_sm90a.layout import TILE_K, Form
 from codegen.plan.gemm_sm90a.split import padded_columns
 from codegen.plan.model import Refusal
-from codegen.spec import Spec
 
 CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
 
@@ -33,7 +33,7 @@ FORMS = {
 }
 
 
-def forms_of(spec: Spec) -> list[Form]:
+def forms_of(spec: FusedSpec) -> list[Form]:
     """The forms that serve the spec, the preferred first. Raises Refusal where none does."""
     if spec.precision.itemsize == 2 or spec.prepack:
         return [form_of(spec, spec.precision.itemsize == 4)]
@@ -51,7 +51,7 @@ def forms_of(spec: Spec) -> list[Form]:
     return found
 
 
-def form_of(spec: Spec, converted: bool) -> Form:
+def form_of(spec: FusedSpec, converted: bool) -> Form:
     form = FORMS[spec.precision.name, converted]
     if not form.promote:
         return form
@@ -64,6 +64,6 @@ def form_of(spec: Spec, converted: bool) -> Form:
     return replace(form, promote=interval // TILE_K)
 
 
-def converts(spec: Spec, form: Form) -> bool:
+def converts(spec: FusedSpec, form: Form) -> bool:
     """Does a kernel of its own turn W into halves?"""
     return spec.precision.itemsize == 4 and not form.registers

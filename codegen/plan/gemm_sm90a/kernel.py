@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.ir.apply import Apply, Constant, c_identifier, costly, unique_constants
+from codegen.ir.apply import Apply, Constant, called, costly, unique_constants
+from codegen.ir.operand import Operand, c_identifier
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, float_literal
 from codegen.plan.gemm_sm90a.epilogue import distinct, epilogue, line, statements, vector_count
 from codegen.plan.gemm_sm90a.layout import (
@@ -15,7 +17,6 @@ from codegen.plan.gemm_sm90a.split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT,
 from codegen.plan.gemm_sm90a.window import window
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer
-from codegen.spec import Spec
 from codegen.targets import Target
 
 THREADS = 128 * (1 + CONSUMERS)
@@ -46,9 +47,9 @@ class GemmSm90aKernel(Kernel):
     after: tuple[Apply, ...] = ()
     before_lines: tuple[str, ...] = ()
     before_statements: tuple[str, ...] = ()  # of a chain without a norm: C statements on `value` that end it
-    before_parameters: tuple[Apply, ...] = ()
+    before_parameters: tuple[Operand, ...] = ()
     after_lines: tuple[str, ...] = ()
-    after_parameters: tuple[Apply, ...] = ()
+    after_parameters: tuple[Operand, ...] = ()
     producer_bias: bool = False
     result_type: str = "float"
     in_features: int = 0
@@ -108,22 +109,27 @@ class GemmSm90aKernel(Kernel):
         return row_parts(self.form, self.layout, self.group_width, costly(self.before + self.after))[1]
 
     @property
-    def vectors(self) -> tuple[Apply, ...]:
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that the epilogue calls."""
+        return called(self.before + self.after)
+
+    @property
+    def vectors(self) -> tuple[Operand, ...]:
         """What the epilogue by rows keeps in shared memory."""
         return distinct(self.before_parameters + self.after_parameters)
 
     @property
     def reads_channels(self) -> bool:
         """Does the epilogue read what every channel has of its own: parameters, or the scales of prepared weights?"""
-        return (self.guarded and not self.registers_a) or any(item.per_channel for item in self.vectors)
+        return (self.guarded and not self.registers_a) or any(operand.per_channel for operand in self.vectors)
 
     @property
     def reads_values(self) -> bool:
         """Does it read any parameter?"""
         return self.reads_channels or bool(self.vectors)
 
-    def vector_index(self, item: Apply) -> int:
-        return [v.parameter for v in self.vectors].index(item.parameter)
+    def vector_index(self, operand: Operand) -> int:
+        return [vector.key for vector in self.vectors].index(operand.key)
 
     @property
     def row_before_lines(self) -> tuple[str, ...]:
@@ -131,7 +137,7 @@ class GemmSm90aKernel(Kernel):
         return tuple(line.replace("_c[h]", "_c[e]") for line in self.before_lines[1 if self.producer_bias else 0 :])
 
     @property
-    def row_before_parameters(self) -> tuple[Apply, ...]:
+    def row_before_parameters(self) -> tuple[Operand, ...]:
         return self.before_parameters[1 if self.producer_bias else 0 :]
 
     @property
@@ -218,17 +224,17 @@ class GemmSm90aKernel(Kernel):
         return self.statistics == "strips" and in_warpgroup(self.form, self.group_width)
 
 
-def ragged_result(spec: Spec) -> bool:
+def ragged_result(spec: FusedSpec) -> bool:
     """Whether rows of 16-bit results do not start at multiples of 16 bytes, as the copy engine needs them."""
     return spec.precision.itemsize == 2 and spec.channels % 8 != 0
 
 
-def result_pitch(spec: Spec, layout: Layout) -> int:
+def result_pitch(spec: FusedSpec, layout: Layout) -> int:
     """Values from one row to the next of the temporary that such results are left in, for the norm kernel to read; 0 for all others."""
     return math.ceil(spec.channels / 8) * 8 if ragged_result(spec) and layout.slices == 1 else 0
 
 
-def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int, debug: bool, notes: tuple[str, ...]) -> GemmSm90aKernel:
+def gemm_kernel(spec: FusedSpec, target: Target, form: Form, layout: Layout, sms: int, debug: bool, notes: tuple[str, ...]) -> GemmSm90aKernel:
     """The multiplication of `spec` in the given form and layout, which must fit (see `memory`). Slices leave fp32 sums without the bias."""
     if layout.slices > 1:
         spec = replace(spec, gives=FP32)
@@ -237,22 +243,20 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
     channels, width = spec.channels, spec.group_channels
     finished = layout.slices == 1 and (layout.statistics != "none" or not spec.has_norm)
     before, after, before_vectors, after_vectors = epilogue(spec, finished)
-    keys = {p.suffix: spec.producer.key(p) for p in spec.producer.parameters if layout.slices == 1 or p.suffix == "weight"}
+    bias = spec.bias if layout.slices == 1 else None
     if layout.slices > 1:
         before_vectors = []  # its bias
-    norm = {p.suffix: spec.norm.key(p) for p in spec.norm.parameters} if layout.statistics != "none" else {}
-    bias = c_identifier(keys["bias"]) if "bias" in keys else None
-    before_lines = ([f"value + {bias}_c[h]"] if bias else []) + [line(a) for a in before]
-    affine = [f"value * {c_identifier(norm['weight'])}_c[h] + {c_identifier(norm['bias'])}_c[h]"] if norm else []
+    before_lines = ([f"value + {c_identifier(bias)}_c[h]"] if bias else []) + [line(a) for a in before]
+    affine = ["value * {}_c[h] + {}_c[h]".format(*map(c_identifier, spec.affine))] if spec.affine and layout.statistics != "none" else []
     after_lines = affine + [line(a) for a in after]
 
     guarded = precision.itemsize == 4
-    vectors = tuple(dict.fromkeys(a.parameter for a in before_vectors + after_vectors))
-    weight_operand = keys["weight"] if form.registers or not guarded else WEIGHT_SPLIT
+    vectors = tuple(dict.fromkeys(operand.key for operand in before_vectors + after_vectors))
+    weight_operand = spec.weight if form.registers or not guarded else WEIGHT_SPLIT
     input_operand = X_SPLIT if guarded else "x"
     unscales = ((X_UNSCALE,) if form.registers else (X_UNSCALE, WEIGHT_UNSCALE)) if guarded else ()
-    inside = (("x", keys["weight"]) if guarded else ()) + unscales + vectors + ("y",)
-    arguments = tuple(dict.fromkeys(("x", keys["weight"], input_operand, weight_operand, *unscales, *vectors, "y")))
+    inside = (("x", spec.weight) if guarded else ()) + unscales + vectors + ("y",)
+    arguments = tuple(dict.fromkeys(("x", spec.weight, input_operand, weight_operand, *unscales, *vectors, "y")))
     types = {X_SPLIT: "__half", WEIGHT_SPLIT: "__half", X_UNSCALE: "float", WEIGHT_UNSCALE: "float"}
 
     def pointer(name: str) -> Pointer:
@@ -270,15 +274,15 @@ def gemm_kernel(spec: Spec, target: Target, form: Form, layout: Layout, sms: int
         "gemm", "gemm_sm90a/gemm.cu.j2", arguments, constants, summary(spec, layout), where.total, 168, THREADS, clusters * layout.cluster, notes,
         form, layout, tuple(map(pointer, inside)), tuple(map(pointer, arguments)), precision.c_type,
         "__half" if guarded else precision.c_type, "bf16" if precision.dtype == "bfloat16" else "f16",
-        c_identifier(weight_operand), input_operand, c_identifier(keys["weight"]), guarded, width,
+        c_identifier(weight_operand), input_operand, c_identifier(spec.weight), guarded, width,
         batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
         channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
-        tuple(before_lines), statements(spec, bias) if finished and not spec.has_norm else (), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), "bias" in keys, spec.result.c_type, spec.input_shape[1],
+        tuple(before_lines), statements(spec) if finished and not spec.has_norm else (), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), bias is not None, spec.result.c_type, spec.input_shape[1],
         spec.has_norm, result_pitch(spec, layout),
     )  # fmt: skip
 
 
-def summary(spec: Spec, layout: Layout) -> str:
+def summary(spec: FusedSpec, layout: Layout) -> str:
     if layout.slices > 1:
         return f"x W^T, {layout.slices} parts of K apart: TMA, warp-specialised wgmma" + (", clusters" if layout.cluster > 1 else "")
     steps = [step.operator.name for step in (spec.chain if layout.statistics != "none" or not spec.has_norm else spec.chain[:1])]
@@ -286,7 +290,7 @@ def summary(spec: Spec, layout: Layout) -> str:
 
 
 def _constants(
-    spec: Spec, form: Form, layout: Layout, where: Memory, items: tuple[Apply, ...], sample_blocks: int, units: int, clusters: int
+    spec: FusedSpec, form: Form, layout: Layout, where: Memory, items: tuple[Apply, ...], sample_blocks: int, units: int, clusters: int
 ) -> tuple[Constant, ...]:  # fmt: skip
     batch, k = spec.input_shape
     channels, width = spec.channels, spec.group_channels

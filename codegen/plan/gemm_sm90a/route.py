@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.floor import floor
 from codegen.plan.gemm_sm90a.choice import LEAST_STEPS, Way, all_ways, choose_layout, faster, sliced
 from codegen.plan.gemm_sm90a.cost import PRODUCTS, estimated_ms, rounds_of
@@ -25,7 +26,6 @@ from codegen.plan.norm.flat import access_width, residency
 from codegen.plan.norm.route import plan_norm, plan_norm_of_product
 from codegen.plan.route import Choice, Offer, Request, Route, refuse_kept
 from codegen.plan.shared.slices import sliced_product
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 ACROSS = 0.95  # by which the estimate is multiplied to be compared with other targets'
@@ -45,7 +45,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
 
     Raises Refusal where this target cannot serve the chain; whether it serves it better than sm_80 is not asked here.
     """
-    spec, target, device = request.spec, request.target, request.device
+    spec, target, device = request.form, request.target, request.device
     if spec.has_norm:
         refuse_kept(spec)
     _check(spec)
@@ -61,17 +61,17 @@ def offers(request: Request) -> tuple[Offer, ...]:
 def offer_of(request: Request, detail: Detail) -> Offer:
     """The offer of a form and a layout."""
     form, layout = detail.form, detail.layout
-    weights = "registers" if form.registers else "converted" if converts(request.spec, form) else "direct"
+    weights = "registers" if form.registers else "converted" if converts(request.form, form) else "direct"
     knobs = (
         ("weights", weights), ("tile", f"{form.tile_channels}x{form.tile_samples}"), ("cluster", layout.cluster), ("share", layout.share),
         ("unit_tiles", layout.unit_tiles), ("statistics", layout.statistics), ("exchange", layout.exchange), ("slices", layout.slices),
     )  # fmt: skip
-    return Offer(Choice("gemm_sm90a", knobs), estimated_ms(request.spec, request.device, form, layout), across=ACROSS, detail=detail)
+    return Offer(Choice("gemm_sm90a", knobs), estimated_ms(request.form, request.device, form, layout), across=ACROSS, detail=detail)
 
 
 def plan(request: Request, offer: Offer) -> Plan:
     """The plan of an offer: kernels that split x and W where they are fp32, the GEMM, and the norm's kernels unless the chain ends in the GEMM."""
-    spec, target, device = request.spec, request.target, request.device
+    spec, target, device = request.form, request.target, request.device
     form, chosen, ways = offer.detail.form, offer.detail.layout, offer.detail.whole
     rounds, busy = rounds_of(spec, form, chosen, device.sms)
     notes = _notes(spec, form, chosen, rounds)
@@ -101,7 +101,7 @@ def plan(request: Request, offer: Offer) -> Plan:
     return Plan(spec, target, device, tuple(steps), tuple(buffers), floor(spec, device, PRODUCTS[spec.precision.name], device.fp16), why)
 
 
-def _check(spec: Spec) -> None:
+def _check(spec: FusedSpec) -> None:
     k = spec.input_shape[1]
     if spec.producer.operator.name != "linear":
         raise Refusal("this target has no convolution kernel")
@@ -118,7 +118,7 @@ def _check(spec: Spec) -> None:
         raise Refusal(f"in_features: {k} gives fewer than {LEAST_STEPS} stages of {TILE_K}, too few to fill the ring; sm_80 serves it as well")
 
 
-def _splits(spec: Spec, form: Form) -> tuple[list[Launch], list[Buffer]]:
+def _splits(spec: FusedSpec, form: Form) -> tuple[list[Launch], list[Buffer]]:
     batch, k = spec.input_shape
     pitch = padded_columns(k)
     padded = math.ceil(batch / (2 * form.tile_samples)) * 2 * form.tile_samples
@@ -133,7 +133,7 @@ def _splits(spec: Spec, form: Form) -> tuple[list[Launch], list[Buffer]]:
     return steps, buffers
 
 
-def _notes(spec: Spec, form: Form, layout: Layout, rounds: float) -> tuple[str, ...]:
+def _notes(spec: FusedSpec, form: Form, layout: Layout, rounds: float) -> tuple[str, ...]:
     notes = [
         f"tiles of {form.tile_channels} channels x {form.tile_samples} samples, {form.stages} stages of {TILE_K} k; one warpgroup fetches, {CONSUMERS} multiply",
     ]
@@ -153,7 +153,7 @@ def _notes(spec: Spec, form: Form, layout: Layout, rounds: float) -> tuple[str, 
     return tuple(notes)
 
 
-def _why(spec: Spec, device: DeviceClass, ways: list[tuple[Form, Layout]], form: Form, layout: Layout, busy: float) -> tuple[str, ...]:
+def _why(spec: FusedSpec, device: DeviceClass, ways: list[tuple[Form, Layout]], form: Form, layout: Layout, busy: float) -> tuple[str, ...]:
     arithmetic = {
         "fp32": "three fp16 products of scaled operands split in two, promoted: fp32's error at the tensor cores' speed",
         "tf32": "one fp16 product of scaled operands rounded to nearest: TF32's error at twice its rate",

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 from codegen.ir.apply import Constant
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.gemm_sm90a.layout import Form
 from codegen.plan.gemm_sm90a.window import row_limits
 from codegen.plan.model import Kernel
-from codegen.spec import Spec
 
 TOP_EXPONENT = 14  # rows that are scaled end up with their largest value in [2^14, 2^15)
 LARGEST_SHIFT = 114  # the reciprocal of the scale times 2^-12 must stay a normal float
@@ -49,7 +49,7 @@ def fits_a_block(columns: int) -> bool:
     return math.ceil(columns / 4) <= 8 * 1024
 
 
-def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: int, weight_shift: int) -> SplitKernel | None:
+def split_kernel(spec: FusedSpec, operand: str, form: Form, rows: int, padded_rows: int, weight_shift: int) -> SplitKernel | None:
     """The kernel that splits x or W; None where a row does not fit into a block's registers."""
     columns = spec.input_shape[1]
     row_pieces = math.ceil(columns / 4)
@@ -59,7 +59,7 @@ def split_kernel(spec: Spec, operand: str, form: Form, rows: int, padded_rows: i
         return None
     pieces = math.ceil(row_pieces / threads)
     weight = operand == "weight"
-    key = spec.producer.key(spec.producer.parameters[0])
+    key = spec.weight
     outputs = (WEIGHT_SPLIT, WEIGHT_UNSCALE) if weight else (X_SPLIT, X_UNSCALE)
     rows_constant = Constant("kRows", str(rows), "out_features" if weight else "batch")
     constants = [

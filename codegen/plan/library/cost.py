@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.norm.cost import norm_ms
 from codegen.plan.norm.flat import split_groups
 from codegen.plan.shared.fitted import LIBRARY_SHAPES, SWEEP, Fitted
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 # The vendor's half-precision GEMM by the alignment that its kernels need of K and N (8, 2 or 1 values): shares of the tensor cores' and of the memory's
@@ -41,19 +41,19 @@ GROUP_US = Fitted(7.0, "us", SWEEP)  # of each of conv2d's groups there
 ODD_HALVES = Fitted(1.7, "ratio", SWEEP)  # times as long where channels, in or out, are no whole pieces of 16 bytes
 
 
-def linear_ms(spec: Spec, device: DeviceClass) -> float:
+def linear_ms(spec: FusedSpec, device: DeviceClass) -> float:
     """Milliseconds of the vendor's half-precision GEMM followed by the norm kernel: two launches, its result written and read, y written."""
     tail_bytes = math.prod(spec.output_shape) * (spec.precision.itemsize + spec.result.itemsize)
     return gemm_ms(spec, device) + tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3
 
 
-def product_ms(spec: Spec, device: DeviceClass) -> float:
+def product_ms(spec: FusedSpec, device: DeviceClass) -> float:
     """Milliseconds of the vendor's GEMM, then of one pass over its result where operators follow."""
     tail_bytes = 2 * math.prod(spec.output_shape) * spec.precision.itemsize
     return gemm_ms(spec, device) + (tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3 if len(spec.chain) > 1 else 0.0)
 
 
-def gemm_ms(spec: Spec, device: DeviceClass) -> float:
+def gemm_ms(spec: FusedSpec, device: DeviceClass) -> float:
     """Milliseconds of the vendor's GEMM alone, its launch included."""
     (m, k), n = spec.input_shape, spec.channels
     if spec.precision.itemsize == 4:
@@ -68,7 +68,7 @@ def gemm_ms(spec: Spec, device: DeviceClass) -> float:
     return START_MS.on(device) + max(multiply, moved / (device.hbm * share * 1e6), min(k * serial_ns / 1e6, SERIAL_MS.on(device)))
 
 
-def conv_ms(spec: Spec, device: DeviceClass) -> float:
+def conv_ms(spec: FusedSpec, device: DeviceClass) -> float:
     """Milliseconds of torch's convolution, then of the norm kernel, which reads its result and writes y."""
     result, weight = spec.producer.output_shape, spec.producer.parameters[0].shape
     k, itemsize = math.prod(weight[1:]), spec.precision.itemsize

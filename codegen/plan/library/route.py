@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from codegen.ir.fused_form import PRODUCERS
 from codegen.plan.floor import floor
 from codegen.plan.library.cost import conv_ms, linear_ms, product_ms
-from codegen.plan.model import Buffer, Library, Plan, Refusal
+from codegen.plan.model import Buffer, Plan, Refusal
 from codegen.plan.norm.route import plan_norm
 from codegen.plan.route import Choice, Offer, Request, Route
+from codegen.plan.shared.product import library_product
 
 LINEAR_WEIGHT = 0.95  # by which the estimate of the vendor's GEMM is multiplied to be compared with ours
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
     """The one way to call the library. Raises Refusal where its result would depend on a switch of torch's."""
-    spec, device = request.spec, request.device
+    spec, device = request.form, request.device
     if not spec.has_norm:
         return (Offer(Choice("library"), product_ms(spec, device), LINEAR_WEIGHT),)
     if spec.producer.operator.rank:
@@ -26,18 +29,14 @@ def offers(request: Request) -> tuple[Offer, ...]:
 
 def plan(request: Request, offer: Offer) -> Plan:
     """The plan: a library step into "t0", and the norm's kernels."""
-    spec, target, device = request.spec, request.target, request.device
-    producer = spec.producer
-    keys = {parameter.suffix: producer.key(parameter) for parameter in producer.parameters}
-    conv = producer.operator.rank > 0
+    spec, target, device = request.form, request.target, request.device
+    conv = spec.producer.operator.rank > 0
     # cuDNN's convolution is called without its bias: the call that names its TF32 mode takes none, and the norm kernel adds it for nothing.
-    bias_in_tail = keys.get("bias") if conv else None
-    options = {key: producer.values[key] for key in ("stride", "padding", "dilation", "groups")} if conv else {}
+    library = library_product(spec, bias=not conv)
     if conv:
-        options["allow_tf32"] = spec.precision.name == "tf32"
-    library = Library(producer.operator.name, ("x", keys["weight"], None if conv else keys.get("bias")), "t0", options)
-    tail = plan_norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias_in_tail, statistics=None)
-    temporary = Buffer("t0", producer.output_shape, spec.precision.dtype)
+        library = replace(library, options={**library.options, "allow_tf32": spec.precision.name == "tf32"})
+    tail = plan_norm(spec, target, device, source="t0", apply_before=True, producer_bias=spec.bias if conv else None, statistics=None)
+    temporary = Buffer("t0", spec.producer.output_shape, spec.precision.dtype)
     rate = {"fp32": device.fp32, "tf32": device.tf32}.get(spec.precision.name, device.fp16)
     return Plan(spec, target, device, (library, *tail.steps), (temporary, *tail.buffers), floor(spec, device, 1, rate), tail.why)
 

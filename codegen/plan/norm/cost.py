@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.shared.cost import pass_ms
 from codegen.plan.shared.fitted import NORM_SHAPES, Fitted
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 # Latency model for few groups, of a thread that holds its part of one.
@@ -23,7 +23,7 @@ FLIGHT = Fitted(0.10, "ratio", NORM_SHAPES)  # for each factor of two away from 
 BARRIERS = Fitted(0.30, "ratio", NORM_SHAPES)  # where a block needs barriers
 
 
-def norm_ms(spec: Spec, device: DeviceClass, split: bool) -> float:
+def norm_ms(spec: FusedSpec, device: DeviceClass, split: bool) -> float:
     """The norm kernel behind a convolution that left its result in memory; where groups are few and long, statistics first, in a kernel of its own."""
     result, itemsize = math.prod(spec.producer.output_shape), spec.precision.itemsize
     norm = pass_ms((2 if split else 1) * result * itemsize + math.prod(spec.output_shape) * spec.result.itemsize, device)

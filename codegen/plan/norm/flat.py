@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from codegen.ir.apply import Constant, applies, costly
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.model import Buffer, Kernel, Launch
 from codegen.plan.norm.cost import (
     BARRIERS, BARRIER_CYCLES, COSTLY_CYCLES, FLIGHT, LEVEL_CYCLES, SHARED_CYCLES, SHORT_SEGMENT, SPARING_CYCLES,
@@ -23,7 +24,6 @@ from codegen.plan.shared.values import (
     NormKernel, blocks_within, chain_items, channel_mode, finish_function, launch_arguments, norm_constants,
     prepare_function, register_limit, shape_constants, tensor_names, tensor_types, unique_operands, vector_width,
 )  # fmt: skip
-from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 WARP_BLOCK = 128  # threads of a block whose groups take no more than a warp
@@ -71,6 +71,10 @@ class FlatKernel(NormKernel):
         return [*listed[:-1], *self.fold.operand_parameters(c_type, "__restrict__ "), listed[-1]]
 
     @property
+    def functions(self) -> tuple[str, ...]:
+        return (*super().functions, *(self.fold.functions if self.fold else ()))
+
+    @property
     def store_widths(self) -> tuple[int, ...]:
         return self.io_widths if self.fold is None else (1,)
 
@@ -90,7 +94,7 @@ class FlatKernel(NormKernel):
         return self.source.itemsize == 2 or (self.storage.itemsize == 2 and self.prepare is not None and bool(self.prepare.operands))
 
 
-def residency(spec: Spec, width: int, sms: int = 0) -> Residency | None:
+def residency(spec: FusedSpec, width: int, sms: int = 0) -> Residency | None:
     """The cheapest way to hold a group in registers, `width` values an access, or None if none can.
 
     The cost weighs what was seen to matter: lanes that do nothing, segments shorter than the 128-byte line, too few accesses in flight to
@@ -119,7 +123,7 @@ def residency(spec: Spec, width: int, sms: int = 0) -> Residency | None:
     return best[1] if best else None
 
 
-def holder(spec: Spec, sms: int) -> Residency | None:
+def holder(spec: FusedSpec, sms: int) -> Residency | None:
     """How groups are held in registers, or None: none can be, or so few blocks would hold them, for so long, that a card of `sms` SMs is faster with all of
     them at work."""
     how = residency(spec, access_width(spec), sms)
@@ -127,41 +131,41 @@ def holder(spec: Spec, sms: int) -> Residency | None:
     return None if crowded else how
 
 
-def split_groups(spec: Spec, sms: int) -> bool:
+def split_groups(spec: FusedSpec, sms: int) -> bool:
     """Whether several blocks share a group that none holds: statistics first, in a kernel of their own."""
     return spec.batch * spec.num_groups < sms and holder(spec, sms) is None
 
 
-def resident_cycles(spec: Spec, how: Residency) -> float:
+def resident_cycles(spec: FusedSpec, how: Residency) -> float:
     """What a thread that holds its part of a group spends on it, where nothing else runs on its SM."""
     return how.vectors * how.width * _value_cycles(spec) + LEVEL_CYCLES.value * math.log2(min(how.lanes, 32)) + (BARRIER_CYCLES.value if how.lanes > 32 else 0)
 
 
-def _value_cycles(spec: Spec) -> float:
+def _value_cycles(spec: FusedSpec) -> float:
     """Cycles that a thread spends on a value, the chain's operators one after the other."""
     operators = chain_items(spec, True)
     return VALUE_CYCLES.value + sum(COSTLY_CYCLES.value if costly((item,)) else SPARING_CYCLES.value for item in operators)
 
 
-def _channel_registers(spec: Spec, width: int) -> int:
+def _channel_registers(spec: FusedSpec, width: int) -> int:
     """Registers to find channels: many where (nearly) each value looks for its own."""
     return ELEMENT_REGISTERS if spec.spatial > 1 and (width < 4 or channel_mode(spec.spatial, width) == "element") else 0
 
 
-def _overhead(spec: Spec, width: int) -> int:
+def _overhead(spec: FusedSpec, width: int) -> int:
     """Registers that a thread needs beside the values it holds: addresses, an operator's temporaries, parameters."""
     operands = sum(len(step.parameters) for step in spec.chain[1:])
     return 28 + 2 * operands + _channel_registers(spec, width)
 
 
-def access_width(spec: Spec) -> int:
+def access_width(spec: FusedSpec) -> int:
     """Values of one access: all of one channel where that leaves accesses of at least 8 bytes."""
     width = vector_width(spec.result, spec.group_size)
     uniform = vector_width(spec.result, spec.group_size, spec.spatial)
     return uniform if spec.spatial > 1 and uniform * spec.result.itemsize >= 8 else width
 
 
-def _shared(spec: Spec, source: str, apply_before: bool, producer_bias: str | None, width: int) -> dict:
+def _shared(spec: FusedSpec, source: str, apply_before: bool, producer_bias: str | None, width: int) -> dict:
     prepare = prepare_function(spec, apply_before, producer_bias)
     finish = finish_function(spec, spec.after_norm, "finish_value", "The norm and what follows it. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.")
     operands = unique_operands(prepare, finish)
@@ -173,19 +177,19 @@ def _shared(spec: Spec, source: str, apply_before: bool, producer_bias: str | No
     )  # fmt: skip
 
 
-def _access_constants(spec: Spec, width: int, counted: bool = True) -> list[Constant]:
+def _access_constants(spec: FusedSpec, width: int, counted: bool = True) -> list[Constant]:
     """`counted`: the kernel compares with the number of accesses in a group."""
     listed = [Constant("kWidth", str(width), f"values of one access: {width * spec.result.itemsize} bytes{' of the result' if spec.gives else ''}")]
     return listed + [Constant("kGroupVectors", str(spec.group_size // width), "kGroupSize / kWidth")] if counted else listed
 
 
-def blocks_per_sm(spec: Spec, values: int, width: int, threads: int) -> int:
+def blocks_per_sm(spec: FusedSpec, values: int, width: int, threads: int) -> int:
     """Blocks that fit on an SM when a thread holds `values` values."""
     registers = (FEW_REGISTERS if values <= CHUNK_VALUES else MANY_REGISTERS) + _channel_registers(spec, width)
     return blocks_within(threads, registers)
 
 
-def resident_kernel(spec: Spec, how: Residency, source: str, apply_before: bool, producer_bias: str | None, pitch: int = 0) -> FlatKernel:
+def resident_kernel(spec: FusedSpec, how: Residency, source: str, apply_before: bool, producer_bias: str | None, pitch: int = 0) -> FlatKernel:
     """A group per `how.lanes` threads, read once and written once; `pitch`: values from one sample of the input to the next, 0 where none lie between."""
     groups = spec.batch * spec.num_groups
     shared = _shared(spec, source, apply_before, producer_bias, how.width)
@@ -231,7 +235,7 @@ def _rounded(up: bool) -> str:
     return ", rounded up" if up else ""
 
 
-def stream_kernel(spec: Spec, source: str, apply_before: bool, producer_bias: str | None) -> FlatKernel:
+def stream_kernel(spec: FusedSpec, source: str, apply_before: bool, producer_bias: str | None) -> FlatKernel:
     """A block per group, which it reads twice."""
     width = access_width(spec)
     shared = _shared(spec, source, apply_before, producer_bias, width)
@@ -255,7 +259,7 @@ def stream_kernel(spec: Spec, source: str, apply_before: bool, producer_bias: st
     )  # fmt: skip
 
 
-def split_pieces(spec: Spec, device: DeviceClass, width: int) -> tuple[int, int]:
+def split_pieces(spec: FusedSpec, device: DeviceClass, width: int) -> tuple[int, int]:
     """(pieces of a group, accesses of a piece) that give every SM work; a piece is a whole number of a block's chunks."""
     chunk = APPLY_BLOCK * (CHUNK_VALUES // width)
     group_vectors = spec.group_size // width
@@ -265,7 +269,7 @@ def split_pieces(spec: Spec, device: DeviceClass, width: int) -> tuple[int, int]
     return -(-group_vectors // piece), piece
 
 
-def statistics_kernel(spec: Spec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None, buffer: str) -> FlatKernel:
+def statistics_kernel(spec: FusedSpec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None, buffer: str) -> FlatKernel:
     """Statistics alone: `kPieces` blocks share a group and leave the moments of a piece each in `buffer`."""
     width = access_width(spec)
     pieces, piece_vectors = split_pieces(spec, device, width)
@@ -297,7 +301,7 @@ def statistics_kernel(spec: Spec, device: DeviceClass, source: str, apply_before
 
 
 def apply_kernel(
-    spec: Spec, source: str, apply_before: bool, producer_bias: str | None, buffer: str, pieces: int,
+    spec: FusedSpec, source: str, apply_before: bool, producer_bias: str | None, buffer: str, pieces: int,
 ) -> FlatKernel:  # fmt: skip
     """The norm and what follows, with the moments of `pieces` pieces of a group in `buffer`."""
     width = access_width(spec)
@@ -339,14 +343,14 @@ def apply_kernel(
     )  # fmt: skip
 
 
-def plan_statistics(spec: Spec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None) -> tuple[Launch, Buffer, int]:
+def plan_statistics(spec: FusedSpec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None) -> tuple[Launch, Buffer, int]:
     """Statistics by many blocks a group, the buffer that they fill, and the pieces of a group in it."""
     pieces, _ = split_pieces(spec, device, access_width(spec))
     buffer = Buffer("norm_statistics", bytes=16 * spec.batch * spec.num_groups * pieces)
     return Launch(statistics_kernel(spec, device, source, apply_before, producer_bias, buffer.name)), buffer, pieces
 
 
-def plan_split(spec: Spec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None) -> tuple[tuple[Launch, ...], Buffer]:
+def plan_split(spec: FusedSpec, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None) -> tuple[tuple[Launch, ...], Buffer]:
     """Statistics by many blocks a group, then a kernel that applies them; the buffer between the two."""
     first, buffer, pieces = plan_statistics(spec, device, source, apply_before, producer_bias)
     return (first, Launch(apply_kernel(spec, source, apply_before, producer_bias, buffer.name, pieces))), buffer

@@ -12,16 +12,16 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Constant, applies
-from codegen.ops import Kind
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm.flat import SPLIT_BLOCKS, plan_statistics
 from codegen.plan.shared.values import (
-    NormKernel, Operand, ValueFunction, blocks_within, chain_items, channel_mode, finish_function, follow_function,
+    NormKernel, LoadedOperand, ValueFunction, blocks_within, chain_items, channel_mode, finish_function, follow_function,
     launch_arguments, norm_constants, prepare_function, register_limit, shape_constants,
     share_constants, shares, tensor_names, tensor_types, unique_operands, vector_width,
 )  # fmt: skip
 from codegen.plan.shared.windows import Direction, direction
-from codegen.spec import Spec, Step
+from codegen.spec import Step
 from codegen.targets import DeviceClass, Target
 
 CHUNK_VALUES = 16  # values that a thread has in flight where it streams
@@ -52,8 +52,8 @@ class PoolKernel(NormKernel):
     unroll_windows: bool
     unroll_rows: bool
     unroll_band: bool
-    channel_values: tuple[Operand, ...]
-    prepared: tuple[Operand, ...] = ()
+    channel_values: tuple[LoadedOperand, ...]
+    prepared: tuple[LoadedOperand, ...] = ()
     direction: str = ""
     guard_bands: bool = False
     chunks: int = 1
@@ -131,9 +131,9 @@ def _window_constants(window: Window, rows_compared: bool) -> list[Constant]:
     return listed
 
 
-def _split_at_pool(spec: Spec) -> tuple[tuple[Step, ...], Step, tuple[Step, ...]]:
-    at = next(i for i, step in enumerate(spec.after_norm) if step.operator.kind is Kind.POOL)
-    return spec.after_norm[:at], spec.after_norm[at], spec.after_norm[at + 1 :]
+def _split_at_pool(spec: FusedSpec) -> tuple[tuple[Step, ...], Step, tuple[Step, ...]]:
+    (before, after), (pool,) = spec.runs, spec.pools
+    return before, pool, after
 
 
 def _unrolled(window: Window, rows: int) -> dict[str, bool]:
@@ -156,7 +156,7 @@ def band_rows(window: Window, itemsize: int) -> int:
 
 
 def plan_pool(
-    spec: Spec, target: Target, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None,
+    spec: FusedSpec, target: Target, device: DeviceClass, source: str, apply_before: bool, producer_bias: str | None,
 ) -> tuple[tuple[Launch, ...], tuple[Buffer, ...], str]:  # fmt: skip
     """The kernels for a chain with one max_pool2d behind the norm, the buffers between them, and why it is those."""
     before_pool, pool, _ = _split_at_pool(spec)
@@ -182,7 +182,7 @@ def plan_pool(
     return (Launch(_two_reads(spec, window, source, apply_before, producer_bias)),), (), why
 
 
-def _one_read(spec: Spec, window: Window, rising: Direction, extremes: int, source: str, apply_before: bool, producer_bias: str | None) -> PoolKernel:
+def _one_read(spec: FusedSpec, window: Window, rising: Direction, extremes: int, source: str, apply_before: bool, producer_bias: str | None) -> PoolKernel:
     prepare = prepare_function(spec, apply_before, producer_bias)
     finish = finish_function(
         spec, spec.after_norm, "finish_value", "The norm and what follows it, for the value that the pool keeps."
@@ -250,7 +250,7 @@ def _parameter_width(pooled_width: int, window: Window) -> tuple[int, ...]:
     return (pooled_width,) if math.prod(window.output) == 1 else ()
 
 
-def _two_reads(spec: Spec, window: Window, source: str, apply_before: bool, producer_bias: str | None) -> PoolKernel:
+def _two_reads(spec: FusedSpec, window: Window, source: str, apply_before: bool, producer_bias: str | None) -> PoolKernel:
     before_pool, _, after_pool = _split_at_pool(spec)
     prepare = prepare_function(spec, apply_before, producer_bias)
     finish = finish_function(spec, before_pool, "normalise_value", "The norm and what follows it up to the pool. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.")
@@ -291,7 +291,7 @@ def _two_reads(spec: Spec, window: Window, source: str, apply_before: bool, prod
 
 
 def _windows(
-    spec: Spec, device: DeviceClass, window: Window, source: str, apply_before: bool, producer_bias: str | None, buffer: str, pieces: int,
+    spec: FusedSpec, device: DeviceClass, window: Window, source: str, apply_before: bool, producer_bias: str | None, buffer: str, pieces: int,
 ) -> PoolKernel:  # fmt: skip
     """The second of two reads: windows of normalised values, with the moments of `pieces` pieces of a group in `buffer`."""
     alone = _two_reads(spec, window, source, apply_before, producer_bias)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from codegen.ops import Kind
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.model import Buffer, Launch, Refusal
 from codegen.plan.norm import flat as norm_flat, pool as norm_pool
 from codegen.plan.shared.moments import TileStatistics
-from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 
@@ -22,7 +21,7 @@ class NormPlan:
 
 
 def plan_norm(
-    spec: Spec, target: Target, device: DeviceClass, *, source: str, apply_before: bool, producer_bias: str | None, statistics: TileStatistics | None, pitch: int = 0,
+    spec: FusedSpec, target: Target, device: DeviceClass, *, source: str, apply_before: bool, producer_bias: str | None, statistics: TileStatistics | None, pitch: int = 0,
 ) -> NormPlan:  # fmt: skip
     """Kernels from the producer's result to y.
 
@@ -31,7 +30,7 @@ def plan_norm(
     each channel. `statistics`: what the producer left, instead of computing it. `pitch`: values from one sample of `source` to the next, if there are others between them. Parameters must start at multiples of 16 bytes.
     Raises Refusal for a chain that no kernel here covers, ValueError for one with two poolings and for statistics whose tiles do not divide the groups.
     """
-    pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
+    pools = spec.pools
     if len(pools) > 1:
         raise ValueError(f"{len(pools)} max_pool2d operators follow the norm; plan/stages cuts the chain in front of the second")
     if pools and source == "y":
@@ -60,7 +59,6 @@ def plan_norm(
     return NormPlan((Launch(kernel),), (), (f"a group's {spec.group_size} values exceed a block's registers: two reads, the second from the L2 cache",))
 
 
-def plan_norm_of_product(spec: Spec, target: Target, device: DeviceClass) -> NormPlan:
+def plan_norm_of_product(spec: FusedSpec, target: Target, device: DeviceClass) -> NormPlan:
     """Kernels from the producer's result without its bias, which lies in "t0", to y."""
-    bias = next((spec.producer.key(p) for p in spec.producer.parameters if p.suffix == "bias"), None)
-    return plan_norm(spec, target, device, source="t0", apply_before=True, producer_bias=bias, statistics=None)
+    return plan_norm(spec, target, device, source="t0", apply_before=True, producer_bias=spec.bias, statistics=None)

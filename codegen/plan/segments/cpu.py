@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from codegen.ir.apply import Constant
-from codegen.ir.segment import Grouping, grouping_of, window_of
+from codegen.ir.grouping import Grouping
 from codegen.plan.segments.kernel import SegmentKernel
 from codegen.plan.segments.planner import Planner, divisor_of
 from codegen.plan.segments.program import Program
@@ -23,11 +23,10 @@ class Processor(Planner):
 
     def cpu(self) -> list[SegmentKernel]:
         """One C++ function for the whole segment."""
-        grouping = grouping_of(self.core) if self.core else None
+        grouping, window = self.segment.grouping, self.segment.window
         if self.core is None:
             return [self._cpu("map", None, self.count, CPU_PIECE)]
-        if grouping is None:
-            window = window_of(self.core)
+        if window is not None:
             outputs = math.prod(self.core.output_shape)
             made = self.kernel(
                 "windows", self.before(1), self.after(1), numbers=[*self.window_numbers(window, outputs), Constant("kPiece", "1", "values at a time")],

@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 
 from codegen.ir.apply import Constant
-from codegen.ir.segment import Grouping, Window
+from codegen.ir.grouping import Grouping
+from codegen.ir.window import Window
 from codegen.plan.segments.kernel import FIELDS, SegmentKernel, statistic_of
 from codegen.plan.segments.planner import Planner, divisor_of
 from codegen.plan.segments.program import Program

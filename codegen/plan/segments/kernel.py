@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from codegen.ir.apply import Apply
-from codegen.ir.segment import Grouping, Segment, Window
+from codegen.ir.grouping import Grouping
+from codegen.ir.segment import Segment
+from codegen.ir.window import Window
 from codegen.numerics import Precision
 from codegen.ops import Kind
 from codegen.plan.model import Kernel
@@ -99,9 +100,10 @@ class SegmentKernel(Kernel):
         return FINISHED.get(self.core, ("value",))
 
     @property
-    def functions(self) -> tuple[Apply, ...]:
-        exponential = Apply("", "", (), ("exponential",), None, None, False, True, False, False)
-        return (*self.before.applied, *self.after.applied, *((exponential,) if self.statistic == "exponentials" or self.core == "softmax" else ()))
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that the programs and the core call."""
+        core = ("exponential",) if self.statistic == "exponentials" or self.core == "softmax" else ()
+        return (*self.before.functions, *self.after.functions, *core)
 
     @property
     def subtracts(self) -> bool:

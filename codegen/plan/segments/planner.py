@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from codegen.ir.apply import Constant
-from codegen.ir.segment import Segment, Window
+from codegen.ir.segment import Segment
+from codegen.ir.window import Window
 from codegen.numerics import float_literal
 from codegen.ops import Kind
 from codegen.plan.segments.kernel import Running, SegmentKernel, core_name, statistic_of, summary_of
 from codegen.plan.segments.program import Program, Statements
-from codegen.plan.shared.names import value_name
 from codegen.plan.shared.values import VECTOR_BYTES
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
@@ -29,7 +29,7 @@ class Planner:
         self.core = segment.core
         self.core_name = core_name(segment.core) if segment.core else ""
         self.folds = segment.core is not None and segment.core.operator.kind in (Kind.REDUCTION, Kind.POOL)
-        self.result = value_name(spec, segment.last - 1)
+        self.result = segment.gives.name
         self.count = math.prod(segment.shape)
         self.sms = max(1, device.sms)
 

@@ -7,11 +7,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from codegen.ir.apply import Apply, Constant, applies, c_identifier, describe
-from codegen.ir.segment import Grouping, Segment, evaluates
+from codegen.ir.apply import Constant, applies, describe
+from codegen.ir.operand import c_identifier
+from codegen.ir.grouping import Grouping
+from codegen.ir.segment import Segment, evaluates
+from codegen.ir.value import input_of, result_of
 from codegen.numerics import float_literal
 from codegen.ops import Kind, Shape
-from codegen.plan.shared.names import input_name, value_name
 from codegen.plan.stages.kernel import element_offset
 from codegen.spec import Spec, Step
 
@@ -48,11 +50,11 @@ class Access:
 
 @dataclass(frozen=True)
 class Program:
-    """`lines` are C statements on `v`, the values that `accesses` read, and `{stat}`, the statistics' struct; `applied` what they are made of."""
+    """`lines` are C statements on `v`, the values that `accesses` read, and `{stat}`, the statistics' struct; `functions` are the C functions that they call."""
 
     accesses: tuple[Access, ...] = ()
     lines: tuple[str, ...] = ()
-    applied: tuple[Apply, ...] = ()
+    functions: tuple[str, ...] = ()
     constants: tuple[Constant, ...] = ()
 
     def text(self, language: str, stat: str) -> tuple[str, ...]:
@@ -130,11 +132,11 @@ class Statements:
         self.accesses: dict[str, Access] = {}
         self.runs: list[int] = []  # along which an access is one mode
         self.lines: list[str] = []
-        self.applied: list[Apply] = []
+        self.functions: list[str] = []
         self.constants: dict[str, Constant] = {}
 
     def program(self) -> Program:
-        return Program(tuple(self.accesses.values()), tuple(self.lines), tuple(self.applied), tuple(self.constants.values()))
+        return Program(tuple(self.accesses.values()), tuple(self.lines), tuple(self.functions), tuple(self.constants.values()))
 
     def read(self, tensor: Tensor, shape: Shape, whole: Shape) -> str:
         """Read a tensor that is broadcast to `whole`; the C name of its value."""
@@ -148,7 +150,7 @@ class Statements:
         first = self.segment.steps[0]
         enlarges = first.operator.kind is Kind.ELEMENTWISE and first.output_shape != first.input_shape
         shape = first.input_shape if enlarges else self.segment.shape
-        self.lines.append(f"v = {self.read(source_of(self.spec, self.segment), shape, self.segment.shape)};")
+        self.lines.append(f"v = {self.read(result_tensor(self.spec, self.segment.first - 1), shape, self.segment.shape)};")
 
     def steps(self, steps: Sequence[Step]) -> None:
         taken = {step.tap for step in self.segment.steps if step.tap is not None and not step.taps_itself}
@@ -168,13 +170,13 @@ class Statements:
         other = self._other(step)
         if other is None:
             (item,) = applies(self.spec, (step,))
-            self.applied.append(item)
+            self.functions += item.functions
             self.constants |= {constant.name: constant for constant in item.constants}
             text = item.apply("v")
         else:
             text = step.operator.expression.format(v="v", p=other)
             if step.operator.function is not None:
-                self.applied.append(Apply("", "", (), (step.operator.function(step.values),), None, None, False, True, False, False))
+                self.functions.append(step.operator.function(step.values))
         self.lines.append(f"v = {text};  // {describe(step)}")
 
     def _other(self, step: Step) -> str | None:
@@ -185,12 +187,10 @@ class Statements:
         if step.tap is not None and step.tap >= self.segment.first:
             return f"kept_{step.tap}"
         if step.tap is not None:
-            shape = step.input_shape if step.tap < 0 else self.spec.chain[step.tap].output_shape
-            return self.read(value_tensor(self.spec, step.tap), shape, whole)
+            return self.read(result_tensor(self.spec, step.tap), result_of(self.spec, step.tap).shape, whole)
         if step.reads is not None:
-            shape = next(given.shape for given in self.spec.inputs if given.name == step.reads)
-            name = input_name(self.spec, step.reads)
-            return self.read(Tensor(name, "t_x" if name == "x" else f"in_{step.reads}"), shape, whole)
+            given = input_of(self.spec, step.reads)
+            return self.read(Tensor(given.name, "t_x" if given.name == "x" else f"in_{step.reads}"), given.shape, whole)
         if step.operand is None:
             return None
         key, shape = step.operand
@@ -242,13 +242,9 @@ class Statements:
             self.keep(core)
 
 
-def value_tensor(spec: Spec, place: int) -> Tensor:
-    """The result of the step in `place`, as later kernels read it."""
-    return Tensor(value_name(spec, place), "t_x" if place < 0 else f"t_{place}")
-
-
-def source_of(spec: Spec, segment: Segment) -> Tensor:
-    return value_tensor(spec, segment.first - 1)
+def result_tensor(spec: Spec, place: int) -> Tensor:
+    """The result of the step in `place`, as later kernels read it; what comes in for -1."""
+    return Tensor(result_of(spec, place).name, "t_x" if place < 0 else f"t_{place}")
 
 
 def statistics_access(tensor: Tensor, grouping: Grouping, width: int) -> Access:

@@ -9,7 +9,7 @@ split     few large groups, or groups in pieces: blocks leave partial statistics
 
 from __future__ import annotations
 
-from codegen.ir.segment import Segment, grouping_of, window_of
+from codegen.ir.segment import Segment
 from codegen.plan.model import Buffer
 from codegen.plan.segments.cpu import Processor
 from codegen.plan.segments.kernel import SegmentKernel
@@ -25,9 +25,9 @@ def plan_segment(spec: Spec, segment: Segment, name: str, target: Target, device
     planner = Shared(spec, segment, name, target, device)
     if segment.core is None:
         return [planner.map()], []
-    grouping = grouping_of(segment.core)
-    if grouping is None:
-        return [planner.windows(window_of(segment.core))], []
+    if segment.window is not None:
+        return [planner.windows(segment.window)], []
+    grouping = segment.grouping
     way = planner.way(grouping)
     if way == "rows":
         return [planner.rows(grouping)], []

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from codegen.ir.apply import Constant
-from codegen.ir.segment import Grouping
+from codegen.ir.grouping import Grouping
 from codegen.plan.model import Buffer
 from codegen.plan.segments.cuda import SHARE_VALUES, SLICES, STATIC_SHARED, THREADS, Whole
 from codegen.plan.segments.kernel import FIELDS, FINISHED, SegmentKernel, statistic_of

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant, applies, unique_constants
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, Precision
 from codegen.plan.model import Buffer, Kernel, Launch
 from codegen.plan.shared.pointers import Pointer, PointerKernel
-from codegen.plan.shared.values import Operand, kept_in_front, named_operand, operand_of, vector_statements
-from codegen.spec import Spec
+from codegen.plan.shared.values import LoadedOperand, kept_in_front, loaded, named_operand, vector_statements
 
 SLICES = "sliced_sums"
 ADD_THREADS = 256  # of a block
@@ -31,17 +31,17 @@ class EndSlicesKernel(PointerKernel):
     width: int = 4
     ragged: bool = False
     applied: tuple[Apply, ...] = ()
-    operands: tuple[Operand, ...] = ()
+    operands: tuple[LoadedOperand, ...] = ()
     lines: tuple[str, ...] = ()
     storage: Precision = FP32
 
     @property
-    def vectors(self) -> tuple[Operand, ...]:
+    def vectors(self) -> tuple[LoadedOperand, ...]:
         """The parameters of a value for each channel."""
         return tuple(operand for operand in self.operands if operand.per_channel)
 
     @property
-    def scalars(self) -> tuple[Operand, ...]:
+    def scalars(self) -> tuple[LoadedOperand, ...]:
         return tuple(operand for operand in self.operands if not operand.per_channel)
 
     @property
@@ -52,7 +52,7 @@ class EndSlicesKernel(PointerKernel):
         return (FP32, [self.width], []), (self.storage, [self.width] if self.vectors else [], [self.width])
 
 
-def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
+def add_slices_kernel(spec: FusedSpec, slices: int) -> AddSlicesKernel:
     """The kernel that adds what the blocks of a tile left, in their order."""
     values = math.prod(spec.producer.output_shape)
     width = math.gcd(4, values)
@@ -63,14 +63,14 @@ def add_slices_kernel(spec: Spec, slices: int) -> AddSlicesKernel:
     )  # fmt: skip
 
 
-def end_slices_kernel(spec: Spec, slices: int) -> EndSlicesKernel:
+def end_slices_kernel(spec: FusedSpec, slices: int) -> EndSlicesKernel:
     """The same of a chain without a norm, which ends here: bias, then operators."""
     values = math.prod(spec.producer.output_shape)
     width = math.gcd(4, spec.channels)
     constants, blocks = _share(spec, slices, width)
     items = applies(spec, spec.before_norm)
-    bias = [named_operand(spec.producer.key(p)) for p in spec.producer.parameters if p.suffix == "bias"]
-    operands = tuple(dict.fromkeys((*bias, *(operand_of(item) for item in items if item.parameter))))
+    bias = [named_operand(spec.bias)] if spec.bias else []
+    operands = tuple(dict.fromkeys((*bias, *(loaded(item.operand) for item in items if item.operand))))
     if any(operand.per_channel for operand in operands):
         constants += (Constant("kOutFeatures", str(spec.channels), "values of a row of y"),)
     lines = (*(f"v = v + {operand.value}[e];  // {spec.producer.operator.name}'s bias" for operand in bias), *kept_in_front(spec, spec.before_norm, 0))
@@ -83,7 +83,7 @@ def end_slices_kernel(spec: Spec, slices: int) -> EndSlicesKernel:
     )  # fmt: skip
 
 
-def _share(spec: Spec, slices: int, width: int) -> tuple[tuple[Constant, ...], int]:
+def _share(spec: FusedSpec, slices: int, width: int) -> tuple[tuple[Constant, ...], int]:
     """The constants of sums in `slices` parts, and the blocks that add them."""
     values = math.prod(spec.producer.output_shape)
     blocks = math.ceil(values // width / ADD_THREADS)
@@ -97,7 +97,7 @@ def _share(spec: Spec, slices: int, width: int) -> tuple[tuple[Constant, ...], i
     return constants, blocks
 
 
-def sliced_product(spec: Spec, kernel: Kernel, slices: int) -> tuple[tuple[Launch, Launch], tuple[Buffer, ...]]:
+def sliced_product(spec: FusedSpec, kernel: Kernel, slices: int) -> tuple[tuple[Launch, Launch], tuple[Buffer, ...]]:
     """The launches of a GEMM whose blocks share K and of the kernel that adds their sums, and the buffers in between.
 
     The sums become "t0", without the bias; of a chain without a norm they become "y", the result.

@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from codegen.ir.apply import Apply, Constant, applies, c_identifier, kept_name, unique_constants
+from codegen.ir.apply import Apply, Constant, applies, called, kept_name, unique_constants
+from codegen.ir.operand import Operand, c_identifier
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import Precision, float_literal
 from codegen.ops import Kind
 from codegen.plan.model import Kernel
@@ -16,14 +18,11 @@ VECTOR_BYTES = 16  # the widest access of a thread
 REGISTERS_PER_SM = 65536
 
 
-@dataclass(frozen=True)
-class Operand:
-    """A parameter tensor: `pointer` is its C name, `value` the C name of one channel's value."""
+@dataclass(frozen=True, kw_only=True)
+class LoadedOperand(Operand):
+    """An operand that a kernel loads: `value` is the C name of one channel's value."""
 
-    key: str
-    pointer: str
     value: str
-    per_channel: bool = True
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class ValueFunction:
     name: str
     comment: str
     lines: tuple[str, ...]
-    operands: tuple[Operand, ...]
+    operands: tuple[LoadedOperand, ...]
     arguments: tuple[str, ...] = ()
 
     @property
@@ -62,7 +61,7 @@ class NormKernel(Kernel):
     entry: str
     input: str
     output: str
-    operands: tuple[Operand, ...]
+    operands: tuple[LoadedOperand, ...]
     applied: tuple[Apply, ...]
     prepare: ValueFunction | None
     finish: ValueFunction | None
@@ -76,6 +75,11 @@ class NormKernel(Kernel):
     result: Precision
 
     statistics: str = ""  # "reads", "writes" or nothing: what the kernel does with a buffer of statistics
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that it calls."""
+        return called(self.applied)
 
     @property
     def loads_parameters(self) -> bool:
@@ -117,7 +121,7 @@ def vector_width(precision: Precision, *lengths: int) -> int:
     return math.gcd(VECTOR_BYTES // precision.itemsize, *lengths)
 
 
-def tensor_types(spec: Spec, source: str) -> dict[str, Precision]:
+def tensor_types(spec: FusedSpec, source: str) -> dict[str, Precision]:
     """The types of a kernel's tensors. The input has that of y where it lies there."""
     return dict(storage=spec.precision, source=spec.result if source == "y" else spec.precision, result=spec.result)
 
@@ -126,22 +130,21 @@ def channel_mode(spatial: int, width: int) -> str:
     return "vector" if spatial == 1 else "uniform" if spatial % width == 0 else "element"
 
 
-def norm_operands(spec: Spec) -> tuple[Operand, ...]:
+def norm_operands(spec: FusedSpec) -> tuple[LoadedOperand, ...]:
     """gamma and beta, or nothing where the norm is not affine."""
-    keys = [spec.norm.key(parameter) for parameter in spec.norm.parameters]
-    return tuple(Operand(key, f"p_{name}", f"c_{name}") for key, name in zip(keys, ("gamma", "beta"), strict=False))
+    return tuple(LoadedOperand(key, f"p_{name}", value=f"c_{name}") for key, name in zip(spec.affine, ("gamma", "beta"), strict=False))
 
 
-def named_operand(key: str, per_channel: bool = True) -> Operand:
+def named_operand(key: str, per_channel: bool = True) -> LoadedOperand:
     """The operand of a state_dict key. A prefix keeps every name apart from the kernels' own, a suffix from the norm's gamma and beta."""
     word = c_identifier(key)
     word += "_" if word.rstrip("_") in ("gamma", "beta") else ""
-    return Operand(key, f"p_{word}", f"c_{word}", per_channel)
+    return LoadedOperand(key, f"p_{word}", per_channel, value=f"c_{word}")
 
 
-def operand_of(item: Apply) -> Operand:
-    """The parameter that an applied operator takes."""
-    return named_operand(item.parameter, item.per_channel)
+def loaded(operand: Operand) -> LoadedOperand:
+    """The parameter that an applied operator takes, as kernels load it."""
+    return named_operand(operand.key, operand.per_channel)
 
 
 def statements(spec: Spec, steps: Sequence[Step]) -> tuple[str, ...]:
@@ -151,7 +154,7 @@ def statements(spec: Spec, steps: Sequence[Step]) -> tuple[str, ...]:
     for step in steps:
         if step.operator.kind is Kind.ELEMENTWISE:
             item = next(items)
-            lines.append(f"v = {item.apply('v', operand_of(item).value if item.parameter else None)};  // {item.comment}")
+            lines.append(f"v = {item.apply('v', loaded(item.operand).value if item.operand else None)};  // {item.comment}")
         if step.index in kept:
             lines.append(keep_line(step))
     return tuple(lines)
@@ -161,7 +164,7 @@ def vector_statements(items: Sequence[Apply]) -> tuple[str, ...]:
     """Operators as C statements on `v`, element `e` of a vector, whose channels' parameters lie in arrays; results that are reused stay in variables."""
     lines = []
     for item in items:
-        operand = operand_of(item) if item.parameter else None
+        operand = loaded(item.operand) if item.operand else None
         value = f"{operand.value}[e]" if operand and operand.per_channel else operand and operand.value
         lines.append(f"v = {item.apply('v', value)};  // {item.comment}")
         if item.keeps:
@@ -179,11 +182,11 @@ def kept_in_front(spec: Spec, steps: Sequence[Step], first: int, value: str = "v
     return (keep_line(spec.chain[first], value),) if first in spec.kept(steps) else ()
 
 
-def _operands(items: Sequence[Apply]) -> tuple[Operand, ...]:
-    return tuple(operand_of(item) for item in items if item.parameter)
+def _operands(items: Sequence[Apply]) -> tuple[LoadedOperand, ...]:
+    return tuple(loaded(item.operand) for item in items if item.operand)
 
 
-def prepare_function(spec: Spec, apply_before: bool, producer_bias: str | None) -> ValueFunction | None:
+def prepare_function(spec: FusedSpec, apply_before: bool, producer_bias: str | None) -> ValueFunction | None:
     """From the producer's value to the norm's input; None where they are the same."""
     items = applies(spec, spec.before_norm) if apply_before else ()
     bias = named_operand(producer_bias) if producer_bias else None
@@ -194,13 +197,13 @@ def prepare_function(spec: Spec, apply_before: bool, producer_bias: str | None) 
     return ValueFunction("prepare_value", "From the producer's value to the norm's input.", lines, operands) if lines else None
 
 
-def normalise_lines(spec: Spec) -> tuple[str, ...]:
+def normalise_lines(spec: FusedSpec) -> tuple[str, ...]:
     affine = ("v = fmaf(v, c_gamma, c_beta);",) if norm_operands(spec) else ()
-    kept_input = kept_in_front(spec, spec.after_norm, spec.norm_index - 1)
-    return (*kept_input, "v = (__fsub_rn(v, mean) - mean_rest) * rstd;", *affine, *kept_in_front(spec, spec.after_norm, spec.norm_index))
+    kept_input = kept_in_front(spec, spec.after_norm, spec.norm.index - 1)
+    return (*kept_input, "v = (__fsub_rn(v, mean) - mean_rest) * rstd;", *affine, *kept_in_front(spec, spec.after_norm, spec.norm.index))
 
 
-def finish_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction:
+def finish_function(spec: FusedSpec, steps: Sequence[Step], name: str, comment: str) -> ValueFunction:
     """The norm, whose mean is `mean` + `mean_rest`, and the element-wise `steps` after it."""
     items = applies(spec, steps)
     return ValueFunction(name, comment, normalise_lines(spec) + statements(spec, steps), norm_operands(spec) + _operands(items), ("mean", "mean_rest", "rstd"))
@@ -214,17 +217,17 @@ def follow_function(spec: Spec, steps: Sequence[Step], name: str, comment: str) 
     return ValueFunction(name, comment, kept_in_front(spec, steps, steps[0].index - 1) + statements(spec, steps), _operands(items))
 
 
-def chain_items(spec: Spec, apply_before: bool) -> tuple[Apply, ...]:
+def chain_items(spec: FusedSpec, apply_before: bool) -> tuple[Apply, ...]:
     """Every element-wise operator that the kernel applies."""
     return applies(spec, (*(spec.before_norm if apply_before else ()), *spec.after_norm))
 
 
-def unique_operands(*functions: ValueFunction | None) -> tuple[Operand, ...]:
+def unique_operands(*functions: ValueFunction | None) -> tuple[LoadedOperand, ...]:
     """The operands of all functions in order, each once."""
     return tuple({operand.key: operand for function in functions if function for operand in function.operands}.values())
 
 
-def shape_constants(spec: Spec, operands: Sequence[Operand] | None = None) -> list[Constant]:
+def shape_constants(spec: FusedSpec, operands: Sequence[LoadedOperand] | None = None) -> list[Constant]:
     """The group's shape, with derivations: what a kernel with these parameter tensors needs to find channels, or all of it."""
     by_channel = operands is None or any(operand.per_channel for operand in operands)
     listed = []
@@ -239,7 +242,7 @@ def shape_constants(spec: Spec, operands: Sequence[Operand] | None = None) -> li
     return [*listed, Constant("kGroupSize", str(spec.group_size), f"{spec.group_channels} channels x {positions}: one contiguous span")]
 
 
-def norm_constants(spec: Spec, items: Sequence[Apply]) -> list[Constant]:
+def norm_constants(spec: FusedSpec, items: Sequence[Apply]) -> list[Constant]:
     return [
         Constant("kEps", float_literal(spec.norm.values["eps"]), f"{spec.norm.operator.name}'s eps, added to the variance", "float"),
         *unique_constants(items),
@@ -276,7 +279,7 @@ def tensor_names(source: str) -> tuple[str, str]:
     return ("values", "values") if source == "y" else ("input", "output")
 
 
-def launch_arguments(source: str, operands: Sequence[Operand]) -> tuple[str, ...]:
+def launch_arguments(source: str, operands: Sequence[LoadedOperand]) -> tuple[str, ...]:
     """The launcher's pointers: the input, the parameters, the output (once, first, in place)."""
     keys = tuple(operand.key for operand in operands)
     return ("y", *keys) if source == "y" else (source, *keys, "y")

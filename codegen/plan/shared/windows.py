@@ -7,11 +7,11 @@ import math
 from dataclasses import dataclass
 
 from codegen.ir.apply import Constant, applies, describe
+from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import ARITHMETICS, Arithmetic
-from codegen.ops import Kind
 from codegen.plan.model import Refusal
-from codegen.plan.shared.values import Operand, norm_operands, operand_of
-from codegen.spec import Spec, Step
+from codegen.plan.shared.values import LoadedOperand, norm_operands, loaded
+from codegen.spec import Step
 
 # Arithmetic by precision: tf32's promise (10 mantissa bits) is kept by one product of fp16 operands, at twice the rate of a TF32 one.
 MATH = {"fp32": "fp16x3", "tf32": "fp16", "fp16": "fp16", "bf16": "bf16"}
@@ -39,25 +39,24 @@ class Windows:
     output: tuple[int, int]
 
 
-def split_at_pool(spec: Spec) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+def split_at_pool(spec: FusedSpec) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
     """The element-wise steps between the norm and the pool, and those behind the pool (all of them before it where there is no pool)."""
-    at = next((i for i, step in enumerate(spec.after_norm) if step.operator.kind is Kind.POOL), None)
-    return (spec.after_norm, ()) if at is None else (spec.after_norm[:at], spec.after_norm[at + 1 :])
+    before, *behind = spec.runs
+    return before, behind[0] if behind else ()
 
 
-def windows_of(spec: Spec, strided: bool = False) -> Windows:
+def windows_of(spec: FusedSpec, strided: bool = False) -> Windows:
     """The pooling windows of the chain. Raises Refusal where the convolution or its windows are not what a one-pass kernel takes, `strided` whether
     that is any stride and dilation."""
     values = spec.producer.values
     for key, plain in (("groups", 1),) if strided else (("stride", (1, 1)), ("dilation", (1, 1)), ("groups", 1)):
         if values[key] != plain:
             raise Refusal(f"conv2d's {key} is {values[key]}: the one-pass kernel takes {key} {plain} only")
-    pools = [step for step in spec.after_norm if step.operator.kind is Kind.POOL]
-    if len(pools) > 1:
-        raise Refusal(f"{len(pools)} max_pool2d operators follow the norm, and the one-pass kernel takes one")
-    if not pools:
+    if len(spec.pools) > 1:
+        raise Refusal(f"{len(spec.pools)} max_pool2d operators follow the norm, and the one-pass kernel takes one")
+    if not spec.pools:
         return Windows((1, 1), spec.norm.input_shape[2:])
-    pool = pools[0]
+    (pool,) = spec.pools
     size = pool.values["kernel_size"]
     if (pool.values["stride"] or size) != size:
         raise Refusal(f"max_pool2d's stride {pool.values['stride']} differs from its kernel_size {size}: windows overlap or leave gaps")
@@ -69,7 +68,7 @@ def windows_of(spec: Spec, strided: bool = False) -> Windows:
     return Windows(size, output)
 
 
-def arithmetic_of(spec: Spec) -> Arithmetic:
+def arithmetic_of(spec: FusedSpec) -> Arithmetic:
     """How a one-pass kernel multiplies at the spec's precision. Raises Refusal for a forced arithmetic that it does not have, and for fp32 sums
     that are too short for it."""
     wanted = MATH[spec.precision.name]
@@ -92,7 +91,7 @@ def arithmetic_of(spec: Spec) -> Arithmetic:
 class Direction:
     """Whether the norm and the operators up to the pool rise or fall with their input: the signs of a channel's `factors`, and a fixed one."""
 
-    factors: tuple[Operand, ...]
+    factors: tuple[LoadedOperand, ...]
     negative: bool
 
     @property
@@ -102,12 +101,12 @@ class Direction:
         return " * ".join(signs) or "1.0f"
 
 
-def direction(spec: Spec, steps: Sequence[Step]) -> Direction | None:
+def direction(spec: FusedSpec, steps: Sequence[Step]) -> Direction | None:
     """The direction of the norm followed by `steps`; None if one of them neither rises nor falls everywhere."""
     factors, negative = list(norm_operands(spec)[:1]), False
     for step, item in zip(steps, applies(spec, steps), strict=True):
         if item.multiplies:
-            factors.append(operand_of(item))
+            factors.append(loaded(item.operand))
         elif step.operator.name == "mul" and step.values["value"] is not None:
             negative ^= step.values["value"] < 0
         elif not item.monotone:
@@ -115,7 +114,7 @@ def direction(spec: Spec, steps: Sequence[Step]) -> Direction | None:
     return Direction(tuple(factors), negative)
 
 
-def direction_of(spec: Spec) -> Direction:
+def direction_of(spec: FusedSpec) -> Direction:
     """Whether a window's largest or smallest value counts, by channel. Raises Refusal where no single value decides."""
     found = direction(spec, split_at_pool(spec)[0])
     if found is None:
@@ -127,7 +126,7 @@ def constant(name: str, value: object, why: str, kind: str = "int") -> Constant:
     return Constant(name, str(value), why, kind)
 
 
-def shape_constants(spec: Spec, windows: Windows, window_width: bool = True) -> list[Constant]:
+def shape_constants(spec: FusedSpec, windows: Windows, window_width: bool = True) -> list[Constant]:
     """Sizes of x, the filter, the convolution's result and y. `window_width`: does the kernel name a window's columns?"""
     c, values = constant, spec.producer.values
     _, in_channels, height, width = spec.input_shape
@@ -157,7 +156,7 @@ def shape_constants(spec: Spec, windows: Windows, window_width: bool = True) -> 
     ]  # fmt: skip
 
 
-def reasons(spec: Spec, arithmetic: Arithmetic, exact: str) -> list[str]:
+def reasons(spec: FusedSpec, arithmetic: Arithmetic, exact: str) -> list[str]:
     """What is said of the chain's route behind ONE_READ; `exact` names what is computed in fp32 where fp16's range does not suffice."""
     found = []
     if spec.before_norm:

@@ -36,7 +36,7 @@ def _norm(kernel: FlatKernel, stage: StageKernel, between: str) -> FlatKernel:
     return replace(
         kernel, input="input", output="output", fold=stage, result=stage.result, constants=_constants(kernel, stage, "kGroupSize"),
         arguments=(source, *(o.key for o in kernel.operands), *(o.key for o in stage.operands), "y"),
-        applied=(*kernel.applied, *stage.functions), summary=f"{kernel.summary}; {stage.summary}", smem_bytes=kernel.smem_bytes + parts,
+        summary=f"{kernel.summary}; {stage.summary}", smem_bytes=kernel.smem_bytes + parts,
     )  # fmt: skip
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.ir.apply import Apply, Constant, applies, unique_constants
-from codegen.ir.chain import Segment
+from codegen.ir.apply import Apply, Constant, applies, called, unique_constants
+from codegen.ir.segment import Segment
 from codegen.numerics import FP32, Precision
 from codegen.ops import Kind, Shape
 from codegen.plan.model import Kernel
-from codegen.plan.shared.values import VECTOR_BYTES, operand_of, register_limit, statements
+from codegen.plan.shared.values import VECTOR_BYTES, LoadedOperand, loaded, register_limit, statements
 from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
 
@@ -22,13 +22,10 @@ BUSY_THREADS = 1024  # on an SM
 ROW_VALUES = 16  # of a lane, about
 
 
-@dataclass(frozen=True)
-class StageOperand:
-    """A parameter of a stage: `pointer` its C name, `value` that of the one that result `index` meets, `offset` its place in the tensor, in C."""
+@dataclass(frozen=True, kw_only=True)
+class StageOperand(LoadedOperand):
+    """A parameter of a stage: `value` is that of the one that result `index` meets, `offset` its place in the tensor, in C."""
 
-    key: str
-    pointer: str
-    value: str
     offset: str
 
 
@@ -89,9 +86,9 @@ class StageKernel(Kernel):
         return any("index" in operand.offset for operand in self.operands)
 
     @property
-    def functions(self) -> tuple[Apply, ...]:
-        """What the reduction needs of the functions' table, as an operator that is applied."""
-        return (*self.applied, Apply("", "", (), ("exponential",), None, None, False, True, False, False)) if self.reduction == "logsumexp" else self.applied
+    def functions(self) -> tuple[str, ...]:
+        """The C functions that the operators and the reduction call."""
+        return (*called(self.applied), *(("exponential",) if self.reduction == "logsumexp" else ()))
 
     @property
     def folds_wide(self) -> bool:
@@ -127,9 +124,10 @@ def stage_kernel(
     shapes = dict(spec.parameters)
     operands = []
     for item in items:
-        if item.parameter:
-            operand = operand_of(item)
-            operands.append(StageOperand(item.parameter, operand.pointer, operand.value, element_offset(shapes[item.parameter], output)))
+        if item.operand:
+            operand = loaded(item.operand)
+            place = element_offset(shapes[operand.key], output)
+            operands.append(StageOperand(operand.key, operand.pointer, operand.per_channel, value=operand.value, offset=place))
     kernel = StageKernel(
         name=name, template=f"stages/{'stage.cpp' if target.language == 'cpp' else stage + '.cu'}.j2",
         arguments=(source_name, *(o.key for o in operands), "y"), constants=(), summary=_summary(stage, segment), stage=stage, reduction=reduction,
@@ -146,14 +144,14 @@ def _stage(segment: Segment) -> tuple[str, str]:
     if segment.kind is Kind.POOL:
         return "windows", "max" if segment.core.operator.name == "max_pool2d" else "sum"
     if segment.kind is Kind.REDUCTION:
-        return "rows" if segment.grouping.contiguous else "columns", segment.core.operator.name
+        return "rows" if math.prod(segment.core.input_shape[2:]) == 1 else "columns", segment.core.operator.name
     return "spread", ""
 
 
 def _summary(stage: str, segment: Segment) -> str:
     what = {"rows": "over the channels of a row", "columns": "over the channels of a position", "windows": "over windows", "spread": "to another shape"}[stage]
     lead = segment.core.operator.name if segment.core else "broadcast"
-    rest = [step.operator.name for step in segment.after]
+    rest = [step.operator.name for step in (segment.after if segment.core else segment.before)]
     return f"{lead} {what}" + (f", then {', '.join(rest)}" if rest else "")
 
 

@@ -17,50 +17,52 @@ import math
 from dataclasses import replace
 
 from codegen.ir.apply import applies, costly
-from codegen.ir.chain import Chain, Segment, chain_of
+from codegen.ir.chain import chain_of
+from codegen.ir.fused_form import FusedSpec
+from codegen.ir.segment import Segment
 from codegen.numerics import FP32
 from codegen.ops import Kind
 from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Launch, Plan
 from codegen.plan.stages.fold import fold_first
 from codegen.plan.stages.kernel import stage_kernel
-from codegen.spec import Spec, Step
+from codegen.spec import Step
 from codegen.targets import Target
 
 REPEATED_WINDOWS = 4  # that a value belongs to, from which on it is computed once and written in between
 
 
-def cut(spec: Spec, target: Target) -> tuple[Spec, tuple[Segment, ...]]:
+def cut(spec: FusedSpec, target: Target) -> tuple[FusedSpec, tuple[Segment, ...]]:
     """The chain's head, which fused kernels of `target` take, and the segments behind it; the whole chain where they take all."""
-    chain = chain_of(spec)
-    fused = _fused(spec, chain, target)
-    return (spec if fused == len(chain.segments) else head_of(spec, chain.segments[fused].first)), chain.segments[fused:]
+    segments = chain_of(spec).segments
+    fused = _fused(spec, segments, target)
+    return (spec if fused == len(segments) else head_of(spec, segments[fused].first)), segments[fused:]
 
 
-def _fused(spec: Spec, chain: Chain, target: Target) -> int:
+def _fused(spec: FusedSpec, segments: tuple[Segment, ...], target: Target) -> int:
     """How many segments fused kernels take, from the first one on."""
     pools = 0
-    for number, segment in enumerate(chain.segments):
+    for number, segment in enumerate(segments):
         pools += segment.kind is Kind.POOL
         if segment.kind is Kind.REDUCTION or (segment.core and segment.core.operator.name == "avg_pool2d"):
             return number
         if target.language == "cuda" and segment.kind is Kind.POOL and (pools > 1 or _repeats_much(spec, segment.core)):
             return number
-    return len(chain.segments)
+    return len(segments)
 
 
-def _repeats_much(spec: Spec, pool: Step) -> bool:
+def _repeats_much(spec: FusedSpec, pool: Step) -> bool:
     """Whether a value belongs to many windows and costs much: a fused kernel would compute it anew for each."""
     windows = math.prod(size / stride for size, stride in zip(pool.values["kernel_size"], pool.values["stride"], strict=True))
     return windows >= REPEATED_WINDOWS and costly(applies(spec, (*spec.before_norm, *(step for step in spec.after_norm if step.index < pool.index))))
 
 
-def head_of(spec: Spec, first: int) -> Spec:
+def head_of(spec: FusedSpec, first: int) -> FusedSpec:
     """The chain up to place `first`, which gives float32."""
     return replace(spec, chain=spec.chain[:first], gives=FP32 if spec.precision.itemsize == 2 else None)
 
 
-def plan_stages(spec: Spec, head: Plan, stages: tuple[Segment, ...], *, apart: bool = False) -> Plan:
+def plan_stages(spec: FusedSpec, head: Plan, stages: tuple[Segment, ...], *, apart: bool = False) -> Plan:
     """The plan of `spec` from that of its head and the segments behind it; `apart`: each stage in a kernel of its own, as a backward needs their inputs."""
     target, device = head.target, head.device
     names = [_name(segment) for segment in stages]
