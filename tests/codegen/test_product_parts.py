@@ -1,0 +1,76 @@
+"""Products without a norm in plans: which kernels multiply, what their epilogues take of a chain, and the reasons that are given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from codegen.plan import Launch, Library, plan
+from codegen.plan.model import Plan, Refusal
+from codegen.spec import Spec, load_spec
+
+FIRST = {"linear": {"name": "first", "in_features": 1024, "out_features": 2048}}
+SECOND = {"linear": {"name": "second", "in_features": 2048, "out_features": 512}}
+
+
+def layer(folder: Path, *chain: Any, precision: str = "fp32", batch: int = 4096, **more: Any) -> Spec:
+    path = folder / "layer.yaml"
+    path.write_text(yaml.safe_dump({"name": "layer", "batch": batch, "chain": list(chain), **more}, sort_keys=False))
+    return load_spec(path, precision)
+
+
+def kinds(found: Plan) -> list[str]:
+    """The steps in order: the kernels without the number of their part, and library steps."""
+    return [step.kernel.name.split("_", 1)[1] if isinstance(step, Launch) else f"torch {step.operation}" for step in found.steps]
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_element_wise_operators_end_in_the_epilogue(tmp_path, target):
+    found = plan(layer(tmp_path, FIRST, "silu", {"add": {"name": "shift", "shape": [2048]}}, {"add": {"from": "first"}}), target, "h200")
+    assert kinds(found)[-1] == "gemm" and not any(isinstance(step, Library) for step in found.steps)
+    assert found.steps[-1].arguments[-1] == "y" and {"first.bias", "shift"} <= set(found.steps[-1].arguments)
+
+
+def test_each_product_of_a_chain_is_a_part(tmp_path):
+    found = plan(layer(tmp_path, FIRST, "gelu", SECOND, {"softmax": {"dim": 1}}), "sm_90a", "h200")
+    assert kinds(found) == ["split_x", "gemm", "split_x", "gemm", "rows"]
+
+
+def test_what_a_later_operator_reuses_ends_a_part(tmp_path):
+    found = plan(layer(tmp_path, FIRST, {"relu": {"name": "act"}}, "tanh", {"softmax": {"dim": 1}}, {"mul": {"from": "act"}}), "sm_90a", "h200")
+    gemm = next(step for step in found.steps if isinstance(step, Launch) and step.kernel.name.endswith("gemm"))
+    assert [item.operator for item in gemm.kernel.before] == ["relu"] and gemm.arguments[-1] == "value:1"
+
+
+def test_a_value_without_its_gradient_is_one_of_the_forward(tmp_path):
+    found = plan(layer(tmp_path, FIRST, {"mul": {"value": 0.5}}, {"add": {"from": "first", "detach": True}}), "sm_90a", "h200")
+    assert kinds(found) == ["split_x", "gemm"]
+
+
+def test_few_results_of_a_long_sum_are_added_by_the_kernel_that_ends_the_chain(tmp_path):
+    long = {"linear": {"name": "first", "in_features": 32768, "out_features": 256}}
+    found = plan(layer(tmp_path, long, "relu", batch=128, gemm="generated"), "sm_90a", "h200")
+    assert kinds(found)[-2:] == ["gemm", "end_slices"] and found.steps[-1].arguments[-1] == "y"
+
+
+def test_the_library_multiplies_where_it_is_estimated_faster(tmp_path):
+    spec = layer(tmp_path, FIRST, "relu", precision="fp16")
+    found = plan(spec, "sm_80", "h200")
+    assert kinds(found)[0] == "torch linear" and any("torch's GEMM: " in reason and "against" in reason for reason in found.why)
+    assert "gemm" in kinds(plan(replace(spec, gemm="generated"), "sm_80", "h200"))
+    with pytest.raises(Refusal):  # of this target, where nothing of ours is left
+        plan(replace(spec, gemm="library"), "sm_90a", "h200")
+
+
+def test_the_cpu_leaves_products_to_the_library(tmp_path):
+    assert kinds(plan(layer(tmp_path, FIRST, "relu"), "cpu")) == ["torch linear", "map"]
+
+
+def test_a_kernel_of_ours_that_is_asked_for_and_cannot_be_is_refused_with_the_reason(tmp_path):
+    short = {"linear": {"name": "first", "in_features": 40, "out_features": 2048}}
+    with pytest.raises(Refusal, match="in_features: 40 gives fewer than"):
+        plan(layer(tmp_path, short, "relu", gemm="generated"), "sm_90a", "h200")
