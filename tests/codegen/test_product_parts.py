@@ -43,7 +43,7 @@ def test_each_product_of_a_chain_is_a_part(tmp_path):
 def test_what_a_later_operator_reuses_ends_a_part(tmp_path):
     found = plan(layer(tmp_path, FIRST, {"relu": {"name": "act"}}, "tanh", {"softmax": {"dim": 1}}, {"mul": {"from": "act"}}), "sm_90a", "h200")
     gemm = next(step for step in found.steps if isinstance(step, Launch) and step.kernel.name.endswith("gemm"))
-    assert [item.operator for item in gemm.kernel.before] == ["relu"] and gemm.arguments[-1] == "value:1"
+    assert [item.comment for item in gemm.kernel.before] == ["relu()"] and gemm.arguments[-1] == "value:1"
 
 
 def test_a_value_without_its_gradient_is_one_of_the_forward(tmp_path):
