@@ -10,9 +10,10 @@ import functools
 from dataclasses import dataclass, replace
 
 from codegen.ir.fused_form import departure, fused
+from codegen.ops import OPERATORS, Kind
 from codegen.plan import tuned
 from codegen.plan.floor import floor
-from codegen.plan.model import Plan, Refusal
+from codegen.plan.model import Library, Plan, Refusal
 from codegen.plan.parts import parts_of, plan_parts
 from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.stages.route import cut, plan_stages
@@ -39,7 +40,16 @@ def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False
     if decision and decision.choice is None:
         raise Refusal(decision.why)
     found = planned(Request(spec, TARGETS[target], DEVICES[name], debug, decision.choice if decision else forced))
+    if refused := _library_beyond(spec, found):
+        raise Refusal(f"library: {spec.library} leaves {', '.join(refused)} to no one: {target} has no kernel for it here")
     return replace(found, why=(decision.why, *found.why)) if decision else found
+
+
+def _library_beyond(spec: Spec, found: Plan) -> tuple[str, ...]:
+    """The operators that a plan leaves to torch's library against the spec's `library`, those of training included."""
+    operations = dict.fromkeys(step.operation for step in (*found.steps, *found.training) if isinstance(step, Library) and step.operation != "view")
+    allowed = {None: lambda name: True, "producers": lambda name: OPERATORS[name].kind is Kind.PRODUCER, "forbid": lambda name: False}[spec.library]
+    return tuple(name for name in operations if not allowed(name))
 
 
 def planned(request: Request) -> Plan:
@@ -121,7 +131,7 @@ def _allowed(request: Request) -> list[Route]:
     serving = [route for route in ROUTES if route.serves(request)]
     if request.forced is not None:
         return [route for route in serving if route.name == request.forced.route]
-    own = {"generated": True, "library": False}.get(request.spec.gemm)
+    own = True if request.spec.library == "forbid" else {"generated": True, "library": False}.get(request.spec.gemm)
     chosen = [route for route in serving if route.own == own]
     return chosen or serving
 

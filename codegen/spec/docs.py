@@ -45,6 +45,7 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `targets` | a list out of {targets}, of which each has to serve the spec; default: those of {defaults} that do, and what one of them cannot serve is left out |
 | `math` | forces an arithmetic: {maths} |
 | `gemm` | `library` (torch's GEMM in front of our norm kernel) or `generated`, which also keeps every target from being left to a faster one; default: the planner's choice |
+| `library` | what torch's library may compute where no kernel of ours does: `allow` (default) anything, `producers` only products and convolutions, `forbid` nothing. A target whose plan needs more is refused, with the operators; gradients are not asked |
 | `prepack` | `true`: at fp32 and tf32, `sm_90a` multiplies with a split copy of a linear's weights, which the model keeps and renews (docs/runtime.md, "Prepared weights"); elsewhere it changes nothing; default `false`; `PREPACK=1` on the command line asks for it too |
 
 A value in the chain, by itself or in a list, is a literal or the name of an entry in `args`. `name` is the attribute that holds an operator's parameters: `state_dict` has

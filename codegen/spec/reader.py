@@ -16,7 +16,8 @@ from codegen.spec.types import ELSEWHERE, MAX_ELEMENTS, MAX_SIZES, PREPACKED, In
 from codegen.spec.yaml_reader import Node, Problem, YamlError, read
 from codegen.targets import TARGETS
 
-_TOP = ("name", "batch", "precision", "input", "inputs", "args", "defaults", "chain", "targets", "math", "gemm", "prepack", "pad_batch", "unused", "ignored", "created")
+LIBRARY = ("allow", "producers", "forbid")  # what torch's library may compute
+_TOP = ("name", "batch", "precision", "input", "inputs", "args", "defaults", "chain", "targets", "math", "gemm", "library", "prepack", "pad_batch", "unused", "ignored", "created")
 _INPUT_VALUES = ("rand", "randn")
 HOLDERS = {"parameter": PARAMETER, **{name: row for name, row in OPERATORS.items() if row.kind in (Kind.PRODUCER, Kind.NORM)}}  # of what `unused` lists
 SPATIAL = ("length", "depth", "height", "width")
@@ -140,6 +141,9 @@ class _Reader(ChainReader):
         if math_node is not None and chosen is not INVALID and not overridden:
             math_choice = self.word(math_node, f"math at {chosen}", numerics.MATH_CHOICES[chosen])
         gemm = self.word(nodes["gemm"], "gemm", ("library", "generated")) if "gemm" in nodes else None
+        library = self.word(nodes["library"], "library", LIBRARY) if "library" in nodes else None
+        if library == "forbid" and gemm == "library":
+            self.fault(nodes["library"], "library: forbid contradicts gemm: library")
         prepack = self.flag(nodes["prepack"], "prepack") if "prepack" in nodes else False
         chain = self.chain(nodes["chain"], batch, given) if "chain" in nodes else ()
         unused = self.unused(nodes["unused"], batch) if "unused" in nodes else ()
@@ -157,7 +161,7 @@ class _Reader(ChainReader):
         ranged = len(batches) > 1 or pad_batch
         spec = Spec(
             name=name, path=source_text(self.shown), named=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], inputs=self.listed(given, chain), args=tuple(self.args.items()), chain=chain,
-            targets=targets, math=math_choice, gemm=gemm, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
+            targets=targets, math=math_choice, gemm=gemm, library=None if library == "allow" else library, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
             batches=batches if ranged else (), pad_batch=pad_batch, targets_at=self.targets_at, unused=unused, ignored=ignored, created=created,
         )  # fmt: skip
         self.check_sizes(spec, nodes)

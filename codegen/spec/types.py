@@ -119,6 +119,7 @@ class Spec:
     targets: tuple[str, ...] | None = None
     math: str | None = None
     gemm: str | None = None
+    library: str | None = None  # "forbid" or "producers"; None: torch's library may compute whatever no kernel of ours takes
     prepack: bool = False
     prepack_asked: bool = False  # on the command line, not in the file
     defaults: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ def resolved(spec: Spec) -> dict[str, Any]:
     """The spec as plain data that load_spec reads back to an equal Spec (but for its path)."""
     data: dict[str, Any] = {"name": spec.name, "batch": list(spec.batches) if len(spec.batches) > 1 else spec.batch, "precision": spec.precision.name}
     data |= _inputs(spec)
-    for key in ("targets", "math", "gemm"):
+    for key in ("targets", "math", "gemm", "library"):
         if getattr(spec, key) is not None:
             data[key] = _plain(getattr(spec, key))
     for key in ("prepack", "pad_batch"):

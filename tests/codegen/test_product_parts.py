@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 
 from codegen.plan import Launch, Library, plan
 from codegen.plan.model import Plan, Refusal
-from codegen.spec import Spec, load_spec
+from codegen.spec import Spec, SpecError, load_spec
 
 FIRST = {"linear": {"name": "first", "in_features": 1024, "out_features": 2048}}
 SECOND = {"linear": {"name": "second", "in_features": 2048, "out_features": 512}}
@@ -74,3 +75,32 @@ def test_a_kernel_of_ours_that_is_asked_for_and_cannot_be_is_refused_with_the_re
     short = {"linear": {"name": "first", "in_features": 40, "out_features": 2048}}
     with pytest.raises(Refusal, match="in_features: 40 gives fewer than"):
         plan(layer(tmp_path, short, "relu", gemm="generated"), "sm_90a", "h200")
+
+
+DROPPED = (FIRST, "relu", {"dropout": {"p": 0.5}}, {"softmax": {"dim": 1}})
+
+
+@pytest.mark.parametrize(
+    ("library", "chain", "target", "refused"),
+    [
+        ("forbid", (FIRST, "relu"), "sm_90a", None),
+        ("forbid", (FIRST, "relu"), "cpu", "library: forbid leaves linear to no one"),
+        ("producers", (FIRST, "relu"), "cpu", None),
+        ("producers", DROPPED, "cpu", "library: producers leaves dropout to no one"),
+        ("forbid", DROPPED, "sm_90a", "library: forbid leaves dropout to no one"),
+        ("allow", DROPPED, "cpu", None),
+    ],
+)
+def test_what_the_library_may_compute(tmp_path, library, chain, target, refused):
+    spec = layer(tmp_path, *chain, library=library)
+    with pytest.raises(Refusal, match=refused) if refused else nullcontext():
+        plan(spec, target)
+
+
+def test_where_the_library_is_forbidden_kernels_of_ours_multiply_whatever_the_estimates_say(tmp_path):
+    assert "gemm" in kinds(plan(layer(tmp_path, FIRST, "relu", precision="fp16", library="forbid"), "sm_80", "h200"))
+
+
+def test_a_library_that_is_asked_for_and_forbidden_is_a_fault_of_the_spec(tmp_path):
+    with pytest.raises(SpecError, match="library: forbid contradicts gemm: library"):
+        layer(tmp_path, FIRST, "relu", gemm="library", library="forbid")
