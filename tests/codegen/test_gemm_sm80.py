@@ -199,7 +199,7 @@ def test_awkward_shapes_compile_within_their_plan(name, arithmetic, tmp_path):
 
 @pytest.mark.nvcc
 def test_any_name_of_a_parameter_compiles(tmp_path):
-    names = ("lane", "column", "channel", "allowed", "config", "kThreads", "mish", "gamma", "gamma_", "beta", "team_sum", "values")
+    names = ("lane", "column", "channel", "allowed", "ready", "kThreads", "mish", "gamma", "gamma_", "beta", "team_sum", "values")
     before, after = ([{"add": {"name": name, "shape": [1024]}} for name in part] for part in (names[:6], names[6:]))
     case = Case("any_names", 128, 512, 1024, 32, before=(*before, "mish"), after=tuple(after), linear={"name": "load"}, norm={"name": "sums"})
     made = plan(case.spec(tmp_path, "fp32", "ffma"), "sm_80")

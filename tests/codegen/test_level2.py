@@ -1,5 +1,6 @@
 """The hundred specs of KernelBench's second level: they load, they render the same bytes twice, and at small sizes the cpu target is their Model."""
 
+import copy
 import re
 
 import pytest
@@ -61,6 +62,7 @@ def check(path, folder):
         torch.nn.init.normal_(parameter, 0.1, 0.3)
     ours.load_state_dict(theirs.state_dict())
     for mode in (True, True, False):
+        before = copy.deepcopy(theirs)
         found, wanted = (_results(model.train(mode), module.get_inputs()) for model in (ours, theirs))
         largest = max(float(value.abs().max()) for key, value in wanted.items() if value is not None and key.startswith("gradient"))
         for key, value in wanted.items():
@@ -68,16 +70,23 @@ def check(path, folder):
             if value is not None:
                 assert found[key].shape == value.shape
                 noise = 1e-6 * largest * value.numel() ** 0.5 if key.startswith("gradient") else 1e-7  # a gradient that is 0 but for rounding
-                assert float((found[key] - value).norm()) <= TOLERANCE * float(value.norm()) + noise, (key, mode)
+                error, allowed = float((found[key] - value).norm()), TOLERANCE * float(value.norm()) + noise
+                assert error <= allowed or error <= allowed + 3 * eager_error(before, module, mode, key, value), (key, mode)
 
 
-def _results(model, inputs):
+def eager_error(model, module, mode, key, value):
+    """The distance of PyTorch's float32 value from its float64 one: large for groups of two channels that nearly agree."""
+    exact = _results(model.double().train(mode), module.get_inputs(), torch.float64)[key]
+    return float((value - exact).norm())
+
+
+def _results(model, inputs, dtype=torch.float32):
     """The result, the gradients and the state of a model, by name, from inputs that are the same for every model."""
     generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(x.shape, generator=generator).requires_grad_() for x in inputs]
+    inputs = [torch.randn(x.shape, generator=generator).to(dtype).requires_grad_() for x in inputs]
     torch.manual_seed(2)
     y = model(*inputs)
-    y.backward(torch.randn(y.shape, generator=generator))
+    y.backward(torch.randn(y.shape, generator=generator).to(dtype))
     gradients = {f"gradient of input {place}": x.grad for place, x in enumerate(inputs)} | {f"gradient of {key}": p.grad for key, p in model.named_parameters()}
     state = {key: buffer.double().clone() for key, buffer in model.named_buffers()}
     model.zero_grad()
