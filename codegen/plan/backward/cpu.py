@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant, applies
 from codegen.ir.operand import c_identifier
+from codegen.ir.window import COLUMNS, ROWS, window_of
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.backward.runs import BackRun, SummedOperand, back_run
 from codegen.plan.backward.stages import back_through_stages
@@ -173,20 +174,14 @@ def cpu_backward(spec: FusedSpec) -> tuple[CpuBackwardKernel, int]:
 
 def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, SummedOperand], last: bool, kept: str | None) -> BackwardPool:
     suffix, previous = pool_suffix(index), pool_suffix(index - 1)
-    values = step.values
-    (_, _, height, width), (_, _, out_height, out_width) = step.input_shape, step.output_shape
-
-    def leaves(size: int, out: int, axis: int) -> bool:
-        reach = (out - 1) * values["stride"][axis] + values["dilation"][axis] * (values["kernel_size"][axis] - 1)
-        return values["padding"][axis] > 0 or reach >= size
-
+    window = window_of(step)
     comment = "max_pool2d" + (f" number {suffix}" if suffix else "")
     behind = back_run(f"after_pool{suffix}", f"follows {comment}", ops, operands, not last, kept)
     return BackwardPool(
         suffix=suffix, comment=comment, source=f"plane{suffix}", target=None if last else f"plane{pool_suffix(index + 1)}", run=behind,
         keeps=behind.takes_v, height="kHeight" if index == 0 else f"kPooledHeight{previous}", width="kWidth" if index == 0 else f"kPooledWidth{previous}",
-        clipped_rows=leaves(height, out_height, 0), clipped_columns=leaves(width, out_width, 1), padded_rows=values["padding"][0] > 0,
-        padded_columns=values["padding"][1] > 0, dilated=tuple(values["dilation"]) != (1, 1),
+        clipped_rows=window.clipped(ROWS), clipped_columns=window.clipped(COLUMNS), padded_rows=window.padding[ROWS] > 0,
+        padded_columns=window.padding[COLUMNS] > 0, dilated=any(size > 1 for size in window.dilation),
     )  # fmt: skip
 
 
