@@ -8,9 +8,12 @@ from codegen.ops import Shape
 from codegen.spec import Step
 
 
+DEPTH, ROWS, COLUMNS = range(3)  # the axes of windows
+
+
 @dataclass(frozen=True)
 class Window:
-    """A pooling of rank 1 to 3 as one of rank 3: sizes, strides, paddings and dilations of depth, height and width."""
+    """A pooling of rank 1 to 3 as one of rank 3: sizes, strides, paddings and dilations of depth, rows and columns."""
 
     input: Shape
     output: Shape
@@ -33,6 +36,15 @@ class Window:
     @property
     def clipped_anywhere(self) -> bool:
         return any(self.clipped(axis) for axis in range(3))
+
+    @property
+    def sees_nothing(self) -> bool:
+        """Whether a window lies outside the input altogether: its maximum is -inf."""
+        return any(
+            not any(0 <= place * self.stride[axis] - self.padding[axis] + at * self.dilation[axis] < self.input[axis] for at in range(self.size[axis]))
+            for axis in range(3)
+            for place in (0, self.output[axis] - 1)
+        )
 
 
 def window_of(pool: Step) -> Window | None:

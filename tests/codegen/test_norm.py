@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from codegen.plan import plan
 from codegen.plan.model import Refusal
 from codegen.plan.norm.flat import MAX_VALUES, access_width, residency
-from codegen.plan.norm.pool import band_rows, window_of
+from codegen.ir.window import COLUMNS, ROWS, window_of
+from codegen.plan.norm.pool import band_rows
 from codegen.plan.norm.route import plan_norm
 from codegen.plan.shared.moments import TileStatistics
 from codegen.plan.shared.windows import direction
@@ -128,11 +129,11 @@ def test_long_pooled_groups_that_leave_sms_idle_are_shared_by_blocks(name, tmp_p
 @pytest.mark.parametrize("case", POOL_CASES, ids=lambda case: case.name)
 def test_guards_are_there_exactly_where_windows_leave_the_plane(case, tmp_path):
     spec = case.spec(tmp_path)
-    window = window_of(next(step for step in spec.after_norm if step.operator.name == "max_pool2d"))
-    for axis in (0, 1):
-        reached = [o * window.stride[axis] - window.padding[axis] + k * window.dilation[axis] for o in range(window.output[axis]) for k in range(window.kernel[axis])]
-        assert window.guard(axis) == any(not 0 <= at < window.size[axis] for at in reached)
-    assert 1 <= band_rows(window, 4) <= window.output[0]
+    window = window_of(spec.pools[0])
+    for axis in (ROWS, COLUMNS):
+        reached = [o * window.stride[axis] - window.padding[axis] + k * window.dilation[axis] for o in range(window.output[axis]) for k in range(window.size[axis])]
+        assert window.clipped(axis) == any(not 0 <= at < window.input[axis] for at in reached)
+    assert 1 <= band_rows(window, 4) <= window.output[ROWS]
 
 
 def test_chains_and_statistics_that_do_not_fit_are_refused(tmp_path):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant, applies
 from codegen.ir.operand import c_identifier
+from codegen.ir.window import COLUMNS, ROWS, window_of
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.backward.runs import BackRun, SummedOperand, back_run
 from codegen.plan.backward.stages import back_through_stages
@@ -38,7 +39,7 @@ class BackwardPool:
     comment: str
     source: str
     target: str | None
-    segment: BackRun
+    run: BackRun
     keeps: bool
     height: str
     width: str
@@ -53,7 +54,7 @@ class BackwardPool:
 class CpuBackwardKernel(CpuKernel):
     """What templates/backward/chain.cpp.j2 reads beyond the forward's numbers.
 
-    `back_before` and `back_after` are the segments around the norm, `back_pools` the poolings with what follows each. `gamma_operand` and
+    `back_before` and `back_after` are the runs around the norm, `back_pools` the poolings with what follows each. `gamma_operand` and
     `beta_operand` name the norm's parameters among the sums; `operands` are all of them in the order of the sums. `incoming` is the type
     of the gradient of y.
     """
@@ -73,7 +74,7 @@ class CpuBackwardKernel(CpuKernel):
     @property
     def functions(self) -> tuple[str, ...]:
         """The C functions that it calls, forwards and backwards."""
-        return tuple(name for run in (self.back_before, self.back_after, *(pool.segment for pool in self.back_pools)) for name in run.functions)
+        return tuple(name for run in (self.back_before, self.back_after, *(pool.run for pool in self.back_pools)) for name in run.functions)
 
     @property
     def _given(self) -> list[str]:
@@ -102,7 +103,7 @@ class CpuBackwardKernel(CpuKernel):
     @property
     def read_behind(self) -> tuple[SummedOperand, ...]:
         """The parameters behind the norm whose values are needed."""
-        return (*self.back_after.operands, *(operand for pool in self.back_pools for operand in pool.segment.operands))
+        return (*self.back_after.operands, *(operand for pool in self.back_pools for operand in pool.run.operands))
 
     @property
     def read_operands(self) -> tuple[SummedOperand, ...]:
@@ -149,7 +150,7 @@ def cpu_backward(spec: FusedSpec) -> tuple[CpuBackwardKernel, int]:
     pools = tuple(_pool(i, step, runs[i + 1], operands, i == last, forward.pools[i].keeps) for i, step in enumerate(spec.pools))
     gamma, beta = (operands[c_identifier(key)] for key in spec.affine) if spec.affine else (None, None)
     needs_beta = beta is not None and (after.takes_v or bool(pools))
-    read = {operand.pointer for run in (before, after, *(pool.segment for pool in pools)) for operand in run.operands}
+    read = {operand.pointer for run in (before, after, *(pool.run for pool in pools)) for operand in run.operands}
     read |= ({gamma.pointer} if gamma else set()) | ({beta.pointer} if needs_beta else set())
     values = [key for key in keys if c_identifier(key) in read]
     buffered = bool(before.exists) or forward.half
@@ -173,20 +174,14 @@ def cpu_backward(spec: FusedSpec) -> tuple[CpuBackwardKernel, int]:
 
 def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, SummedOperand], last: bool, kept: str | None) -> BackwardPool:
     suffix, previous = pool_suffix(index), pool_suffix(index - 1)
-    values = step.values
-    (_, _, height, width), (_, _, out_height, out_width) = step.input_shape, step.output_shape
-
-    def leaves(size: int, out: int, axis: int) -> bool:
-        reach = (out - 1) * values["stride"][axis] + values["dilation"][axis] * (values["kernel_size"][axis] - 1)
-        return values["padding"][axis] > 0 or reach >= size
-
+    window = window_of(step)
     comment = "max_pool2d" + (f" number {suffix}" if suffix else "")
     behind = back_run(f"after_pool{suffix}", f"follows {comment}", ops, operands, not last, kept)
     return BackwardPool(
-        suffix=suffix, comment=comment, source=f"plane{suffix}", target=None if last else f"plane{pool_suffix(index + 1)}", segment=behind,
+        suffix=suffix, comment=comment, source=f"plane{suffix}", target=None if last else f"plane{pool_suffix(index + 1)}", run=behind,
         keeps=behind.takes_v, height="kHeight" if index == 0 else f"kPooledHeight{previous}", width="kWidth" if index == 0 else f"kPooledWidth{previous}",
-        clipped_rows=leaves(height, out_height, 0), clipped_columns=leaves(width, out_width, 1), padded_rows=values["padding"][0] > 0,
-        padded_columns=values["padding"][1] > 0, dilated=tuple(values["dilation"]) != (1, 1),
+        clipped_rows=window.clipped(ROWS), clipped_columns=window.clipped(COLUMNS), padded_rows=window.padding[ROWS] > 0,
+        padded_columns=window.padding[COLUMNS] > 0, dilated=any(size > 1 for size in window.dilation),
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ WINNERS, WINDOWS = "windows:winners", "windows:gradients"  # names of buffers; t
 class CudaBackwardKernel(Kernel):
     """What templates/backward/backward.cu.j2 reads beyond the common part.
 
-    Segments, operands and `pool` mean what they mean in CpuBackwardKernel; `values` are the C names of the parameters whose values are read.
+    Runs, operands and `pool` mean what they mean in CpuBackwardKernel; `values` are the C names of the parameters whose values are read.
     `flat`: one value per channel at the norm. `teams`: groups of a block, each a warp's, or 1 for a group that the block shares.
     `channel_teams`: warps of the block that take channels in turn, or 1 where all threads of a team share a channel. `incoming` is the type of the gradient of y.
     """
@@ -78,7 +78,7 @@ class CudaBackwardKernel(Kernel):
     @property
     def functions(self) -> tuple[str, ...]:
         """The C functions that it calls, forwards and backwards."""
-        return tuple(name for run in (self.back_before, self.back_after, *((self.pool.segment,) if self.pool else ())) for name in run.functions)
+        return tuple(name for run in (self.back_before, self.back_after, *((self.pool.run,) if self.pool else ())) for name in run.functions)
 
     @property
     def names(self) -> list[str]:
@@ -88,7 +88,7 @@ class CudaBackwardKernel(Kernel):
     @property
     def read_behind(self) -> tuple[SummedOperand, ...]:
         """The parameters behind the norm whose values are needed."""
-        return (*self.back_after.operands, *(self.pool.segment.operands if self.pool else ()))
+        return (*self.back_after.operands, *(self.pool.run.operands if self.pool else ()))
 
     @property
     def reads_channels(self) -> bool:
@@ -98,8 +98,8 @@ class CudaBackwardKernel(Kernel):
     @property
     def channel_numbers(self) -> tuple[str, ...]:
         """What is summed over a channel behind the norm, beside the gradient of the normalised value and its product with that value."""
-        segments = [self.back_after, *([self.pool.segment] if self.pool else [])]
-        return tuple(operand.pointer for segment in segments for operand in segment.sums)
+        runs = [self.back_after, *([self.pool.run] if self.pool else [])]
+        return tuple(operand.pointer for run in runs for operand in run.sums)
 
     def operand(self, pointer: str) -> SummedOperand:
         return next(operand for operand in self.operands if operand.pointer == pointer)
@@ -161,8 +161,8 @@ def _kernel(spec: FusedSpec, twin: CpuBackwardKernel) -> tuple[CudaBackwardKerne
     teams = BLOCK // WARP if small else 1
     values = tuple(key for key in twin.arguments if key in keys)
     pool = twin.back_pools[0] if twin.back_pools else None
-    segments = [twin.back_after, *([pool.segment] if pool else [])]
-    behind = 2 + (0 if flat else sum(len(segment.sums) for segment in segments))
+    runs = [twin.back_after, *([pool.run] if pool else [])]
+    behind = 2 + (0 if flat else sum(len(run.sums) for run in runs))
     kernel = CudaBackwardKernel(
         name="backward", template="backward/backward.cu.j2",
         arguments=("t0", *values, "grad:y", "grad:t0", *(f"grad:{key}" for key in keys), *((SUMS,) if keys else ()), *((WINNERS, WINDOWS) if pool else ())),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant, applies, called, kept_name, parameter_keys, unique_constants
 from codegen.ir.operand import c_identifier
+from codegen.ir.window import ROWS, window_of
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.model import Kernel
 from codegen.spec import Step
@@ -215,7 +216,6 @@ def _pool(spec: FusedSpec, index: int, step: Step, ops: tuple[Apply, ...], plane
     (kernel_h, kernel_w), (stride_h, stride_w) = values["kernel_size"], values["stride"]
     (padding_h, padding_w), (dilation_h, dilation_w) = values["padding"], values["dilation"]
     stem = f"kPool{suffix}"
-    clipped = padding_h > 0 or (out_height - 1) * stride_h + dilation_h * (kernel_h - 1) >= height
     reach = (out_width - 1) * stride_w + dilation_w * (kernel_w - 1) + 1  # columns that windows touch, padding included
     constants = [
         Constant(f"{stem}KernelHeight", str(kernel_h), "max_pool2d's kernel_size"),
@@ -236,7 +236,7 @@ def _pool(spec: FusedSpec, index: int, step: Step, ops: tuple[Apply, ...], plane
         suffix=suffix, comment="max_pool2d" + (f" number {suffix}" if suffix else ""),
         source=("plane" if plane else None) if index == 0 else f"pooled{previous}", target=None if last else f"pooled{suffix}", ops=ops,
         height="kHeight" if index == 0 else f"kPooledHeight{previous}", width="kWidth" if index == 0 else f"kPooledWidth{previous}",
-        row=f"row_max{suffix}", row_size=max(reach, padding_w + width), clipped=clipped, padded=padding_h > 0, margin_left=padding_w > 0,
+        row=f"row_max{suffix}", row_size=max(reach, padding_w + width), clipped=window_of(step).clipped(ROWS), padded=padding_h > 0, margin_left=padding_w > 0,
         dilated=dilation_h != 1 or dilation_w != 1, constants=tuple(constants), keeps=_kept(spec, spec.chain[step.index + 1 :], step.index),
     )  # fmt: skip
 

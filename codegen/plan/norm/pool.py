@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Constant, applies
 from codegen.ir.fused_form import FusedSpec
+from codegen.ir.window import COLUMNS, ROWS, Window, window_of
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.norm.flat import SPLIT_BLOCKS, plan_statistics
 from codegen.plan.shared.values import (
@@ -78,51 +79,19 @@ class PoolKernel(NormKernel):
         return [f"float {operand.value}" for operand in self.prepared]
 
 
-@dataclass(frozen=True)
-class Window:
-    """A max_pool2d at its shapes: each pair is (height, width)."""
-
-    size: tuple[int, int]
-    output: tuple[int, int]
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-
-    def guard(self, axis: int) -> bool:
-        """Does a window reach beyond the plane?"""
-        last = (self.output[axis] - 1) * self.stride[axis] - self.padding[axis] + self.dilation[axis] * (self.kernel[axis] - 1)
-        return self.padding[axis] > 0 or last >= self.size[axis]
-
-    def has_empty(self) -> bool:
-        """Does a window see no value of the plane at all? Its maximum is -inf."""
-        return any(
-            not any(0 <= o * self.stride[axis] - self.padding[axis] + k * self.dilation[axis] < self.size[axis] for k in range(self.kernel[axis]))
-            for axis in (0, 1)
-            for o in (0, self.output[axis] - 1)
-        )
-
-
-def window_of(step: Step) -> Window:
-    values = step.values
-    return Window(
-        step.input_shape[2:], step.output_shape[2:], values["kernel_size"], values["stride"] or values["kernel_size"], values["padding"], values["dilation"]
-    )
-
-
 def _window_constants(window: Window, rows_compared: bool) -> list[Constant]:
     """`rows_compared`: the kernel compares with the number of pooled rows."""
-    output = " x ".join(str(size) for size in window.output)
+    output = " x ".join(str(size) for size in window.output[ROWS:])
     listed = [
-        *([Constant("kHeight", str(window.size[0]), "rows of a plane")] if window.guard(0) else []),
-        Constant("kRow", str(window.size[1]), "values of a row"),
-        *([Constant("kPooledHeight", str(window.output[0]), "rows of a pooled plane")] if rows_compared else []),
-        Constant("kPooledRow", str(window.output[1]), "values of a pooled row"),
+        *([Constant("kHeight", str(window.input[ROWS]), "rows of a plane")] if window.clipped(ROWS) else []),
+        Constant("kRow", str(window.input[COLUMNS]), "values of a row"),
+        *([Constant("kPooledHeight", str(window.output[ROWS]), "rows of a pooled plane")] if rows_compared else []),
+        Constant("kPooledRow", str(window.output[COLUMNS]), "values of a pooled row"),
         Constant("kPooledPlane", str(math.prod(window.output)), f"{output} results of a channel"),
         Constant("kPooledSize", "kGroupChannels * kPooledPlane", "results of a group"),
     ]
-    for axis, name in enumerate(("Height", "Width")):
-        listed.append(Constant(f"kWindow{name}", str(window.kernel[axis]), "max_pool2d's kernel_size"))
+    for axis, name in ((ROWS, "Height"), (COLUMNS, "Width")):
+        listed.append(Constant(f"kWindow{name}", str(window.size[axis]), "max_pool2d's kernel_size"))
         listed.append(Constant(f"kStride{name}", str(window.stride[axis]), "max_pool2d's stride"))
         if window.padding[axis]:
             listed.append(Constant(f"kPadding{name}", str(window.padding[axis]), "max_pool2d's padding"))
@@ -136,21 +105,28 @@ def _split_at_pool(spec: FusedSpec) -> tuple[tuple[Step, ...], Step, tuple[Step,
     return before, pool, after
 
 
+def _plane(window: Window) -> dict[str, object]:
+    """How windows lie in a plane, as kernels are told."""
+    return dict(
+        padding=window.padding[ROWS:], dilation=window.dilation[ROWS:], guard_rows=window.clipped(ROWS), guard_columns=window.clipped(COLUMNS),
+    )  # fmt: skip
+
+
 def _unrolled(window: Window, rows: int) -> dict[str, bool]:
     """Which loops are short enough to be unrolled: over a window, over its row, over the windows of a lane in a band of `rows`."""
     return dict(
-        unroll_windows=math.prod(window.kernel) <= UNROLLED_WINDOW, unroll_rows=window.kernel[1] <= UNROLLED_WINDOW,
-        unroll_band=rows * window.output[1] <= 64,
+        unroll_windows=math.prod(window.size) <= UNROLLED_WINDOW, unroll_rows=window.size[COLUMNS] <= UNROLLED_WINDOW,
+        unroll_band=rows * window.output[COLUMNS] <= 64,
     )  # fmt: skip
 
 
 def band_rows(window: Window, itemsize: int) -> int:
     """Pooled rows of a band: the fewest that keep LANE_SHARE of a warp's lanes and the memory busy, or those that keep most lanes busy."""
     shares = {}
-    for rows in range(1, min(window.output[0], 32) + 1):
-        count = rows * window.output[1]
+    for rows in range(1, min(window.output[ROWS], 32) + 1):
+        count = rows * window.output[COLUMNS]
         shares[rows] = count / (32 * -(-count // 32))
-        if shares[rows] >= LANE_SHARE and rows * window.stride[0] * window.size[1] * itemsize >= BAND_BYTES:
+        if shares[rows] >= LANE_SHARE and rows * window.stride[ROWS] * window.input[COLUMNS] * itemsize >= BAND_BYTES:
             return rows
     return max(shares, key=lambda rows: (shares[rows], -rows))
 
@@ -171,7 +147,7 @@ def plan_pool(
         return (first, Launch(second)), (buffer,), why
     if rising is None:
         why = "two reads: an operator between the norm and the pool neither rises nor falls everywhere, so each value is normalised before it is pooled"
-    elif window.has_empty():
+    elif window.sees_nothing:
         why = "two reads: some pooling windows see padding alone"
     elif extremes + REDUCTION_BYTES > target.smem_bytes:
         why = f"two reads: the {extremes} bytes of a group's pooled values do not fit into shared memory"
@@ -188,15 +164,16 @@ def _one_read(spec: FusedSpec, window: Window, rising: Direction, extremes: int,
         spec, spec.after_norm, "finish_value", "The norm and what follows it, for the value that the pool keeps."
     )
     rows = band_rows(window, spec.precision.itemsize)
-    plane, band_values = spec.spatial, rows * window.stride[0] * window.size[1]
-    bands = max(-(-plane // band_values), -(-window.output[0] // rows))
+    plane, band_values = spec.spatial, rows * window.stride[ROWS] * window.input[COLUMNS]
+    bands = max(-(-plane // band_values), -(-window.output[ROWS] // rows))
     width = vector_width(spec.precision, plane, band_values)
     lane_vectors = -(-band_values // (32 * width))
     rises = all(item.monotone for item in applies(spec, spec.before_norm))
     chunk_values = CHUNK_BYTES // spec.precision.itemsize if rises else CHUNK_VALUES
     chunks = -(-lane_vectors * width // chunk_values)
     vectors = -(-lane_vectors // chunks)
-    access = 1 if window.guard(1) or window.dilation[1] > 1 else vector_width(spec.precision, window.kernel[1], window.stride[1], window.size[1])
+    apart = window.clipped(COLUMNS) or window.dilation[COLUMNS] > 1
+    access = 1 if apart else vector_width(spec.precision, window.size[COLUMNS], window.stride[COLUMNS], window.input[COLUMNS])
     pooled = spec.group_channels * math.prod(window.output)
     pooled_width = vector_width(spec.result, pooled)
     tasks = spec.group_channels * bands
@@ -207,7 +184,7 @@ def _one_read(spec: FusedSpec, window: Window, rising: Direction, extremes: int,
     groups = spec.batch * spec.num_groups
     prepared = prepare.operands if prepare else ()
     items = chain_items(spec, apply_before)
-    guard_bands = bands * rows != window.output[0]
+    guard_bands = bands * rows != window.output[ROWS]
     constants = [
         *shape_constants(spec),
         *_window_constants(window, guard_bands),
@@ -237,8 +214,7 @@ def _one_read(spec: FusedSpec, window: Window, rising: Direction, extremes: int,
         max_registers=register_limit(threads, min_blocks), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
         applied=items, prepare=prepare, finish=finish, width=width, io_widths=tuple(sorted({width, access, *_parameter_width(pooled_width, window)})),
         store_widths=(pooled_width,), channel_mode=channel_mode(math.prod(window.output), pooled_width), groups=groups, min_blocks=min_blocks,
-        **tensor_types(spec, source), vectors=vectors, ragged=True, padding=window.padding, dilation=window.dilation, guard_rows=window.guard(0), guard_columns=window.guard(1),
-        **_unrolled(window, rows),
+        **tensor_types(spec, source), vectors=vectors, ragged=True, **_plane(window), **_unrolled(window, rows),
         channel_values=unique_operands(ValueFunction("", "", (), (*prepared, *rising.factors))),
         prepared=prepared, direction=rising.expression, guard_bands=guard_bands, chunks=chunks,
         prepare_rises=rises,
@@ -284,9 +260,8 @@ def _two_reads(spec: FusedSpec, window: Window, source: str, apply_before: bool,
         summary=f"GroupNorm, max pool and what follows in two reads; a block takes a group of {spec.group_size} values", smem_bytes=threads // 32 * 16,
         max_registers=register_limit(threads, min_blocks), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
         applied=items, prepare=prepare, finish=finish, follow=follow, width=width, io_widths=(width,), channel_mode=channel_mode(spec.spatial, width),
-        groups=groups, min_blocks=min_blocks, **tensor_types(spec, source), vectors=vectors, ragged=group_vectors % (threads * vectors) != 0, padding=window.padding,
-        dilation=window.dilation, guard_rows=window.guard(0), guard_columns=window.guard(1), **_unrolled(window, 1),
-        channel_values=operands,
+        groups=groups, min_blocks=min_blocks, **tensor_types(spec, source), vectors=vectors, ragged=group_vectors % (threads * vectors) != 0,
+        **_plane(window), **_unrolled(window, 1), channel_values=operands,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, called, unique_constants
 from codegen.ir.segment import Segment
+from codegen.ir.window import COLUMNS, ROWS, window_of
 from codegen.numerics import FP32, Precision
 from codegen.ops import Kind, Shape
 from codegen.plan.model import Kernel
@@ -239,12 +240,7 @@ def _windows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass
         Constant("kWindowsPerBlock", str(per_block), "kThreads / kLanes"),
         Constant("kBlocks", str(blocks), "kOutputs / kWindowsPerBlock" + (", rounded up" if outputs % per_block else "")),
     ]
-
-    def leaves(axis: int) -> bool:
-        last = (pooled[axis] - 1) * stride[axis] - padding[axis] + dilation[axis] * (size[axis] - 1)
-        return padding[axis] > 0 or last >= (height, columns)[axis]
-
-    clipped = leaves(0), leaves(1)
+    clipped = tuple(window_of(lead).clipped(axis) for axis in (ROWS, COLUMNS))
     divisor = _divisor(lead, clipped) if lead.operator.name == "avg_pool2d" else ""
     made = replace(
         kernel, lanes=lanes, threads=THREADS, blocks=blocks, ragged=outputs % per_block != 0, padding=padding, dilation=dilation, clipped_rows=clipped[0],
