@@ -6,13 +6,12 @@ checkout's path nor the cache's reaches a compiler's command line.
 
 import ctypes
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import cache as cache_module
-from .cache import Cache, Record, build_key, default_cache, find_built, sha256_of
+from .cache import Cache, Record, build_key, default_cache, find_built, remove_private, sha256_of
 from .diagnostics import explain_failure, ran_out_of_room
 from .errors import BuildError, PackageError
 from .files import cause_of
@@ -135,7 +134,7 @@ def _build(build: Build, cache: Cache) -> Path:
         record = Record(build.key, sha256_of(finished / cache_module.LIBRARY), build.package, build.target, build.flags)
         return cache.publish(build.key, finished, record)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_private(folder)
 
 
 def write_build_folder(build: Build, folder: Path) -> None:

@@ -1,8 +1,11 @@
 """Keys, entries and the place of the cache."""
 
+import errno
 import os
 import shutil
 import stat
+import subprocess
+import time
 import warnings
 from pathlib import Path
 
@@ -217,6 +220,38 @@ def test_what_a_dead_build_left_is_swept_by_the_next(tiny):
         left = cache.private_folder("dead")
     ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
     assert not left.exists()
+
+
+@pytest.mark.parametrize("own_key", [True, False])
+def test_a_dead_build_is_swept_while_its_compilers_still_write(tmp_path, own_key):
+    """They outlive the lock of a process that was killed, and make files in its folder until they are ended."""
+    cache = Cache(tmp_path / "cache")
+    keep_writing = "i=0; while :; do i=$((i + 1)); : > $$.$((i % 200)) || exit; done"
+    for attempt in range(20):
+        left = cache.private_folder(f"dead{attempt}")
+        compilers = [subprocess.Popen(["/bin/sh", "-c", keep_writing], cwd=left, stderr=subprocess.DEVNULL) for _ in range(2)]
+        try:
+            while len(os.listdir(left)) < 300:
+                time.sleep(0.01)
+            cache.private_folder(f"dead{attempt}" if own_key else "next")
+            assert not left.exists()
+        finally:
+            for compiler in compilers:
+                compiler.kill()
+                compiler.wait()
+
+
+def test_what_cannot_be_removed_is_left_at_once(tmp_path, monkeypatch):
+    def refused(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+
+    cache = Cache(tmp_path / "cache")
+    left = cache.private_folder("dead")
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    started = time.monotonic()
+    assert cache.private_folder("dead") != left
+    assert time.monotonic() - started < 1
 
 
 def test_publishing_twice_leaves_one_sound_entry(tiny):
