@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from codegen.ir.fused_form import departure
 from codegen.manifest import Package
-from codegen.ops import OPERATORS, Kind, Shape
+from codegen.ops import OPERATORS, Kind
 from codegen.plan import Refusal
 from codegen.plan.model import Launch, Library, Plan
 from codegen.plan.parts import value_name
