@@ -12,7 +12,8 @@ from pathlib import Path
 
 import click
 
-from codegen.emit import is_emitted, make_package, write_if_different
+from codegen.folder import is_emitted, write_if_different
+from codegen.package import make_package
 from codegen.index import EXEMPLARS, SOURCE_KEYS, Exemplar, entries, exemplars, prepared
 from codegen.manifest import Package
 from codegen.plan import Refusal

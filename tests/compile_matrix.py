@@ -15,7 +15,7 @@ import click
 import yaml
 from rich.progress import track
 
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.numerics import MATH_CHOICES
 from codegen.plan import Refusal
 from codegen.plan.model import Kernel, Plan

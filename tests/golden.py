@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 
 from tests.fused_draw import LARGE, SMALL, draw
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.numerics import PRECISIONS
 from codegen.plan import Refusal
 from codegen.render import render

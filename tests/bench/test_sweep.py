@@ -17,7 +17,7 @@ from bench.subject import Subject
 from bench.sweep import summary
 from bench.sweep.draw import LARGE, SMALL, draw, footprint, producer_flop
 from bench.sweep.judge import judge
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.numerics import PRECISIONS
 from codegen.ops import OPERATORS
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-from codegen.emit import write_if_different
+from codegen.folder import write_if_different
 from codegen.manifest import Package
 from codegen.render import render
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.ir.fused_form import departure
 from codegen.manifest import manifest_text
 from codegen.plan import Refusal, plan

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.numerics import PRECISIONS
 from codegen.plan import plan as plan_of
 from codegen.plan.model import Kernel, Plan

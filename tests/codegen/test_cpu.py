@@ -364,7 +364,8 @@ def test_shipped_chains_through_the_runtime(tmp_path, monkeypatch, name: str, pr
     """The whole path: spec, package, build, ModelNew beside the reference that is emitted with it, with torch's own product in front."""
     import importlib
 
-    from codegen.emit import make_package, write_if_different
+    from codegen.folder import write_if_different
+    from codegen.package import make_package
     from codegen.render import render
     from codegen.spec import load_spec
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from codegen import index
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
+from codegen.package import make_package
 from codegen.manifest import source_key
 from codegen.render import render
 from codegen.spec import load_spec, shipped

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from codegen.emit import make_package  # noqa: E402
+from codegen.package import make_package  # noqa: E402
 from tests.codegen.gemm_cases import ARITHMETICS, CASES  # noqa: E402
 from tests.codegen.gemm_promise import (  # noqa: E402
     allowed_error,

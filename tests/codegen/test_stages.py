@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.ir.fused_form import departure
 from codegen.manifest import manifest_text
 from codegen.ops import broadcast

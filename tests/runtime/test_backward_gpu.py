@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from codegen import index
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
 from runtime import GradientError

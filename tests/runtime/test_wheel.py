@@ -19,7 +19,8 @@ import pytest
 import torch
 
 import fixed_shape_kernels
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
 from runtime import Package, PackageError, ToolchainError, UnsupportedDeviceError, load, prebuilt, wheel
