@@ -21,16 +21,8 @@ from .package import Package
 from .prebuilt import open_library
 from .process import run_program
 from .resources import parallel_jobs
-from .toolchain import (
-    Toolchain,
-    arch_flags,
-    compile_command,
-    compile_flags,
-    inherited_flags,
-    link_command,
-    portable_flags,
-    toolchain,
-)
+from .compiler_flags import arch_flags, compile_command, compile_flags, inherited_flags, link_command, portable_flags
+from .toolchain import Toolchain, toolchain
 
 NINJA_FILE = "build.ninja"
 LOG_FILE = "build.log"
