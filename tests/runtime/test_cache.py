@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from runtime import cache as cache_module
-from runtime.build import ensure_built, plan_build
+from runtime.build import ensure_built
 from runtime.cache import LIBRARY, RECORD, Cache, CacheWarning, default_cache
 
 
 def key(tiny, target="cpu", capability=None) -> str:
-    return plan_build(tiny.package, tiny.package.target(target), capability).key
+    return tiny.plan(target, capability).key
 
 
 def test_the_source_changes_the_key(tiny):
@@ -33,7 +33,7 @@ def test_an_included_file_changes_the_key(tiny):
     before = key(tiny)
     (tiny.path / "inner.h").write_text("constexpr int kOne = 2;")
     assert key(tiny) != before
-    ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+    ensure_built(tiny.plan())
 
 
 def test_flags_change_the_key(tiny):
@@ -73,7 +73,7 @@ def test_the_processor_matters_only_for_march_native(tiny, monkeypatch):
 
 
 def test_neither_times_nor_places_change_what_is_built(tiny, counting_gxx, tmp_path, monkeypatch):
-    first = ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+    first = ensure_built(tiny.plan())
     for year in (0, 4_000_000_000):
         for path in [*tiny.path.iterdir(), first, first.parent]:
             os.utime(path, (year, year))
@@ -82,13 +82,13 @@ def test_neither_times_nor_places_change_what_is_built(tiny, counting_gxx, tmp_p
     (tmp_path / "bin" / "g++").symlink_to(shutil.which("g++"))
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    assert ensure_built(plan_build(tiny.package, tiny.package.target("cpu"))) == first
+    assert ensure_built(tiny.plan()) == first
     assert len(counting_gxx.compiled) == 1
 
 
 @pytest.mark.parametrize("damage", ["truncate", "alter", "no record", "empty record", "symlink", "a file in its place"])
 def test_a_damaged_entry_gives_one_warning_and_is_built_again(tiny, counting_gxx, damage, tmp_path):
-    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    build = tiny.plan()
     library = ensure_built(build)
     good = library.read_bytes()
     if damage in ("truncate", "alter"):
@@ -118,7 +118,7 @@ def test_a_damaged_entry_gives_one_warning_and_is_built_again(tiny, counting_gxx
 
 
 def test_files_of_another_user_are_not_loaded(tiny, monkeypatch):
-    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    build = tiny.plan()
     ensure_built(build)
     cache = default_cache()
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
@@ -144,7 +144,7 @@ def _owned_by(status, uid):
 
 
 def test_the_cache_is_private(tiny, private_cache):
-    ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+    ensure_built(tiny.plan())
     for folder in (private_cache, *(path for path in private_cache.rglob("*") if path.is_dir())):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
@@ -202,7 +202,7 @@ def test_a_squatted_fallback_is_not_used(monkeypatch, tmp_path):
 
 
 def test_clear_removes_entries_and_spares_a_running_build(tiny):
-    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    build = tiny.plan()
     library = ensure_built(build)
     cache = default_cache()
     with cache.locked("running"):
@@ -218,7 +218,7 @@ def test_what_a_dead_build_left_is_swept_by_the_next(tiny):
     cache = default_cache()
     with cache.locked("dead"):
         left = cache.private_folder("dead")
-    ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+    ensure_built(tiny.plan())
     assert not left.exists()
 
 
@@ -255,7 +255,7 @@ def test_what_cannot_be_removed_is_left_at_once(tmp_path, monkeypatch):
 
 
 def test_publishing_twice_leaves_one_sound_entry(tiny):
-    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    build = tiny.plan()
     library = ensure_built(build)
     cache = default_cache()
     again = cache.private_folder(build.key)

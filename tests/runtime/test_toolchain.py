@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runtime import ToolchainError, compiler_flags, toolchain, tools
-from runtime.build import ensure_built, plan_build
+from runtime.build import ensure_built
 
 
 def script(path: Path, text: str) -> Path:
@@ -59,7 +59,7 @@ def test_wheels_in_a_folder_with_spaces_compile_and_link(toolkit, tiny, monkeypa
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
     only(monkeypatch, tmp_path / "bin")
-    build = plan_build(tiny.package, tiny.package.target("sm_80"))
+    build = tiny.plan("sm_80")
     assert build.tools.nvcc.path.startswith(str(toolkit))
     assert ensure_built(build).exists()
 
@@ -182,5 +182,5 @@ def test_a_device_newer_than_nvcc_gets_ptx():
 
 
 def test_the_arch_reaches_the_built_file(tiny):
-    built = ensure_built(plan_build(tiny.package, tiny.package.target("sm_80"), (8, 9))).read_bytes()
+    built = ensure_built(tiny.plan("sm_80", (8, 9))).read_bytes()
     assert b"sm_89" in built and b"sm_80" not in built
