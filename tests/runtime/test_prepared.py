@@ -14,7 +14,7 @@ from runtime import GradientError, LaunchError, PackageError, PreparationError, 
 from runtime.load import Loaded
 
 from .prepared_package import write_prepared_package
-from .weight_writes import COUNTED, UNCOUNTED, add_in_place, swap_the_parameter, write_to_data
+from .weight_writes import NOTICED, UNNOTICED, add_in_place, swap_the_parameter, write_to_data
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_prepared_once_for_the_same_weights(model, current, x):
     assert model.prepare() is model and current() == 2
 
 
-@pytest.mark.parametrize("write", COUNTED, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", NOTICED, ids=lambda write: write.__name__)
 def test_noticed(model, current, write):
     assert current() == 1
     write(model)
@@ -76,7 +76,7 @@ def test_another_models_step_renews_nothing(model, current):
     assert current() == 1
 
 
-@pytest.mark.parametrize("write", UNCOUNTED, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", UNNOTICED, ids=lambda write: write.__name__)
 def test_what_pytorch_does_not_count_is_made_current_by_prepare(model, current, x, write):
     current()
     before = 2 * x * model.scale.detach()

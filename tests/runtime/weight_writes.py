@@ -1,4 +1,4 @@
-"""Ways to change the weights of a model with one parameter `scale` of eight numbers: those that PyTorch counts, or replaces the tensor by, and others."""
+"""Ways to change the weights of a model with one parameter `scale` of eight numbers: those that a forward notices, and others."""
 
 import torch
 from torch import nn
@@ -84,8 +84,8 @@ def write_through_dlpack(model):
     torch.from_dlpack(model.scale.detach()).add_(1)
 
 
-COUNTED = [
+NOTICED = [
     add_in_place, add_to_an_alias, add_in_inference_mode, swap_the_parameter, swap_by_one_in_the_same_memory, other_data, freed_and_taken_again,
     other_place_in_the_same_storage, load, load_by_assigning, swap_tensors, initialise, from_a_vector, to_half_and_back,
 ]  # fmt: skip
-UNCOUNTED = [write_to_data, write_through_numpy, write_through_dlpack]
+UNNOTICED = [write_to_data, write_through_numpy, write_through_dlpack]
