@@ -18,7 +18,8 @@ from pathlib import Path
 
 import click
 
-from tests.fused_draw import LARGE, SMALL, draw
+from bench.sweep.draw import LARGE, SMALL
+from tests.fused_draw import draw
 from codegen.package import make_package
 from codegen.numerics import PRECISIONS
 from codegen.plan import Refusal

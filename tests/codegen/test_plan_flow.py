@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from tests.fused_draw import LARGE, draw
+from bench.sweep.draw import LARGE
+from tests.fused_draw import draw
 from codegen.plan import Library, Refusal
 from codegen.plan.route import Request
 from codegen.plan.model import Plan

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fused_draw import SMALL, draw
+from bench.sweep.draw import SMALL
+from tests.fused_draw import draw
 from codegen.plan import Refusal, plan, planner
 from codegen.plan.planner import choices, planned, ways_of
 from codegen.plan.route import Choice, Offer, Request, Route

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.fused_draw import LARGE, draw
+from bench.sweep.draw import LARGE
+from tests.fused_draw import draw
 from codegen.ir.chain import chain_of
 from codegen.ops import Kind
 from codegen.spec import load_spec, shipped
