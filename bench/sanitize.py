@@ -35,9 +35,9 @@ from bench.shrink import BATCHES, shrink
 from bench.store import FORMAT, RESULTS, SANITIZE
 from codegen import index
 from codegen.folder import write_if_different
-from codegen.package import make_package
 from codegen.manifest import Package
 from codegen.numerics import PRECISIONS
+from codegen.package import make_package
 from codegen.plan import Library, Plan
 from codegen.plan.planner import planned
 from codegen.plan.route import Request

@@ -13,8 +13,8 @@ import yaml
 
 from bench.packages import load_package
 from codegen.emit import read_spec_or_package, write_package
-from codegen.package import make_package
 from codegen.manifest import Package
+from codegen.package import make_package
 from codegen.report import explain as explain_plan
 from codegen.spec import ELSEWHERE, Spec, SpecError, load_spec
 from codegen.targets import DEVICES, TARGETS

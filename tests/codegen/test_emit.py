@@ -12,8 +12,8 @@ import pytest
 
 from codegen import index
 from codegen.folder import write_if_different
-from codegen.package import make_package
 from codegen.manifest import source_key
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec, shipped
 from codegen.spec.docs import example, reference

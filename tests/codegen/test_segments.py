@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from bench.sweep.draw import LARGE
-from tests.fused_draw import draw
 from codegen.ir.chain import chain_of
 from codegen.ops import Kind
 from codegen.spec import load_spec, shipped
+from tests.fused_draw import draw
 
 
 def specs(folder):

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codegen.package import make_package
 from codegen.ir.fused_form import departure
 from codegen.manifest import manifest_text
 from codegen.ops import broadcast
+from codegen.package import make_package
 from codegen.plan import Refusal, plan
 from codegen.plan.stages.kernel import element_offset
 from codegen.render import render, render_kernel
