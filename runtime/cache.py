@@ -285,11 +285,13 @@ def remove_private(folder: Path) -> None:
     removal, which then finds the folder not empty. So it is emptied again until it is gone; nothing can be made in it after that.
     """
     end = time.monotonic() + LONGEST_ENDING_SECONDS
+    written = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)  # what a removal says that others make and remove files beside
     while os.path.lexists(folder):
         try:
             shutil.rmtree(folder)
+            return
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT) or time.monotonic() > end:
+            if error.errno not in written or time.monotonic() > end:
                 shutil.rmtree(folder, ignore_errors=True)
                 return
 
