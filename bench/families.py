@@ -6,17 +6,15 @@ zero values among them: at its initial weights (gamma = 1, beta = 0) a layer nev
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from bench.data import Draw, Parameters
+from bench.outliers import first_tap, outlier_anywhere, outlier_first
 from codegen.ir.fused_form import departure, fused
-from codegen.ops import Kind
 from codegen.spec import Spec
-
-Parameters = dict[str, torch.Tensor]
 
 # How far (in powers of two) data may be scaled before eager PyTorch itself overflows in the storage type, or squares overflow in fp32.
 _REACH = {"fp32": 50, "tf32": 50, "bf16": 50, "fp16": 6}
@@ -24,8 +22,6 @@ _REACH = {"fp32": 50, "tf32": 50, "bf16": 50, "fp16": 6}
 _OFFSET = {"fp32": 1000.0, "tf32": 1000.0, "fp16": 30.0, "bf16": 8.0}
 # Powers of two between the largest and the smallest values of one row.
 _SPAN = {"fp32": 24, "tf32": 24, "bf16": 24, "fp16": 10}
-# An outlier in a group of the norm is this many times the spread of the others.
-_OUTLIER = {"fp32": 1e6, "tf32": 1e6, "bf16": 1e6, "fp16": 4096.0}
 # A value that meets only zeros in the other operand.
 _LOSSY = {"fp32": 1.7e12, "tf32": 1.7e12, "bf16": 1.7e12, "fp16": 6e4}
 # How far a weight lies above the others of its row where it meets only zeros.
@@ -58,77 +54,6 @@ class Family:
         """Can the family be drawn for the spec?"""
         form = fused(spec)
         return (self.any_chain or form is not None) and self.applies(form or spec)
-
-
-class Draw:
-    """Random tensors for one spec on one device, in float32; `spec.precision`'s storage type comes last, in `finish`."""
-
-    def __init__(self, spec: Spec, device: torch.device, seed: int):
-        self.spec, self.device, self.precision = fused(spec) or spec, device, spec.precision.name
-        self._generator = torch.Generator(device).manual_seed(seed)
-
-    def rand(self, *shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=self._generator, device=self.device)
-
-    def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self._generator, device=self.device)
-
-    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=self._generator, device=self.device)
-
-    def x(self, kind: str = "randn") -> torch.Tensor:
-        return getattr(self, kind)(*self.spec.input_shape)
-
-    def parameters(self) -> Parameters:
-        """Random values for every parameter; the producer's like PyTorch's initial ones, about a tenth of the factors negative or zero."""
-        found: Parameters = {}
-        for step in self.spec.chain:
-            for parameter in step.parameters:
-                key, shape = step.key(parameter), parameter.shape
-                if step.operator.kind is Kind.PRODUCER:
-                    bound = 1 / math.sqrt(math.prod(step.parameters[0].shape[1:]))
-                    found[key] = self.rand(*shape).mul_(2 * bound).sub_(bound)
-                elif step.operator.name == "mul" or (step.operator.kind is Kind.NORM and parameter.suffix == "weight"):
-                    value = self.randn(*shape)
-                    found[key] = value.masked_fill_(self.rand(*shape) < 0.03, 0.0)
-                elif step.operator.name == "div":
-                    found[key] = torch.where(self.rand(*shape) < 0.5, -1.0, 1.0) * (0.5 + self.rand(*shape))
-                else:
-                    found[key] = self.randn(*shape)
-        return found
-
-    def state(self) -> Parameters:
-        """Random running statistics, as some training would leave them."""
-        made = {
-            "zeros": lambda shape: self.randn(*shape).mul_(0.5), "ones": lambda shape: self.rand(*shape).add_(0.5),
-            "count": lambda shape: self.integers(1, 1000, *shape),
-        }  # fmt: skip
-        return {key: made[fill](shape) for key, shape, fill in self.spec.buffers}
-
-    @property
-    def weight(self) -> str:
-        """Key of the producer's weight."""
-        return self.spec.producer.key(self.spec.producer.parameters[0])
-
-    @property
-    def shifts(self) -> list[str]:
-        """Keys of what is added before the norm: the producer's bias and `add`'s parameters."""
-        keys = [self.spec.producer.key(p) for p in self.spec.producer.parameters[1:]]
-        return keys + [step.key(p) for step in self.spec.before_norm if step.operator.name == "add" for p in step.parameters]
-
-    def reference_channels(self) -> torch.Tensor:
-        """Indices 0..channels-1, shaped to scale the producer's weight by output channel."""
-        return torch.arange(self.spec.channels, device=self.device).view(-1, *[1] * (len(self.spec.producer.parameters[0].shape) - 1))
-
-    def finish(self, x: torch.Tensor, parameters: Parameters) -> tuple[tuple[torch.Tensor, ...], Parameters]:
-        """All inputs, x first, and the parameters with random running statistics (neither, for those the constructor drew), in the spec's storage type."""
-        dtype = getattr(torch, self.spec.precision.dtype)
-        others = [getattr(self, given.values)(*given.shape) for given in self.spec.inputs[1:]]
-        state = self.state() if parameters else {}
-        return (
-            (x.to(dtype), *(other.to(dtype) for other in others)),
-            {key: value.to(dtype) if value.is_floating_point() else value for key, value in (parameters | state).items()},
-        )  # fmt: skip
 
 
 def _uniform(d: Draw):
@@ -240,111 +165,8 @@ def _nan_channel(d: Draw):
     """
     parameters = d.parameters()
     weight = parameters[d.weight]
-    weight[(weight.shape[0] // 2, 0, *(_first_tap(d.spec, axis) for axis in range(weight.dim() - 2)))] = float("nan")
+    weight[(weight.shape[0] // 2, 0, *(first_tap(d.spec, axis) for axis in range(weight.dim() - 2)))] = float("nan")
     return d.x(), parameters
-
-
-def _outlier_first(d: Draw):
-    """The first value of every group is the outlier: what a kernel takes as the shift of its statistics says nothing about the others.
-
-    A linear's outliers come from the bias of each group's first channel. A convolution's come from one pixel in every other group (only the
-    group's first value is off) and from the bias in the rest (its whole first channel is).
-    """
-    x, parameters, height = _small_spread(d)
-    starts = torch.arange(0, d.spec.channels, d.spec.group_channels, device=d.device)
-    signs = 1.0 - 2.0 * (starts // d.spec.group_channels // 2 % 2)
-    bias = next((key for key in d.shifts if parameters[key].numel() == d.spec.channels and d.spec.group_channels > 1), None)
-    spiked = slice(0, None) if bias is None else slice(0, None, 2) if x.dim() > 2 else slice(0, 0)
-    offset = torch.ones(len(starts), dtype=torch.bool, device=d.device)
-    offset[spiked] = False
-    if bias is not None:
-        parameters[bias].view(-1)[starts[offset]] = height * signs[offset]
-    if not bool(offset.all()):
-        _spike(d, x, parameters, starts[~offset], height * signs[~offset], first=True)
-    _magnify(d, parameters, starts, offset)
-    return x, parameters
-
-
-def _outlier_anywhere(d: Draw):
-    """One outlier in every group, at a random channel; at another channel (linear) or pixel (convolution) from sample to sample."""
-    x, parameters, height = _small_spread(d)
-    starts = torch.arange(0, d.spec.channels, d.spec.group_channels, device=d.device)
-    signs = 1.0 - 2.0 * (starts // d.spec.group_channels % 2)
-    _spike(d, x, parameters, starts, height * signs, first=False)
-    _magnify(d, parameters, starts, torch.zeros(len(starts), dtype=torch.bool, device=d.device))
-    return x, parameters
-
-
-def _small_spread(d: Draw) -> tuple[torch.Tensor, Parameters, float]:
-    """x and parameters with a spread before the norm that is _OUTLIER times smaller than the outlier's height, and that height.
-
-    The height makes the group's variance 1/256 or more, far above eps, and stays near 1 for a linear, where bounds may come before the norm.
-    """
-    height = max(1.0, math.sqrt(d.spec.group_size) / 16)
-    parameters = d.parameters()
-    for key in d.shifts:
-        parameters[key] *= height / _OUTLIER[d.precision]
-    return d.x() * (height / _OUTLIER[d.precision]), parameters, height
-
-
-def _magnify(d: Draw, parameters: Parameters, starts: torch.Tensor, whole_channel: torch.Tensor) -> None:
-    """Scale gamma so that the ordinary values of each group, normalised to about 1/sqrt(values per outlier), come out near 1.
-
-    In groups whose first channel is the outlier (`whole_channel`), that channel's gamma brings it near 1 too.
-    """
-    if not d.spec.norm.parameters:
-        return
-    rare = torch.full((len(starts),), float(d.spec.group_size), device=d.device)
-    rare[whole_channel] = float(d.spec.group_channels)
-    factor = rare.sqrt()
-    if d.precision == "fp16":
-        factor = torch.minimum(factor, 1e4 / factor)  # the outlier itself must stay finite
-    factor = factor.repeat_interleave(d.spec.group_channels)
-    firsts = starts[whole_channel]
-    factor[firsts] /= float(d.spec.group_channels)
-    parameters[d.spec.norm.key(d.spec.norm.parameters[0])] *= factor
-
-
-def _spike(d: Draw, x: torch.Tensor, parameters: Parameters, starts: torch.Tensor, heights: torch.Tensor, first: bool) -> None:
-    """Make one output of each group that begins at channel `starts` come out near `heights`, in place.
-
-    A few inputs (a linear's first features, a convolution's first input channel) are given up for it: all weights on them are zero but the one
-    of the outlier's channel.
-    """
-    weight, batch, width = parameters[d.weight], x.shape[0], d.spec.group_channels
-    rows = torch.arange(batch, device=d.device)
-    if x.dim() == 2:
-        count = 1 if first else max(1, min(8, x.shape[1] // 2))
-        x[:, :count] = 0.0
-        x[rows, rows % count] = 1.0
-        weight[:, :count] = 0.0
-        for column in range(count):
-            weight[starts if first else starts + d.integers(0, width, len(starts)), column] = heights
-        return
-    values, each = d.spec.producer.values, weight.shape[1]
-    pixel, tap = [], []
-    for axis in (0, 1):
-        stride, padding, dilation = (_pair(values[name])[axis] for name in ("stride", "padding", "dilation"))
-        size, outputs = x.shape[2 + axis], d.spec.producer.output_shape[2 + axis]
-        tap.append(_first_tap(d.spec, axis))
-        begin = tap[axis] * dilation - padding
-        reachable = min(outputs, (size - 1 - begin) // stride + 1)
-        at = torch.zeros_like(rows) if first else d.integers(0, reachable, batch)
-        pixel.append(begin + stride * at)
-    x[:, ::each] = 0.0
-    x[rows, :, pixel[0], pixel[1]] = x[rows, :, pixel[0], pixel[1]].index_fill(1, torch.arange(0, x.shape[1], each, device=d.device), 1.0)
-    weight[:, 0] = 0.0
-    weight[starts if first else starts + d.integers(0, width, len(starts)), 0, tap[0], tap[1]] = heights
-
-
-def _first_tap(spec: Spec, axis: int) -> int:
-    """The first place of a convolution's kernel along an axis (0: height) that meets x at the first output, or the last place where none does."""
-    padding, dilation = (_pair(spec.producer.values[name])[axis] for name in ("padding", "dilation"))
-    return min(-(-padding // dilation), spec.producer.parameters[0].shape[2 + axis] - 1)
-
-
-def _pair(value) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value)
 
 
 def _lossy_split(d: Draw):
@@ -464,8 +286,8 @@ FAMILIES: dict[str, Family] = {
         Family("split low", "towards the smallest fp16 values", _split_low),
         Family("lossy split", "huge values that only meet zeros", _lossy_split, applies=_has_spare_input),
         Family("faint weights", "small weights beside one that only meets zeros", _faint_weights, applies=_has_spare_input),
-        Family("outlier first", "the first value of each group far off", _outlier_first, applies=_has_spare_input),
-        Family("outlier anywhere", "one value of each group far off", _outlier_anywhere, applies=_has_spare_input),
+        Family("outlier first", "the first value of each group far off", outlier_first, applies=_has_spare_input),
+        Family("outlier anywhere", "one value of each group far off", outlier_anywhere, applies=_has_spare_input),
         Family("huge", "scaled up by a large power of two", _huge),
         Family("tiny", "scaled down by a large power of two, beta = 0", _tiny),
         Family("random scales", "x's and the weight's channels scaled and masked at random", _random_scales, applies=_has_spare_input),

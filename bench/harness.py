@@ -21,7 +21,7 @@ from typing import Any
 import click
 import torch
 
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import Spec
 from codegen.standalone import render_standalone

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from codegen.emit import make_package, refuse_foreign, write_package
+from codegen.emit import write_package
+from codegen.folder import refuse_foreign
+from codegen.package import make_package
 from codegen.spec import load_spec
 
 _DIGEST = "__sources_digest__"  # of an imported package: which sources it was made from

@@ -12,8 +12,8 @@ from pathlib import Path
 from bench import store
 from bench.store import EVIDENCE, RESULTS, Record
 from codegen import index
-from codegen.emit import make_package
 from codegen.manifest import source_key
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
 from codegen.targets import preference

@@ -34,9 +34,10 @@ from bench.records import present_keys
 from bench.shrink import BATCHES, shrink
 from bench.store import FORMAT, RESULTS, SANITIZE
 from codegen import index
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
 from codegen.manifest import Package
 from codegen.numerics import PRECISIONS
+from codegen.package import make_package
 from codegen.plan import Library, Plan
 from codegen.plan.planner import planned
 from codegen.plan.route import Request

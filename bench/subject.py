@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 
 from bench.machine import environment, precision_flags
 from bench.packages import generate, load_package
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
 from codegen.ir.fused_form import FusedSpec
+from codegen.package import make_package
 from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import Spec, load_spec

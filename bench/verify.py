@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.families import FAMILIES, Draw, Family
+from bench.data import Draw
+from bench.families import FAMILIES, Family
 from bench.machine import choose_device, describe
 from bench.metrics import Errors, compare, same_bits
 from bench.promise import Yardsticks, allowed_error, allowed_outside, broken, by_chance, draws_for, independent, margin_of, pooled, pooled_errors

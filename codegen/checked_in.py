@@ -12,9 +12,10 @@ from pathlib import Path
 
 import click
 
-from codegen.emit import is_emitted, make_package, write_if_different
+from codegen.folder import is_emitted, write_if_different
 from codegen.index import EXEMPLARS, SOURCE_KEYS, Exemplar, entries, exemplars, prepared
 from codegen.manifest import Package
+from codegen.package import make_package
 from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import SpecError, load_spec

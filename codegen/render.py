@@ -6,15 +6,14 @@ a template: every number comes from a plan.
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from codegen.constants import place, with_constants
 from codegen.ir.operand import c_identifier
 from codegen.manifest import Package, manifest_text
 from codegen.ops import Shape
@@ -26,9 +25,6 @@ from codegen.spec.writer import resolved_yaml
 from codegen.torch_text import input_texts, module_lines, parameters, reference_lines, uses_functional
 
 TEMPLATES = Path(__file__).parent / "templates"
-_CONSTANT = re.compile(r"constexpr \w+ (k\w+) = ")
-_COMMENT = re.compile(r"//[^\n]*")
-_WORD = re.compile(r"\w+")
 
 
 def _header(plan: Plan, kernel: Kernel) -> str:
@@ -43,8 +39,7 @@ def environment() -> jinja2.Environment:
     )  # fmt: skip
     env.filters.update(c_identifier=c_identifier, indent_lines=lambda text, width: textwrap.indent(text, " " * width))
     env.globals.update(
-        constants=lambda items: "\n".join(str(item) for item in items), header=_header, range=range, min=min, max=max, zip=zip, enumerate=enumerate,
-        repr=repr,
+        constants=place, header=_header, range=range, min=min, max=max, zip=zip, enumerate=enumerate, repr=repr,
     )  # fmt: skip
     return env
 
@@ -60,7 +55,7 @@ def render_kernel(plan: Plan, kernel: Kernel) -> str:
     text = _ENVIRONMENT.get_template(kernel.template).render(
         plan=plan, kernel=kernel, spec=plan.spec, target=plan.target, functions=lambda names: definitions(names, language)
     )
-    return _tidy(_drop_unused_constants(text))
+    return _tidy(with_constants(kernel, text))
 
 
 def render_template(name: str, **context: Any) -> str:
@@ -90,26 +85,6 @@ def _shape_text(spec: Spec, shape: Shape, samples: bool) -> str:
     if not spec.batches:
         return str(shape)
     return f"({', '.join(['N', *map(str, shape[1:])])}{',' if len(shape) == 1 else ''})" if samples else f"{shape} for the largest N"
-
-
-def _drop_unused_constants(text: str) -> str:
-    """`text` without the constexpr lines that no other code names: a plan lists all its numbers, a kernel shows those it uses.
-
-    Where a comment derives from a number that is gone, it names it in words: kGroupChannels becomes group_channels.
-    """
-    dropped: set[str] = set()
-    while True:
-        words = Counter(_WORD.findall(_COMMENT.sub("", text)))
-        unused = {found[1] for line in text.splitlines() if (found := _CONSTANT.match(line)) and words[found[1]] == 1}
-        if not unused:
-            break
-        dropped |= unused
-        text = "".join(line for line in text.splitlines(keepends=True) if not ((found := _CONSTANT.match(line)) and found[1] in unused))
-    return _COMMENT.sub(lambda comment: _WORD.sub(lambda word: _in_words(word[0]) if word[0] in dropped else word[0], comment[0]), text)
-
-
-def _in_words(constant: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", constant[1:]).lower()
 
 
 def _tidy(text: str, blank_lines: int = 1) -> str:

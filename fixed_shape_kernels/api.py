@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from bench.packages import load_package
-from codegen.emit import make_package, read_spec_or_package, write_package
+from codegen.emit import read_spec_or_package, write_package
 from codegen.manifest import Package
+from codegen.package import make_package
 from codegen.report import explain as explain_plan
 from codegen.spec import ELSEWHERE, Spec, SpecError, load_spec
 from codegen.targets import DEVICES, TARGETS

@@ -6,13 +6,12 @@ checkout's path nor the cache's reaches a compiler's command line.
 
 import ctypes
 import shlex
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import cache as cache_module
-from .cache import Cache, Record, build_key, default_cache, find_built, sha256_of
+from .cache import Cache, Record, build_key, default_cache, find_built, remove_private, sha256_of
 from .diagnostics import explain_failure, ran_out_of_room
 from .errors import BuildError, PackageError
 from .files import cause_of
@@ -22,16 +21,8 @@ from .package import Package
 from .prebuilt import open_library
 from .process import run_program
 from .resources import parallel_jobs
-from .toolchain import (
-    Toolchain,
-    arch_flags,
-    compile_command,
-    compile_flags,
-    inherited_flags,
-    link_command,
-    portable_flags,
-    toolchain,
-)
+from .compiler_flags import arch_flags, compile_command, compile_flags, inherited_flags, link_command, portable_flags
+from .toolchain import Toolchain, toolchain
 
 NINJA_FILE = "build.ninja"
 LOG_FILE = "build.log"
@@ -135,7 +126,7 @@ def _build(build: Build, cache: Cache) -> Path:
         record = Record(build.key, sha256_of(finished / cache_module.LIBRARY), build.package, build.target, build.flags)
         return cache.publish(build.key, finished, record)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_private(folder)
 
 
 def write_build_folder(build: Build, folder: Path) -> None:

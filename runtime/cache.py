@@ -10,6 +10,7 @@
 A key says everything that determines the library's bytes, and never a time or a path.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -18,6 +19,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -27,6 +29,7 @@ from filelock import FileLock, Timeout
 
 from .files import can_be_loaded, read_json
 from .folders import readable_root, usable_place
+from .supervisor import LONGEST_ENDING_SECONDS
 
 LIBRARY = "library.so"
 RECORD = "record.json"
@@ -210,11 +213,11 @@ class Cache:
         if not made_here or not folder.is_dir():
             return
         if key == held:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_private(folder)
             return
         with self._if_free(key) as free:
             if free:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_private(folder)
 
     @contextmanager
     def _if_free(self, key: str):
@@ -273,6 +276,24 @@ def sha256_of(path: Path) -> str:
     """SHA-256 of a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove_private(folder: Path) -> None:
+    """Removes the private folder of a build that is over. What its user may not remove stays.
+
+    A killed process frees the lock before its compilers end: until the supervisor has ended them, they can make files behind the back of a
+    removal, which then finds the folder not empty. So it is emptied again until it is gone; nothing can be made in it after that.
+    """
+    end = time.monotonic() + LONGEST_ENDING_SECONDS
+    written = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)  # what a removal says that others make and remove files beside
+    while os.path.lexists(folder):
+        try:
+            shutil.rmtree(folder)
+            return
+        except OSError as error:
+            if error.errno not in written or time.monotonic() > end:
+                shutil.rmtree(folder, ignore_errors=True)
+                return
 
 
 def _write_through(path: Path) -> None:

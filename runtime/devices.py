@@ -9,7 +9,7 @@ import torch
 from .errors import ToolchainError
 
 if TYPE_CHECKING:
-    from .toolchain import Tool  # a wheel carries no compilers
+    from .tools import Tool  # a wheel carries no compilers
 
 Capability = tuple[int, int]
 

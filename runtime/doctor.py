@@ -16,7 +16,8 @@ from .load import libraries_for, with_backwards
 from .manifest import TARGETS, TargetManifest
 from .package import Package
 from .resources import free_memory, parallel_jobs, usable_cores
-from .toolchain import Tool, find_cuobjdump, find_gxx, find_host_compiler, find_ninja, find_nvcc
+from .toolchain import find_cuobjdump, find_gxx, find_host_compiler, find_ninja, find_nvcc
+from .tools import Tool
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from .diagnostics import explain_failure
 from .errors import BuildError
 from .files import cause_of, read_json
 from .process import run_program
-from .toolchain import Toolchain, arch_flags, compile_command, compile_flags, inherited_flags, toolchain
+from .compiler_flags import arch_flags, compile_command, compile_flags, inherited_flags
+from .toolchain import Toolchain, toolchain
 
 REPORT_VERSION = "kernel-report-2"
 VERBOSE = ("-Xptxas", "-v")

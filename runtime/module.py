@@ -1,32 +1,28 @@
 """``GeneratedModule``: the base of every emitted ``ModelNew``."""
 
-import functools
-import itertools
-import sys
 from dataclasses import dataclass
 from typing import Any, Sequence
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler with this package
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.nn import functional
 
 from . import whole
-from .checks import ALIGNMENT, expected, not_dense, usable, wrong_input, wrong_tensor
-from .children import Child, check_child, children_of, run_pre_hooks
-from .errors import ArgumentError, CallError, GradientError, PackageError, PreparationError, UnsupportedDeviceError
+from .arguments import check_init_args
+from .checks import ALIGNMENT, expected, usable, wrong_input, wrong_tensor
+from .errors import CallError, PackageError, PreparationError, UnsupportedDeviceError
 from .gradients import ByReference, refuse_tangents
 from .launch import dtype_named
 from .load import Loaded, describe_targets, load
-from .manifest import Manifest
 from .operators import Operators, operators_for
+from .original import reference_for_gradients
+from .owners import PLAIN, ParameterOwners, refuse, refuse_sharded
 from .package import Package
 from .prepared import PreparedWeights, is_written_unseen, key_of
 
-_PLAIN = (nn.Parameter, torch.Tensor)
 _DEFINED = ("_operators", "_sizes", "_size_of_shape", "_pads", "_parameter_table", "_owners")  # by GeneratedModule._define
 _strided = torch.strided
 _grad_enabled = torch.is_grad_enabled
@@ -46,7 +42,7 @@ class _Size:
     operators: Operators
 
 
-class GeneratedModule(nn.Module):
+class GeneratedModule(ParameterOwners):
     """A module whose forward runs the kernels of a generated package, of a package for several batches those of the size of x.
 
     ``package`` is the generated folder; ``init_args`` are the constructor's arguments, which must be those that were
@@ -75,7 +71,7 @@ class GeneratedModule(nn.Module):
     def __init__(self, package: Package, **init_args: Any):
         super().__init__()
         manifest = package.manifest
-        _check_init_args(manifest, init_args)
+        check_init_args(manifest, init_args)
         self._package = package
         self._define(package)
         self._loaded = Loaded()
@@ -93,15 +89,7 @@ class GeneratedModule(nn.Module):
         self._size_of_shape = {size.shape: size for size in self._sizes}
         self._operators = self._sizes[-1].operators
         self._pads = package.manifest.pad_batch
-        self._parameter_table = tuple(
-            (*_split(entry.name), torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in package.manifest.parameters
-        )
-        children = {child.path: child for child in _children_of(type(self), package)}
-        groups = itertools.groupby(self._parameter_table, key=lambda entry: entry[0])
-        owners = [(path, tuple(entry[1:] for entry in group), children.pop(path, None)) for path, group in groups]
-        owners += ((path, (), child) for path, child in children.items())
-        # The same by the module that holds them, then modules that hold none; of a child also what each call compares.
-        self._owners = tuple((*owner, *((None,) * 3 if owner[2] is None else owner[2].compared)) for owner in owners)
+        self._define_owners(package)
 
     def build(self, backward: bool = False) -> None:
         """Builds and loads the kernels that the devices visible now need; the constructor has done so already,
@@ -120,7 +108,7 @@ class GeneratedModule(nn.Module):
         targets without a generated backward, and nothing falls back to it unasked. Eager only: compilers see the operator.
         """
         if asked:
-            _reference_for_gradients(type(self), self._package)
+            reference_for_gradients(type(self), self._package)
         self._by_reference = asked
         return self
 
@@ -179,7 +167,7 @@ class GeneratedModule(nn.Module):
             raise whole.too_many(self._package.manifest, others, named)
         if _is_compiling():
             return self._captured(x)
-        plain = type(x) in _PLAIN
+        plain = type(x) in PLAIN
         try:
             size = self._size_of_shape.get(x.shape) if plain else None
         except RuntimeError:  # a nested tensor
@@ -201,11 +189,11 @@ class GeneratedModule(nn.Module):
         parameters, addresses = self._collect(device, direct)
         if forward_ad._current_level >= 0:
             refuse_tangents(self._package.manifest.name, [x, *parameters])
-        if not direct or (addresses is None and not all(type(parameter) in _PLAIN for parameter in parameters)):
+        if not direct or (addresses is None and not all(type(parameter) in PLAIN for parameter in parameters)):
             return self._through_operator(operators, x, parameters)
         if _grad_enabled() and (x.requires_grad or any(parameter.requires_grad for parameter in parameters)):
             if self._by_reference:
-                reference = _reference_for_gradients(type(self), self._package)
+                reference = reference_for_gradients(type(self), self._package)
                 return ByReference.apply(reference, self._names, operators.forward, x, *parameters)
             return operators.forward(x, *parameters)
         address = x.data_ptr()
@@ -226,8 +214,8 @@ class GeneratedModule(nn.Module):
 
     def _through_operator(self, operators: Operators, x: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
         """What a subclass, a mode or a trace has to see, or what asks about shapes alone."""
-        special = [(name, parameter) for name, parameter in zip(self._names, parameters) if type(parameter) not in _PLAIN]
-        _refuse_sharded(special)
+        special = [(name, parameter) for name, parameter in zip(self._names, parameters) if type(parameter) not in PLAIN]
+        refuse_sharded(special)
         wrappers = [(name, tensor) for name, tensor in (("x", x), *special) if not isinstance(tensor, FakeTensor) and _dispatches(tensor)]
         if not wrappers:
             return operators.forward(x, *parameters)
@@ -248,7 +236,7 @@ class GeneratedModule(nn.Module):
                 f"{manifest.name} chooses its kernels by the batch of x, which a symbolic trace does not know: trace with torch.export, "
                 f"make the model a leaf of the tracer (is_leaf_module), or set one batch in {manifest.spec} and run {manifest.regenerate}."
             )
-        _refuse(self)
+        refuse(self)
         before = [(owner.__dict__, dict(owner.__dict__)) for owner in self.modules() if owner is not self and owner._forward_pre_hooks]
         try:
             return self._operators.forward(x, *others, *self._gather(), *self._gather_state())
@@ -279,12 +267,6 @@ class GeneratedModule(nn.Module):
                 if self._pads and rows < size.batch:
                     return size.operators.forward(_padded(x, size.batch), *parameters)[:rows].clone()
         return self._operators.forward(x, *parameters)
-
-    def _refuse_fault(self) -> None:
-        """Raises CallError for a child that does more than holding parameters, by statements that a compiler can follow."""
-        fault = _fault_of(self)
-        if fault:
-            raise CallError(fault)
 
     def _apply(self, fn, recurse: bool = True):
         """What moves or converts the parameters writes to them in ways that PyTorch does not count."""
@@ -321,100 +303,6 @@ class GeneratedModule(nn.Module):
         self._define(self._package)
         if not self._loaded.programs and torch.get_default_device().type != "meta":
             self.build()
-
-    # ---- checks ------------------------------------------------------------------------------------------------------
-
-    def _collect(self, device: torch.device, direct: bool = False) -> tuple[list[torch.Tensor], list[int] | None]:
-        """The parameters in the manifest's order, each checked; for a ``direct`` launch also their addresses, None in place of these unless
-        all are plain tensors that kernels can read as they lie."""
-        try:
-            return self._read(device, direct)
-        except (AttributeError, KeyError, RuntimeError, TypeError):
-            _refuse(self)  # what is known to have no shape, memory or module there
-            raise
-
-    def _read(self, device: torch.device, direct: bool) -> tuple[list[torch.Tensor], list[int] | None]:
-        collected, addresses, together = [], [], 0
-        for path, entries, child, kind, pick, values in self._owners:
-            owner = self
-            for part in path:
-                owner = owner._modules[part]
-            state = owner.__dict__
-            if kind is not None and (
-                type(owner) is not kind
-                or state["_forward_hooks"]
-                or state["_forward_pre_hooks"]
-                or state["_backward_hooks"]
-                or state["_backward_pre_hooks"]
-                or "forward" in state
-                or (pick is not None and pick(state) != values)
-            ):
-                self._settle(child, owner)
-            held = state["_parameters"]
-            for name, shape, dtype in entries:
-                parameter = held.get(name)
-                if parameter is None:
-                    parameter = getattr(owner, name, None)  # a parametrization or a pre-hook computes it
-                plain = type(parameter) in _PLAIN
-                if (
-                    not (plain or isinstance(parameter, torch.Tensor))
-                    or parameter.shape != shape
-                    or parameter.dtype is not dtype
-                    or parameter.device != device
-                ):
-                    key = ".".join((*path, name))
-                    self._refuse_not_dense(key, parameter)
-                    raise wrong_tensor(self._package.manifest, key, parameter, device, shape, dtype)
-                collected.append(parameter)
-                if direct and plain:
-                    if parameter.is_contiguous() and not parameter.is_neg() and (address := parameter.data_ptr()):
-                        addresses.append(address)
-                        together |= address
-                    else:
-                        self._refuse_not_dense(".".join((*path, name)), parameter)
-        return collected, addresses if direct and len(addresses) == len(collected) and not together % ALIGNMENT else None
-
-    @_disable_dynamo
-    def _settle(self, child: Child, owner: nn.Module) -> None:
-        """Lets take effect what a child does that is more than holding parameters, or refuses it."""
-        manifest = self._package.manifest
-        try:
-            check_child(child, owner, manifest.name, manifest.regenerate)
-        except CallError:
-            _refuse_sharded([(".".join((*child.path, name)), tensor) for name, tensor in owner._parameters.items()])
-            raise
-        run_pre_hooks(owner)
-
-    def _gather_state(self) -> list[torch.Tensor]:
-        """The buffers of the manifest's state, in its order."""
-        return [self.get_buffer(entry.name) for entry in self._package.manifest.state]
-
-    @staticmethod
-    @_disable_dynamo
-    def _refuse_not_dense(key: str, tensor: Any) -> None:
-        fault = not_dense(key, tensor) if isinstance(tensor, torch.Tensor) else None
-        if fault is not None:
-            raise fault
-
-    def _gather(self) -> list[torch.Tensor]:
-        """The parameters in the manifest's order, by statements that a compiler can follow; the operator checks them.
-
-        The numbers of children are compared for the compiler's guards: a change after the capture brings it back here.
-        """
-        collected = []
-        for path, entries, child, *_ in self._owners:
-            owner = self
-            for part in path:
-                owner = getattr(owner, part)
-            if child is not None:
-                for name, value in child.numbers:
-                    if getattr(owner, name) != value:
-                        raise CallError(_fault_of(self))
-                for hook in owner._forward_pre_hooks.values():
-                    hook(owner, ())
-            for name, _, _ in entries:
-                collected.append(getattr(owner, name))
-        return collected
 
     def _is_meta(self, device: torch.device) -> bool:
         """Is this a question about shapes, asked of a model that is on the meta device as a whole?"""
@@ -467,74 +355,6 @@ def _padded(x: torch.Tensor, batch: int) -> torch.Tensor:
     return functional.pad(x, [0, 0] * (x.dim() - 1) + [0, batch - x.shape[0]])
 
 
-@functools.cache
-def _reference_of(model_class: type, package: Package) -> nn.Module | None:
-    """The package's ``Model`` without memory of its own, for functional calls; None where the package has none."""
-    reference = model_class._origin and model_class._origin[1]
-    if reference is None:
-        return None
-    with torch.device("meta"):
-        return reference(*(value for _, value in package.manifest.init_args))
-
-
-@functools.cache
-def _children_of(model_class: type, package: Package) -> tuple[Child, ...]:
-    reference = _reference_of(model_class, package)
-    return () if reference is None else children_of(reference)
-
-
-def _reference_for_gradients(model_class: type, package: Package) -> nn.Module:
-    reference = _reference_of(model_class, package)
-    if reference is None:
-        raise GradientError(f"{package.manifest.name} has no Model beside its ModelNew to differentiate; generate the package again.")
-    return reference
-
-
-def _fault_of(model: GeneratedModule) -> str:
-    """What a forward cannot keep of the children and parameters of ``model``, as a sentence; empty where there is nothing.
-
-    A compiler runs it while it captures, as it cannot put such a sentence together itself. No hook is run, no parameter computed.
-    """
-    manifest = model._package.manifest
-    for path, entries, child, *_ in model._owners:
-        owner = model
-        for part in path:
-            owner = None if owner is None else owner._modules.get(part)
-        try:
-            if child is not None:
-                check_child(child, owner, manifest.name, manifest.regenerate)
-        except CallError as error:
-            return str(error)
-        for name, _, _ in entries if owner is not None else ():
-            parameter = owner._parameters.get(name)
-            fault = not_dense(".".join((*path, name)), parameter) if type(parameter) in _PLAIN else None
-            if fault is not None:
-                return str(fault)
-    return ""
-
-
-# What torch.compiler.assume_constant_result sets; the decorator itself would import the compiler with this package.
-_fault_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@_disable_dynamo
-def _refuse(model: GeneratedModule) -> None:
-    fault = _fault_of(model)
-    if fault:
-        raise CallError(fault)
-
-
-def _refuse_sharded(tensors: list[tuple[str, Any]]) -> None:
-    """FSDP2 puts a module's parameters together when that module is called, and nobody calls those inside a generated one."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    for name, tensor in tensors if distributed else ():
-        if isinstance(tensor, distributed.DTensor):
-            raise CallError(
-                f"{name} is a DTensor, and the kernels need it whole; shard this model as one, with "
-                "fully_shard(model), and none of the modules inside it."
-            )
-
-
 def _dispatches(tensor: torch.Tensor) -> bool:
     """Does the tensor's class run operators itself?"""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -543,39 +363,3 @@ def _dispatches(tensor: torch.Tensor) -> bool:
 def _watched() -> bool:
     """Does a mode, a transform or a trace want to see what torch is asked to do?"""
     return bool(_dispatch_modes() or _function_modes() or _transforms() or _tracing() is not None)
-
-
-def _split(key: str) -> tuple[tuple[str, ...], str]:
-    *path, name = key.split(".")
-    return tuple(path), name
-
-
-def _check_init_args(manifest: Manifest, given: dict[str, Any]) -> None:
-    folded = dict(manifest.init_args)
-    for name in given:
-        if name not in folded:
-            raise ArgumentError(f"{name}: {manifest.name} takes no such argument; it takes {', '.join(folded) or 'none'}.")
-    for name, value in folded.items():
-        if name not in given:
-            raise ArgumentError(f"{name}: expected {value!r}, got nothing; pass every argument of the original module.")
-        if not _same(given[name], value):
-            raise ArgumentError(
-                f"{name}: expected {value!r}, got {given[name]!r}; {manifest.name} was generated for {name} = {value!r} "
-                f"from {manifest.spec}; set {name} there and run {manifest.regenerate}."
-            )
-
-
-def _same(given: Any, folded: Any) -> bool:
-    if isinstance(folded, tuple):
-        return (
-            isinstance(given, Sequence)
-            and not isinstance(given, str)
-            and len(given) == len(folded)
-            and all(map(_same, given, folded))
-        )
-    if isinstance(given, bool) != isinstance(folded, bool):
-        return False
-    try:
-        return bool(given == folded)
-    except (RuntimeError, ValueError, TypeError):
-        return False

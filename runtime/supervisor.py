@@ -13,6 +13,7 @@ import time
 
 POLL_SECONDS = 0.5  # how long the death of the parent can go unnoticed
 GRACE_SECONDS = 2.0  # what a program has for its own cleaning up before it is killed
+LONGEST_ENDING_SECONDS = POLL_SECONDS + 2 * GRACE_SECONDS  # from the parent's death to that of the last program
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)  # and by what it starts, if nothing is done about it
 NOT_STARTED = "supervisor: the program could not be started, errno "

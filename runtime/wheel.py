@@ -32,7 +32,7 @@ from .manifest import TargetManifest
 from .package import Package
 from .prebuilt import FOLDER, INDEX, INDEX_FORMAT
 from .processor import PROCESSOR
-from .toolchain import portable_flags
+from .compiler_flags import portable_flags
 
 PRODUCT = "fixed-shape-kernels"
 VERSION = "0.1.0"  # of a wheel that is given none: the product's
@@ -42,7 +42,7 @@ TAG = "py3-none-linux_x86_64"
 RUNTIME = "_runtime"
 
 # Modules of this package that build, and that a wheel therefore leaves out.
-BUILDER = frozenset("build cache cli commands diagnostics doctor folders kernel_report process resources supervisor toolchain wheel".split())
+BUILDER = frozenset("build cache cli commands compiler_flags diagnostics doctor folders kernel_report process resources supervisor toolchain tools wheel".split())
 MIN_GXX_FOR_PROCESSOR = (11,)  # the first that knows -march=x86-64-v3
 
 _VERSION = re.compile(r"(\d+!)?\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?(\.dev\d+)?(\+[a-z0-9]+(\.[a-z0-9]+)*)?")

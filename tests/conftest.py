@@ -39,6 +39,17 @@ def pytest_collection_modifyitems(items):
                     item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture
+def one_thread():
+    """PyTorch computes in one thread: with small tensors on many workers, waiting threads would only get in each other's way."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     tiers.running(item)

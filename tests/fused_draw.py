@@ -12,34 +12,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import yaml
-
+from bench.sweep.draw import CHAIN, Limits, divisor, first_valid, number, size
 from codegen.ir.fused_form import FOLDS, NORMS, POOLS, PRODUCERS, FusedSpec, departure
-from codegen.numerics import PRECISIONS
 from codegen.ops import FILLS, OPERATORS, REQUIRED, Argument, Kind, Operator
-from codegen.plan.floor import producer_flop as flop_of
-from codegen.spec import Spec, SpecError, load_spec
-
-Range = tuple[int, int]
-ATTEMPTS = 2000  # about one draw in four is a valid spec within its limits
-CHAIN = 3  # at most so many operators before the norm, and behind it
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Ranges of the sizes, and what one case may cost: FLOP of the producer, bytes of `footprint`. `images` is the batch of a convolution."""
-
-    batch: Range
-    images: Range
-    features: Range
-    channels: Range
-    side: Range
-    flop: float
-    bytes: float
-
-
-LARGE = Limits(batch=(1, 65536), images=(1, 512), features=(8, 65536), channels=(1, 1024), side=(4, 256), flop=2e11, bytes=4e9)
-SMALL = Limits(batch=(1, 32), images=(1, 8), features=(8, 512), channels=(1, 48), side=(4, 24), flop=2e7, bytes=1e8)
 
 
 @dataclass
@@ -54,28 +29,9 @@ class _Scene:
     names: list[str] = field(default_factory=list)  # of the operators so far
 
 
-def size(rng: Random, low: int, high: int) -> int:
-    """Log-uniform; two times in three rounded down to a multiple of a power of two, as sizes are in practice (the rest holds primes)."""
-    value = round(math.exp(rng.uniform(math.log(low), math.log(high))))
-    if rng.random() < 2 / 3:
-        value -= value % 2 ** rng.randint(0, int(math.log2(value)))
-    return max(low, value)
-
-
-def _divisor(rng: Random, number: int) -> int:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return rng.choice([*small, *(number // d for d in small if d * d != number)])
-
-
 def _pair(rng: Random, low: int, high: int) -> int | list[int]:
     """One size for both axes, or now and then one for each."""
     return [rng.randint(low, high), rng.randint(low, high)] if rng.random() < 0.2 else rng.randint(low, high)
-
-
-def _number(rng: Random, default: Any) -> float:
-    """Around the default, or within [-2, 2] where there is none (or it is 0)."""
-    value = default * 2.0 ** rng.uniform(-1.5, 1.5) if isinstance(default, float) and default else rng.uniform(-2.0, 2.0)
-    return float(f"{value:.3g}")
 
 
 # Arguments whose meaning lies in their name: what they may be depends on the shapes around them.
@@ -84,8 +40,8 @@ _BY_NAME: dict[str, Callable[[_Scene], Any]] = {
     "out_features": lambda s: size(s.rng, *s.limits.features),
     "in_channels": lambda s: size(s.rng, *s.limits.channels),
     "out_channels": lambda s: size(s.rng, *s.limits.channels),
-    "groups": lambda s: 1 if s.rng.random() < 0.6 else _divisor(s.rng, math.gcd(s.drawn["in_channels"], s.drawn["out_channels"])),
-    "num_groups": lambda s: _divisor(s.rng, s.channels),
+    "groups": lambda s: 1 if s.rng.random() < 0.6 else divisor(s.rng, math.gcd(s.drawn["in_channels"], s.drawn["out_channels"])),
+    "num_groups": lambda s: divisor(s.rng, s.channels),
     "dim": lambda s: 1,
     "normalized_shape": lambda s: s.channels,
     "num_features": lambda s: s.channels,
@@ -96,8 +52,8 @@ _BY_TYPE: dict[str, Callable[[_Scene, Argument], Any]] = {
     "count": lambda s, a: s.rng.randint(0, 2),
     "pair": lambda s, a: _pair(s.rng, 1, 3),
     "count_pair": lambda s, a: _pair(s.rng, 0, 3),
-    "number": lambda s, a: _number(s.rng, a.default),
-    "bound": lambda s, a: _number(s.rng, None),
+    "number": lambda s, a: number(s.rng, a.default),
+    "bound": lambda s, a: number(s.rng, None),
     "flag": lambda s, a: s.rng.random() < 0.5,
     "fill": lambda s, a: s.rng.choice(FILLS),
     "tap": lambda s, a: s.rng.choice(s.names),
@@ -111,7 +67,7 @@ def _argument(scene: _Scene, argument: Argument) -> Any:
     if isinstance(argument.type, tuple):
         return scene.rng.choice(argument.type)
     if argument.type not in _BY_TYPE:
-        raise ValueError(f"argument {argument.name}: no rule draws the type {argument.type!r}; add one to bench/sweep/draw.py")
+        raise ValueError(f"argument {argument.name}: no rule draws the type {argument.type!r}; add one to tests/fused_draw.py")
     return _BY_TYPE[argument.type](scene, argument)
 
 
@@ -159,33 +115,7 @@ def _attempt(rng: Random, limits: Limits, name: str, first: Operator, precision:
     return data | {"chain": chain}
 
 
-def producer_flop(spec: Spec) -> float:
-    """Multiply-adds of the producers, two FLOP each."""
-    return sum(flop_of(step) for step in spec.chain if step.operator.kind is Kind.PRODUCER)
-
-
-def footprint(spec: Spec) -> float:
-    """Bytes that verifying needs at most: inputs and the parameters in fp32 and in float64, and of the largest result behind x five float64 tensors at once."""
-    parameters = sum(math.prod(shape) for _, shape in spec.parameters)
-    largest = max(math.prod(step.output_shape) for step in spec.chain)
-    inputs = sum(math.prod(given.shape) for given in spec.inputs)
-    return 16.0 * (parameters + inputs) + 40.0 * largest
-
-
 def draw(seed: int, index: int, limits: Limits, folder: Path) -> FusedSpec:
     """Case `index` of the sequence `seed`, written to a YAML file in `folder`. The same arguments and table give the same spec."""
-    rng = Random(f"{seed}:{index}")
-    name = f"sweep_{seed}_{index:03d}"
     producers = [op for op in OPERATORS.values() if op.name in PRODUCERS]
-    fixed = rng.choice(producers), rng.choice(list(PRECISIONS))  # kept from draw to draw, so that no kind is rarer for being refused more often
-    path = folder / f"{name}.yaml"
-    folder.mkdir(parents=True, exist_ok=True)
-    for _ in range(ATTEMPTS):
-        path.write_text(yaml.safe_dump(_attempt(rng, limits, name, *fixed), sort_keys=False, default_flow_style=None, width=140), encoding="utf-8")
-        try:
-            spec = load_spec(path)
-        except SpecError:
-            continue
-        if departure(spec.chain) is None and producer_flop(spec) <= limits.flop and footprint(spec) <= limits.bytes:
-            return FusedSpec.of(spec)
-    raise RuntimeError(f"no valid spec in {ATTEMPTS} draws: the operator table and bench/sweep/draw.py no longer fit")
+    return FusedSpec.of(first_valid(seed, index, limits, folder, producers, _attempt, lambda spec: departure(spec.chain) is None))

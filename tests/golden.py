@@ -18,14 +18,15 @@ from pathlib import Path
 
 import click
 
-from tests.fused_draw import LARGE, SMALL, draw
-from codegen.emit import make_package
+from bench.sweep.draw import LARGE, SMALL
 from codegen.numerics import PRECISIONS
+from codegen.package import make_package
 from codegen.plan import Refusal
 from codegen.render import render
 from codegen.report import explain
 from codegen.spec import Spec, load_spec, shipped
 from codegen.targets import DEVICES
+from tests.fused_draw import draw
 
 RECORD = Path(__file__).with_name("golden.json")
 DRAWN = 300  # random specs

@@ -25,7 +25,7 @@ LAYERS = (
     ("plan.backward",),
     ("report",),
     ("manifest",),
-    ("torch_text", "index"),
+    ("torch_text", "index", "constants", "package", "folder"),
     ("render",),
     ("standalone",),
     ("emit",),

@@ -125,7 +125,7 @@ def test_a_producer_through_the_library_is_a_row_and_torchs_call(house):
 """)  # fmt: skip
     assert len(house.touched) <= 3
     house.run(FORWARD_AND_BACKWARD + """
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.spec.writer import resolved
 from codegen.standalone import render_standalone
 from codegen.render import render
@@ -208,7 +208,7 @@ def test_a_target_is_a_row_of_the_generator_and_one_of_the_runtime_beside_its_ro
     house.insert("codegen/plan/table.py", "ROUTES = (", """replace(LIBRARY, name="toy", targets=frozenset({"sm_100a"})), """)
     house.run(FORWARD_AND_BACKWARD + """
 from bench.records import loaders_choice
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.render import render
 from codegen.standalone import render_standalone
 from codegen.targets import TARGETS, cuda_targets, preference

@@ -83,7 +83,7 @@ sys.exit(pytest.main(["--collect-only", "-q", "-n", "0", "-p", "no:cacheprovider
 def test_collection_plans_and_renders_nothing(tmp_path):
     """Every worker collects, and so does whoever runs one test."""
     hasty = tmp_path / "test_hasty.py"
-    hasty.write_text('from codegen.emit import make_package\nfrom codegen.spec import load_spec\nPACKAGE = make_package(load_spec("specs/default.yaml"))\n')
+    hasty.write_text('from codegen.package import make_package\nfrom codegen.spec import load_spec\nPACKAGE = make_package(load_spec("specs/default.yaml"))\n')
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {"PYTHONPATH": str(TOP)}
     for paths, said in ((["tests"], None), ([str(hasty)], "plans or renders while it is collected")):
         done = subprocess.run([sys.executable, "-c", COLLECT, *paths], cwd=TOP, env=environment, capture_output=True, text=True, check=False)

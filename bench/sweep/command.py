@@ -32,7 +32,8 @@ from bench.sweep.case import begin
 from bench.sweep.draw import LARGE, SMALL, draw, producer_name
 from bench.sweep.judge import FAMILIES
 from bench.timing import measure_ceilings
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
+from codegen.package import make_package
 from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import Spec, load_spec

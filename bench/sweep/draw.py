@@ -7,7 +7,7 @@ refuses, or that costs more than its limits, is thrown away and drawn again: the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -67,9 +67,9 @@ def size(rng: Random, low: int, high: int) -> int:
     return max(low, value)
 
 
-def _divisor(rng: Random, number: int) -> int:
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return rng.choice([*small, *(number // d for d in small if d * d != number)])
+def divisor(rng: Random, of: int) -> int:
+    small = [d for d in range(1, math.isqrt(of) + 1) if of % d == 0]
+    return rng.choice([*small, *(of // d for d in small if d * d != of)])
 
 
 def _several(rng: Random, low: int, high: int, axes: int) -> int | list[int]:
@@ -93,7 +93,7 @@ def _operand_shape(scene: _Scene) -> list[int]:
     return [scene.channels if scene.rng.random() < 0.8 else 1, *[1] * (len(shape) - 2)]
 
 
-def _number(rng: Random, default: Any) -> float:
+def number(rng: Random, default: Any) -> float:
     """Around the default, or within [-2, 2] where there is none (or it is 0)."""
     value = default * 2.0 ** rng.uniform(-1.5, 1.5) if isinstance(default, float) and default else rng.uniform(-2.0, 2.0)
     return float(f"{value:.3g}")
@@ -105,14 +105,14 @@ _BY_NAME: dict[str, Callable[[_Scene], Any]] = {
     "out_features": lambda s: size(s.rng, *s.limits.features),
     "in_channels": lambda s: s.channels,
     "out_channels": lambda s: size(s.rng, *s.limits.channels),
-    "groups": lambda s: 1 if s.rng.random() < 0.6 else _divisor(s.rng, math.gcd(s.drawn["in_channels"], s.drawn["out_channels"])),
-    "num_groups": lambda s: _divisor(s.rng, s.channels),
+    "groups": lambda s: 1 if s.rng.random() < 0.6 else divisor(s.rng, math.gcd(s.drawn["in_channels"], s.drawn["out_channels"])),
+    "num_groups": lambda s: divisor(s.rng, s.channels),
     "normalized_shape": lambda s: list(s.shape[s.rng.randint(1, max(1, len(s.shape) - 1)) :]) or s.shape[-1],
     "num_features": lambda s: s.channels,
     "kernel_size": lambda s: _several(s.rng, 1, s.rng.choice((3, 3, 5, 7)), max(1, len(s.shape) - 2)),
-    "momentum": lambda s: _number(s.rng, 0.1),
+    "momentum": lambda s: number(s.rng, 0.1),
     "p": lambda s: round(s.rng.random(), 3),
-    "eps": lambda s: _number(s.rng, 1e-5),
+    "eps": lambda s: number(s.rng, 1e-5),
     "sizes": lambda s: [0, -1],
 }
 _AXES = {"single": 1, "pair": 2, "triple": 3}
@@ -121,8 +121,8 @@ _BY_TYPE: dict[str, Callable[[_Scene, Argument], Any]] = {
     "count": lambda s, a: s.rng.randint(0, 2),
     **{name: lambda s, a, axes=axes: _several(s.rng, 1, 3, axes) for name, axes in _AXES.items()},
     **{f"count_{name}": lambda s, a, axes=axes: _several(s.rng, 0, 3, axes) for name, axes in _AXES.items()},
-    "number": lambda s, a: _number(s.rng, a.default),
-    "bound": lambda s, a: _number(s.rng, None),
+    "number": lambda s, a: number(s.rng, a.default),
+    "bound": lambda s, a: number(s.rng, None),
     "flag": lambda s, a: s.rng.random() < 0.5,
     "tap": lambda s, a: s.rng.choice(list(s.results)),
     "shape": lambda s, a: _operand_shape(s),
@@ -274,18 +274,25 @@ def footprint(spec: Spec) -> float:
 
 def draw(seed: int, index: int, limits: Limits, folder: Path) -> Spec:
     """Case `index` of the sequence `seed`, written to a YAML file in `folder`. The same arguments and table give the same spec."""
+    return first_valid(seed, index, limits, folder, [op for op in OPERATORS.values() if op.kind is Kind.PRODUCER], _attempt)
+
+
+def first_valid(
+    seed: int, index: int, limits: Limits, folder: Path, producers: Sequence[Operator], attempt: Callable[[Random, Limits, str, Operator, str], dict[str, Any]],
+    wanted: Callable[[Spec], bool] = lambda spec: True,
+) -> Spec:  # fmt: skip
+    """The first of the attempts that the reader takes, that is within the limits and `wanted`."""
     rng = Random(f"{seed}:{index}")
     name = f"sweep_{seed}_{index:03d}"
-    producers = [op for op in OPERATORS.values() if op.kind is Kind.PRODUCER]
     fixed = rng.choice(producers), rng.choice(list(PRECISIONS))  # kept from draw to draw, so that no kind is rarer for being refused more often
     path = folder / f"{name}.yaml"
     folder.mkdir(parents=True, exist_ok=True)
     for _ in range(ATTEMPTS):
-        path.write_text(yaml.safe_dump(_attempt(rng, limits, name, *fixed), sort_keys=False, default_flow_style=None, width=140), encoding="utf-8")
+        path.write_text(yaml.safe_dump(attempt(rng, limits, name, *fixed), sort_keys=False, default_flow_style=None, width=140), encoding="utf-8")
         try:
             spec = load_spec(path)
         except SpecError:
             continue
-        if producer_flop(spec) <= limits.flop and footprint(spec) <= limits.bytes:
+        if wanted(spec) and producer_flop(spec) <= limits.flop and footprint(spec) <= limits.bytes:
             return spec
     raise RuntimeError(f"no valid spec in {ATTEMPTS} draws: the operator table and bench/sweep/draw.py no longer fit")

@@ -25,7 +25,7 @@ from bench.jobs import build_all
 from bench.machine import Machine, choose_device, describe
 from bench.sweep.judge import FAMILIES
 from bench.sweep.summary import complaints
-from codegen.emit import write_if_different
+from codegen.folder import write_if_different
 from codegen.manifest import Package as Emission
 from codegen.numerics import PRECISIONS
 from codegen.plan import Refusal, plan, tuned

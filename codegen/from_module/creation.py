@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from codegen.from_module import calls
+from codegen.from_module.entries import Entry
 from codegen.from_module.faults import Fault, Refused, Unfit, first_line, line_here, line_of
-from codegen.from_module.graph import Entry
 from codegen.ops import PARAMETER, Kind
 from codegen.spec.reader import HOLDERS
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from codegen.from_module.creation import Arguments, source_of
-from codegen.from_module.graph import Entry
+from codegen.from_module.entries import Entry
 from codegen.ops import OPERATORS, PARAMETER, REQUIRED, Argument, Kind
 from codegen.ops.windows import AXES
 from codegen.source_text import source_text

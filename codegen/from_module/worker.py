@@ -21,11 +21,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from codegen.from_module import creation, equality, graph, scale
+from codegen.from_module.entries import is_name
 from codegen.from_module.faults import Fault, Refused, first_line, line_of
-from codegen.from_module.graph import is_name
 from codegen.from_module.text import Given, Layer, Text, references, spec_text
 from codegen.spec import Spec, SpecError, load_spec
-
 
 WEIGHTS = 1 << 30  # bytes of parameters that are constructed at their own sizes
 

@@ -35,6 +35,13 @@ def _takes(name: str, rank: int, shape: Shape) -> str:
     return f"{name} takes (batch, channels, {', '.join(AXES[rank])}), the input here is {shape}"
 
 
+def _check_input(name: str, rank: int, channels: int, shape: Shape) -> None:
+    if len(shape) != rank + 2:
+        raise ShapeError(_takes(name, rank, shape))
+    if shape[1] != channels:
+        raise ShapeError(f"{name} takes {channels} channels, the input here is {shape}")
+
+
 def per_axis(values: Values, *keys: str) -> Iterator[tuple[int, ...]]:
     """The values of `keys` axis by axis."""
     return zip(*(values[key] for key in keys), strict=True)
@@ -42,10 +49,7 @@ def per_axis(values: Values, *keys: str) -> Iterator[tuple[int, ...]]:
 
 def conv_shape(name: str, rank: int) -> Callable[[Values, Shape], Shape]:
     def shape_of(values: Values, shape: Shape) -> Shape:
-        if len(shape) != rank + 2:
-            raise ShapeError(_takes(name, rank, shape))
-        if shape[1] != values["in_channels"]:
-            raise ShapeError(f"{name} takes {values['in_channels']} channels, the input here is {shape}")
+        _check_input(name, rank, values["in_channels"], shape)
         spatial = tuple(
             window_count(size, *numbers)
             for size, numbers in zip(shape[2:], per_axis(values, "kernel_size", "stride", "padding", "dilation"), strict=True)
@@ -61,10 +65,7 @@ def conv_transpose_shape(name: str, rank: int) -> Callable[[Values, Shape], Shap
     keys = ("kernel_size", "stride", "padding", "output_padding", "dilation")
 
     def shape_of(values: Values, shape: Shape) -> Shape:
-        if len(shape) != rank + 2:
-            raise ShapeError(_takes(name, rank, shape))
-        if shape[1] != values["in_channels"]:
-            raise ShapeError(f"{name} takes {values['in_channels']} channels, the input here is {shape}")
+        _check_input(name, rank, values["in_channels"], shape)
         spatial = tuple(
             (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + extra + 1
             for size, (kernel, stride, padding, extra, dilation) in zip(shape[2:], per_axis(values, *keys), strict=True)

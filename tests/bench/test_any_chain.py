@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.families import FAMILIES, Draw
+from bench.data import Draw
+from bench.families import FAMILIES
 from bench.machine import describe
 from bench.measure import measure
 from bench.subject import Subject, construct, emit

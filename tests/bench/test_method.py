@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.families import FAMILIES, Draw
+from bench.data import Draw
+from bench.families import FAMILIES
 from bench.metrics import Errors, compare
 from bench.promise import Yardsticks, allowed_error, allowed_outside, pooled
 from bench.subject import Subject, emit, round_tf32

@@ -68,7 +68,7 @@ def test_a_changed_kernel_is_unverified():
 
 
 def test_the_key_is_the_manifests():
-    from codegen.emit import make_package
+    from codegen.package import make_package
     from codegen.render import render
     from codegen.spec import load_spec
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from bench import sanitize
 from codegen import index
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.spec import load_spec
 from runtime import launch
 

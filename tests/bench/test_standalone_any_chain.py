@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.machine import precision_flags
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
 from codegen.standalone import render_standalone

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
 from codegen.standalone import render_standalone

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from codegen import index
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
 from codegen.standalone import render_standalone

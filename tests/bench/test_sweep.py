@@ -11,15 +11,15 @@ import pytest
 
 from bench.children import run_jobs
 from bench.promise import DRAWS, draws_for, margin
-from bench.store import SWEEP, put, read
 from bench.report import build
+from bench.store import SWEEP, put, read
 from bench.subject import Subject
 from bench.sweep import summary
 from bench.sweep.draw import LARGE, SMALL, draw, footprint, producer_flop
 from bench.sweep.judge import judge
-from codegen.emit import make_package
 from codegen.numerics import PRECISIONS
 from codegen.ops import OPERATORS
+from codegen.package import make_package
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from codegen.plan.backward.cpu import gradient_keys
+from codegen.plan.backward.cpu import gradient_keys, plan_backward
 from codegen.plan.model import Launch, Plan
+from codegen.render import render_kernel
 from codegen.spec import Spec
+from codegen.targets import DEVICES, TARGETS
 from codegen.torch_text import reference_lines
-from tests.codegen.cpu_chains import Chain, conv_chain, linear_chain, make_spec, relative_error
+from tests.codegen.cpu_chains import Chain, compiled, conv_chain, linear_chain, make_spec, relative_error
 from tests.codegen.test_cpu import ELEMENTWISE, POOLS, PRECISIONS
 
 # A gradient is computed in fp32 and rounded once to the storage type, whose rounding error is at most this.
@@ -56,6 +59,21 @@ class Backward:
         module.zero_grad()
         module.to(self.chain.dtype)
         return found
+
+
+def build_backwards(folder: Path, specs: Sequence[Spec]) -> list[Backward]:
+    """The cpu target's backwards of `specs`, their kernels compiled together."""
+    made, texts = [], []
+    for i, spec in enumerate(specs):
+        plan = plan_backward(spec, TARGETS["cpu"], DEVICES["host"])
+        steps = [replace(step, kernel=replace(step.kernel, name=f"backward{i}_{step.kernel.name}")) for step in plan.steps if isinstance(step, Launch)]
+        plan = replace(plan, steps=tuple(steps))
+        made.append(Backward(Chain(spec, seed=i), plan))
+        texts += [render_kernel(plan, kernel) for kernel in plan.kernels]
+    library = compiled(folder, "backward", texts)
+    for backward in made:
+        backward.library = library
+    return made
 
 
 def check(backward: Backward, source: torch.Tensor, factor: float = 1.1, steeper: float = 1.0) -> None:

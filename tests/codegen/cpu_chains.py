@@ -18,6 +18,7 @@ from codegen.plan import Launch, Plan, plan
 from codegen.render import render_kernel
 from codegen.ir.fused_form import fused
 from codegen.spec import Spec, load_spec
+from codegen.targets import TARGETS
 from codegen.torch_text import module_lines, reference_lines
 from tests.compiler import gxx
 
@@ -93,19 +94,24 @@ class Chain:
         return tensors["y"]
 
 
+def compiled(folder: Path, name: str, texts: Sequence[str]) -> ctypes.CDLL:
+    """The library of these sources, compiled as one with the cpu target's flags; a warning is a failure."""
+    (folder / f"{name}.cpp").write_text("\n".join(texts))
+    command = [gxx(), *TARGETS["cpu"].flags, "-shared", "-fPIC", "-o", f"{name}.so", f"{name}.cpp"]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    return ctypes.CDLL(str(folder / f"{name}.so"))
+
+
 def build(folder: Path, specs: Sequence[Spec]) -> list[Chain]:
-    """The chains of `specs`, their kernels compiled together as one source with the cpu target's flags; a warning is a failure."""
+    """The chains of `specs`, their kernels compiled together."""
     chains, texts = [Chain(spec, seed) for seed, spec in enumerate(specs)], []
     for i, chain in enumerate(chains):
         planned = plan(chain.spec, "cpu")
         steps = [replace(step, kernel=replace(step.kernel, name=f"chain{i}_{step.kernel.name}")) if isinstance(step, Launch) else step for step in planned.steps]
         chain.plan = replace(planned, steps=tuple(steps))
         texts += [render_kernel(chain.plan, kernel) for kernel in chain.plan.kernels]
-    (folder / "chains.cpp").write_text("\n".join(texts))
-    command = [gxx(), *chains[0].plan.target.flags, "-shared", "-fPIC", "-o", "chains.so", "chains.cpp"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0 and not result.stderr, result.stderr
-    library = ctypes.CDLL(str(folder / "chains.so"))
+    library = compiled(folder, "chains", texts)
     for chain in chains:
         chain.library = library
     return chains

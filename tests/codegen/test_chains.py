@@ -7,9 +7,9 @@ import shutil
 
 import pytest
 
-from codegen.emit import make_package
 from codegen.ir.fused_form import departure
 from codegen.manifest import manifest_text
+from codegen.package import make_package
 from codegen.plan import Refusal, plan
 from codegen.render import render, render_kernel
 from codegen.spec import SpecError

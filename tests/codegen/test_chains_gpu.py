@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.plan import Refusal
 from codegen.spec import Spec, load_spec
 from tests.codegen import norm_harness as harness

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from codegen import index
 from codegen.checked_in import differences, main, package_of, renew, source_keys
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
 

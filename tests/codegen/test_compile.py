@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from codegen.emit import make_package
 from codegen.numerics import PRECISIONS
+from codegen.package import make_package
 from codegen.plan import plan as plan_of
 from codegen.plan.model import Kernel, Plan
 from codegen.spec import load_spec, shipped

@@ -11,7 +11,7 @@ from codegen.spec import load_spec  # noqa: E402
 from codegen.targets import DEVICES  # noqa: E402
 from tests.codegen.conv_cases import chain  # noqa: E402
 from tests.codegen.forced import planned_by, request_for  # noqa: E402
-from tests.codegen.gpu_models import built_models  # noqa: E402
+from tests.codegen.gpu_models import built_convolution, built_models  # noqa: E402
 from tests.codegen.test_conv_sm90a_gpu import (  # noqa: E402, F401  tests of any convolution, on the models of this module
     PRECISIONS,
     full_precision_eager,
@@ -39,17 +39,9 @@ CASES = {
 
 @pytest.fixture(scope="module", params=[(n, p) for n in CASES for p in PRECISIONS], ids="-".join)
 def built(request, tmp_path_factory):
-    """(spec, ModelNew, Model): the emitted package's, with the same random parameters on the GPU, with gamma 0 and negative ones among them."""
     name, precision = request.param
     folder = tmp_path_factory.mktemp(f"{name}_{precision}")
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(CASES[name] | {"name": f"conv_{name}"}, sort_keys=False))
-    spec = load_spec(path, precision)
-    ours, eager = built_models(Package(spec, (planned_by(CONV_GEMM, spec, DEVICES["h100"]),)), folder)
-    with torch.no_grad():
-        for model in (ours, eager):
-            model.norm.weight[0] = 0.0
-    return spec, ours, eager
+    return built_convolution(folder, name, CASES[name], precision, lambda spec: planned_by(CONV_GEMM, spec, DEVICES["h100"]))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -1,16 +1,14 @@
 """The one-pass convolution for mma.sync on a GPU, held to what the one for Hopper is held to: the family, precisions, adversarial data."""
 
 import pytest
-import yaml
 
 torch = pytest.importorskip("torch")
 
-from codegen.manifest import Package  # noqa: E402
 from codegen.plan.conv_sm80.route import CONV_SM80  # noqa: E402
 from codegen.targets import DEVICES  # noqa: E402
 from tests.codegen.conv_cases import FAMILY, chain  # noqa: E402
 from tests.codegen.forced import planned_by  # noqa: E402
-from tests.codegen.gpu_models import built_models  # noqa: E402
+from tests.codegen.gpu_models import built_convolution  # noqa: E402
 from tests.codegen.test_conv_sm90a_gpu import (  # noqa: E402, F401  tests of any one-pass convolution, on the models of this module
     PRECISIONS,
     full_precision_eager,
@@ -21,7 +19,6 @@ from tests.codegen.test_conv_sm90a_gpu import (  # noqa: E402, F401  tests of an
     test_samples_that_fp16_cannot_hold_keep_their_accuracy,
     test_weights_of_any_size_keep_their_accuracy,
 )
-from tests.fused import load_fused  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -35,14 +32,6 @@ CASES = {
 
 @pytest.fixture(scope="module", params=[(n, p) for n in CASES for p in PRECISIONS if (n, p) != ("pointwise", "fp32")], ids="-".join)
 def built(request, tmp_path_factory):
-    """(spec, ModelNew, Model): the emitted package's, with the same random parameters on the GPU, with gamma 0 and negative ones among them."""
     name, precision = request.param
     folder = tmp_path_factory.mktemp(f"{name}_{precision}")
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(CASES[name] | {"name": f"conv_{name}"}, sort_keys=False))
-    spec = load_fused(path, precision)
-    ours, eager = built_models(Package(spec, (planned_by(CONV_SM80, spec, DEVICES["a100"]),)), folder)
-    with torch.no_grad():
-        for model in (ours, eager):
-            model.norm.weight[0] = 0.0
-    return spec, ours, eager
+    return built_convolution(folder, name, CASES[name], precision, lambda spec: planned_by(CONV_SM80, spec, DEVICES["a100"]))

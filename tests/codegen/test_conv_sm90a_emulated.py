@@ -113,12 +113,17 @@ def test_errors_keep_the_promise(tmp_path, name, precision):
         assert error <= limit, f"{kind}: {error:.2e}, allowed {limit:.2e}"
 
 
+def of_turns(folder, precision, batch):
+    """(spec, its emulated kernel) of the case whose warpgroups take turns, on two SMs."""
+    path = folder / "case.yaml"
+    path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": batch}))
+    spec = load_fused(path, precision)
+    return spec, Emulated(planned_by(CONV_SM90A, spec, dataclasses.replace(DEVICES["h100"], sms=2)), folder)
+
+
 @pytest.mark.emulated
 def test_weights_of_any_size_keep_their_accuracy(tmp_path):
-    path = tmp_path / "case.yaml"
-    path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": 2}))
-    spec = load_fused(path, "fp32")
-    emulated = Emulated(planned_by(CONV_SM90A, spec, dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
+    spec, emulated = of_turns(tmp_path, "fp32", batch=2)
     values = parameters(spec)
     values["conv.weight"][:2] *= 1e-12
     values["conv.weight"][2:4] *= 1e7
@@ -130,10 +135,7 @@ def test_weights_of_any_size_keep_their_accuracy(tmp_path):
 @pytest.mark.emulated
 def test_a_large_half_beside_small_weights_costs_them_nothing(tmp_path):
     """It meets zeros in x. Scaled down with it, weights of a tenth would become subnormal halves: 3.9e-4 instead of 2.1e-4 without an operator before the norm."""
-    path = tmp_path / "case.yaml"
-    path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": 2}))
-    spec = load_fused(path, "fp16")
-    emulated = Emulated(planned_by(CONV_SM90A, spec, dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
+    spec, emulated = of_turns(tmp_path, "fp16", batch=2)
     values, x = parameters(spec), draw(spec.input_shape, "normal").half()
     values["conv.weight"][::2, -1], x[:, -1] = 6e4, 0.0
     exact = chain_result(spec, x, values, torch.float64)
@@ -143,10 +145,7 @@ def test_a_large_half_beside_small_weights_costs_them_nothing(tmp_path):
 @pytest.mark.emulated
 def test_one_far_value_does_not_hide_that_the_others_are_faint(tmp_path):
     """Values of 1e-5 lose digits in two fp16 parts scaled by 64; where they are nearly all of a sample, it is computed in fp32. Without that: 2e-6."""
-    path = tmp_path / "case.yaml"
-    path.write_text(yaml.safe_dump(CASES["turns"][0] | {"batch": 1}))
-    spec = load_fused(path, "fp32")
-    emulated = Emulated(planned_by(CONV_SM90A, spec, dataclasses.replace(DEVICES["h100"], sms=2)), tmp_path)
+    spec, emulated = of_turns(tmp_path, "fp32", batch=1)
     values = parameters(spec)
     values |= {"norm.bias": torch.zeros_like(values["norm.bias"]), "conv.bias": values["conv.bias"] * 1e-5}
     x = draw(spec.input_shape, "normal") * 1e-5

@@ -1,22 +1,19 @@
 """The one-pass convolution on a GPU, through emitted packages and the runtime, against float64: the family, precisions, adversarial data."""
 
-import copy
 import math
 from dataclasses import asdict
 
 import pytest
-import yaml
 
 torch = pytest.importorskip("torch")
 
-from codegen.manifest import Package  # noqa: E402
 from codegen.plan.conv_sm90a.geometry import Layout  # noqa: E402
 from codegen.plan.conv_sm90a.route import CONV_SM90A  # noqa: E402
 from codegen.targets import DEVICES  # noqa: E402
 from tests.codegen.conv_cases import FAMILY, chain  # noqa: E402
 from tests.codegen.forced import planned_by  # noqa: E402
-from tests.codegen.gpu_models import built_models  # noqa: E402
-from tests.fused import load_fused  # noqa: E402
+from tests.codegen.gemm_promise import relative  # noqa: E402
+from tests.codegen.gpu_models import built_convolution, exact, tf32_result  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,19 +33,11 @@ CASES = {
 
 @pytest.fixture(scope="module", params=[(n, p) for n in CASES for p in PRECISIONS if p != "fp32" or n not in SHORT], ids="-".join)
 def built(request, tmp_path_factory):
-    """(precision, ModelNew and Model of the emitted package with the same random parameters on the GPU, with gamma 0 and negative ones among them)."""
     name, precision = request.param
     data, layout = CASES[name]
     folder = tmp_path_factory.mktemp(f"{name}_{precision}")
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(data | {"name": f"conv_{name}"}, sort_keys=False))
-    spec = load_fused(path, precision)
-    plan = planned_by(CONV_SM90A, spec, DEVICES["h100"], name == "two_rounds", **(asdict(layout) if layout else {}))
-    ours, eager = built_models(Package(spec, (plan,)), folder)
-    with torch.no_grad():
-        for model in (ours, eager):
-            model.norm.weight[0] = 0.0
-    return spec, ours, eager
+    knobs = asdict(layout) if layout else {}
+    return built_convolution(folder, name, data, precision, lambda spec: planned_by(CONV_SM90A, spec, DEVICES["h100"], name == "two_rounds", **knobs))
 
 
 @pytest.fixture(autouse=True)
@@ -60,30 +49,10 @@ def draw(spec, ours, kind=torch.randn, seed=2):
     return kind(spec.input_shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(next(ours.parameters()).dtype)
 
 
-def exact(eager, x):
-    return copy.deepcopy(eager).double()(x.double())
-
-
-def relative(y, reference):
-    return float((y.double() - reference).norm() / reference.norm())
-
-
-def rounded(t):
-    """To 10 bits of mantissa, to nearest."""
-    return ((t.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
-def tf32_model(eager, x):
-    """Operands rounded to nearest, everything else exact."""
-    coarse = copy.deepcopy(eager)
-    coarse.conv.weight.copy_(rounded(coarse.conv.weight))
-    return exact(coarse, rounded(x))
-
-
 def allowed(spec, eager, x, reference):
     """What the precision promises on this input."""
     if spec.precision.name == "tf32":
-        return max(1.1 * relative(tf32_model(eager, x), reference), 3e-7)
+        return max(1.1 * relative(tf32_result(eager, x, "conv"), reference), 3e-7)
     return max((1.1 if spec.precision.name == "fp32" else 1.05) * relative(eager(x), reference), 3e-7)
 
 
@@ -170,7 +139,7 @@ def test_samples_that_fp16_cannot_hold_keep_their_accuracy(built):
         single = relative(eager(x)[one], reference[one])
         limit = 5e-7
         if spec.precision.name == "tf32":  # behind a bound a few values decide, which rounded operands carry from one end to the other
-            limit = max(2e-3, 2 * relative(tf32_model(eager, x)[one], reference[one]))
+            limit = max(2e-3, 2 * relative(tf32_result(eager, x, "conv")[one], reference[one]))
         assert relative(y[one], reference[one]) <= max(1.1 * single, limit)
 
 

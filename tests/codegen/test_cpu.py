@@ -17,7 +17,7 @@ from codegen.render import render_kernel
 from tests.codegen.cpu_chains import DTYPES, Chain, build, conv_chain, linear_chain, make_spec, relative_error
 from tests.compiler import gxx
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"), pytest.mark.usefixtures("one_thread")]
 
 # fp32: five roundings of normalise and store, each at most 2^-24 and on average a third of it, and the functions' errors: 3e-7 is 5 * 2^-24.
 FP32_ERROR = 3e-7
@@ -57,15 +57,6 @@ ELEMENTWISE = {
     "maximum_value": {"maximum": {"value": -0.375}},
 }
 WIDTHS = (2, 3, 5, 17, 31, 48, 100, 1000)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors on many workers: PyTorch's waiting threads would only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def check(chain: Chain, source: torch.Tensor, steeper: float = 1.0, chance: float = 1.0) -> None:
@@ -364,7 +355,8 @@ def test_shipped_chains_through_the_runtime(tmp_path, monkeypatch, name: str, pr
     """The whole path: spec, package, build, ModelNew beside the reference that is emitted with it, with torch's own product in front."""
     import importlib
 
-    from codegen.emit import make_package, write_if_different
+    from codegen.folder import write_if_different
+    from codegen.package import make_package
     from codegen.render import render
     from codegen.spec import load_spec
 

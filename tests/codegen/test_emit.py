@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from codegen import index
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
 from codegen.manifest import source_key
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec, shipped
 from codegen.spec.docs import example, reference

@@ -26,7 +26,7 @@ from tests.compiler import gxx
 UNIT = 2.0**-24
 TINY = 2.0**-126  # results below may be flushed to 0
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"), pytest.mark.usefixtures("one_thread")]
 
 
 @dataclass(frozen=True)
@@ -93,15 +93,6 @@ FORWARD: dict[str, Case] = {
     "maximum": Case(lambda v: torch.maximum(v, torch.full_like(v, 2.5)), (2.5,)),
 }  # fmt: skip
 GRADIENTS = [name for name in FUNCTIONS if name.endswith("_grad")]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small tensors on many workers: PyTorch's waiting threads would only get in each other's way."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -1,24 +1,22 @@
 """The sm_80 GEMM on a GPU, through emitted packages and the runtime, against float64: awkward sizes, every arithmetic, adversarial data."""
 
 import contextlib
-import copy
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from codegen.emit import make_package  # noqa: E402
+from codegen.package import make_package  # noqa: E402
 from tests.codegen.gemm_cases import ARITHMETICS, CASES  # noqa: E402
 from tests.codegen.gemm_promise import (  # noqa: E402
     allowed_error,
     assert_specials_agree,
     relative,
-    round_to_tf32,
     with_a_large_value,
     with_outliers,
     with_specials,
 )
-from tests.codegen.gpu_models import built_models  # noqa: E402
+from tests.codegen.gpu_models import built_models, exact, tf32_result  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -35,12 +33,6 @@ def built(request, tmp_path_factory):
 def draw(ours, case, kind=torch.rand, seed=2):
     dtype = next(ours.parameters()).dtype
     return kind(case.batch, case.in_features, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
-
-
-def exact(eager, x):
-    """The chain in float64."""
-    with torch.no_grad():
-        return copy.deepcopy(eager).double()(x.double())
 
 
 @contextlib.contextmanager
@@ -70,11 +62,7 @@ def check_error(case, precision, arithmetic, ours, eager):
     y, reference = ours(x), exact(eager, x)
     assert y.shape == reference.shape and y.dtype == x.dtype
     error = relative(y, reference)
-    rounded = None
-    if precision == "tf32":
-        coarse = copy.deepcopy(eager)
-        coarse.gemm.weight.copy_(round_to_tf32(coarse.gemm.weight))
-        rounded = exact(coarse, round_to_tf32(x))
+    rounded = tf32_result(eager, x, "gemm") if precision == "tf32" else None
     allowed = allowed_error(case, precision, arithmetic, eager(x), rounded, reference)
     assert error <= allowed, (error, allowed)
 

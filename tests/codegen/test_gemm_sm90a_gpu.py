@@ -1,6 +1,5 @@
 """The Hopper GEMM on a GPU, through emitted packages and the runtime, against float64: layouts, tails, precisions, adversarial data."""
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,8 @@ from codegen.manifest import Package  # noqa: E402
 from codegen.plan.gemm_sm90a.layout import Layout  # noqa: E402
 from codegen.targets import DEVICES  # noqa: E402
 from tests.codegen.forced import hopper_gemm  # noqa: E402
-from tests.codegen.gpu_models import built_models  # noqa: E402
+from tests.codegen.gemm_promise import relative  # noqa: E402
+from tests.codegen.gpu_models import built_models, exact, tf32_result  # noqa: E402
 from tests.fused import load_fused  # noqa: E402
 
 pytestmark = [
@@ -73,26 +73,9 @@ def draw(ours, shape, kind=torch.rand, seed=2):
     return kind(shape[0], shape[1], generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
 
 
-def exact(eager, x):
-    return copy.deepcopy(eager).double()(x.double())
-
-
-def relative(y, reference):
-    return float((y.double() - reference).norm() / reference.norm())
-
-
-def rounded(t):
-    """To 10 bits of mantissa, to nearest."""
-    return ((t.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-
-
 def peer(precision, eager, x):
     """What the precision's promise compares with."""
-    if precision != "tf32":
-        return eager(x)
-    coarse = copy.deepcopy(eager)
-    coarse.gemm.weight.copy_(rounded(coarse.gemm.weight))
-    return exact(coarse, rounded(x))
+    return tf32_result(eager, x, "gemm") if precision == "tf32" else eager(x)
 
 
 @torch.no_grad()

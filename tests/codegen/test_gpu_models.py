@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from codegen.emit import make_package
+from codegen.package import make_package
 from tests.codegen.gemm_cases import Case
 from tests.codegen.gpu_models import built_models
 

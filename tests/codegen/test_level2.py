@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import benchmark, load_spec, shipped
 from tests.codegen.level2_small import small

@@ -1,17 +1,18 @@
 """Values flow through a plan: what a step reads, an earlier one wrote, and nothing is written for nobody; what a source names, it defines. Over random specs and all targets."""
 
-from dataclasses import replace
 import re
+from dataclasses import replace
 
 import pytest
 
-from tests.fused_draw import LARGE, draw
+from bench.sweep.draw import LARGE
 from codegen.plan import Library, Refusal
-from codegen.plan.route import Request
 from codegen.plan.model import Plan
 from codegen.plan.planner import planned
+from codegen.plan.route import Request
 from codegen.render import render_kernel
 from codegen.targets import DEVICES, TARGETS
+from tests.fused_draw import draw
 
 
 def names(step) -> list[str]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.render import render
 from codegen.report import explain
 from codegen.spec import SpecError, load_spec

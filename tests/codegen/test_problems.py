@@ -9,7 +9,8 @@ import shutil
 import pytest
 import torch
 
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
 from codegen.torch_text import module_lines

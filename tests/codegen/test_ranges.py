@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from codegen.emit import make_package
+from codegen.package import make_package
 from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import SpecError, load_spec

@@ -11,10 +11,11 @@ import sys
 import pytest
 import torch
 
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
+from codegen.package import make_package
 from codegen.render import render
-from codegen.spec.reserved import CONSTRUCTOR, RESERVED
 from codegen.spec import SpecError, load_spec, shipped
+from codegen.spec.reserved import CONSTRUCTOR, RESERVED
 from codegen.standalone import render_standalone
 from runtime import GeneratedModule
 

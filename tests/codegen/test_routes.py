@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fused_draw import SMALL, draw
-from tests.fused import load_fused
+from bench.sweep.draw import SMALL
 from codegen.plan import Refusal, plan, planner
 from codegen.plan.planner import choices, planned, ways_of
 from codegen.plan.route import Choice, Offer, Request, Route
@@ -15,6 +14,8 @@ from codegen.plan.table import ROUTES
 from codegen.render import TEMPLATES, render_kernel
 from codegen.spec import shipped
 from codegen.targets import DEVICES, TARGETS
+from tests.fused import load_fused
+from tests.fused_draw import draw
 
 LINEAR = "specs/gemm_groupnorm_hardtanh_small.yaml"
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.codegen.segment_draw import random_spec
-from tests.fused_draw import LARGE, draw
+from bench.sweep.draw import LARGE
 from codegen.ir.chain import chain_of
 from codegen.ir.fused_form import FusedSpec, fused
 from codegen.ops import Kind
 from codegen.spec import load_spec, shipped
+from tests.codegen.segment_draw import random_spec
+from tests.fused_draw import draw
 
 
 def specs(folder):

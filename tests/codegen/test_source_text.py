@@ -14,7 +14,8 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codegen.emit import make_package, read_spec_or_package
+from codegen.emit import read_spec_or_package
+from codegen.package import make_package
 from codegen.render import render
 from codegen.source_text import is_source_text, printable, source_text
 from codegen.spec import SpecError, load_spec

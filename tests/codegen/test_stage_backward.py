@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-import subprocess
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,89 +11,60 @@ from hypothesis import strategies as st
 
 from codegen.plan.backward.cpu import plan_backward
 from codegen.plan.backward.stages import place
-from codegen.plan.model import Launch
 from codegen.plan.stages.kernel import element_offset
-from codegen.render import render_kernel
-from codegen.spec import Spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen import stage_backward_chains as chains
-from tests.codegen.backward_chains import Backward
-from tests.codegen.cpu_chains import Chain, conv_chain, linear_chain, make_spec
-from tests.compiler import gxx
+from tests.codegen.backward_chains import build_backwards
+from tests.codegen.cpu_chains import conv_chain, linear_chain, make_spec
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 FACTOR = 1.25  # of eager's error in fp32
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def build(folder: Path, specs: list[Spec]) -> list[Backward]:
-    """The backwards of `specs`, compiled together with the target's flags; a warning is a failure."""
-    made, texts = [], []
-    for i, spec in enumerate(specs):
-        plan = plan_backward(spec, TARGETS["cpu"], DEVICES["host"])
-        steps = [replace(step, kernel=replace(step.kernel, name=f"backward{i}_{step.kernel.name}")) for step in plan.steps if isinstance(step, Launch)]
-        plan = replace(plan, steps=tuple(steps))
-        made.append(Backward(Chain(spec, seed=i), plan))
-        texts += [render_kernel(plan, kernel) for kernel in plan.kernels]
-    (folder / "backward.cpp").write_text("\n".join(texts))
-    command = [gxx(), *TARGETS["cpu"].flags, "-shared", "-fPIC", "-o", "backward.so", "backward.cpp"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0 and not result.stderr, result.stderr
-    for backward in made:
-        backward.library = ctypes.CDLL(str(folder / "backward.so"))
-    return made
 
 
 @needs_gxx
 @pytest.mark.parametrize("name", chains.REDUCTIONS)
 def test_reductions(tmp_path, name: str) -> None:
-    chains.check_all(build, tmp_path, chains.reduction_specs(tmp_path, name), FACTOR, chains.STEEPER.get(name, 1.0))
+    chains.check_all(build_backwards, tmp_path, chains.reduction_specs(tmp_path, name), FACTOR, chains.STEEPER.get(name, 1.0))
 
 
 @needs_gxx
 @pytest.mark.parametrize("name", chains.BROADCASTS)
 def test_parameters_that_change_the_shape(tmp_path, name: str) -> None:
-    chains.check_all(build, tmp_path, chains.broadcast_specs(tmp_path, name), FACTOR)
+    chains.check_all(build_backwards, tmp_path, chains.broadcast_specs(tmp_path, name), FACTOR)
 
 
 @needs_gxx
 @pytest.mark.parametrize("name", chains.AVERAGES)
 def test_average_pooling(tmp_path, name: str) -> None:
-    chains.check_all(build, tmp_path, chains.average_specs(tmp_path, name), FACTOR)
+    chains.check_all(build_backwards, tmp_path, chains.average_specs(tmp_path, name), FACTOR)
 
 
 @needs_gxx
 def test_stages_behind_each_other(tmp_path) -> None:
-    chains.check_all(build, tmp_path, chains.mixed_specs(tmp_path), FACTOR)
+    chains.check_all(build_backwards, tmp_path, chains.mixed_specs(tmp_path), FACTOR)
 
 
 @needs_gxx
 @pytest.mark.parametrize("name", chains.TAPS)
 def test_results_taken_once_more(tmp_path, name: str) -> None:
-    chains.check_all(build, tmp_path, chains.residual_specs(tmp_path, name), FACTOR, chains.STEEPER.get(name, 1.0))
+    chains.check_all(build_backwards, tmp_path, chains.residual_specs(tmp_path, name), FACTOR, chains.STEEPER.get(name, 1.0))
 
 
 @needs_gxx
 def test_equal_extremes(tmp_path) -> None:
-    chains.check_ties(build, tmp_path)
+    chains.check_ties(build_backwards, tmp_path)
 
 
 @needs_gxx
 @pytest.mark.parametrize("name", chains.REDUCTIONS)
 def test_nan_and_infinity(tmp_path, name: str) -> None:
-    chains.check_nan_and_infinity(build, tmp_path, name)
+    chains.check_nan_and_infinity(build_backwards, tmp_path, name)
 
 
 @needs_gxx
 def test_names_that_could_collide(tmp_path) -> None:
-    chains.check_names(build, tmp_path)
+    chains.check_names(build_backwards, tmp_path)
 
 
 @needs_gxx
@@ -106,7 +73,7 @@ def test_the_same_bits_for_any_number_of_threads(tmp_path) -> None:
     tail = [{"mean": {"keepdim": True}}, "silu", {"mul": {"name": "scale", "shape": [1]}}, {"mul": {"name": "spread", "shape": [2100, 1, 1]}}, "tanh"]
     pooled = [{"avg_pool2d": {"kernel_size": 2}}, {"mul": {"name": "scale", "shape": [6, 1, 1]}}, "gelu"]
     specs = [make_spec(tmp_path, conv_chain([], tail, 6, 2), 9, "fp32", (11, 12)), make_spec(tmp_path, conv_chain([], pooled, 6, 2), 30, "bf16", (40, 41))]
-    for backward in build(tmp_path, specs):
+    for backward in build_backwards(tmp_path, specs):
         assert any(item.parts > 1 for kernel in backward.plan.kernels for item in getattr(kernel, "reduced", ()))
         source, grad_y = backward.chain.source(), torch.randn(backward.chain.spec.output_shape).to(backward.chain.dtype)
         chains.check(backward, source, FACTOR)

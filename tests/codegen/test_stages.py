@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codegen.emit import make_package
 from codegen.ir.fused_form import departure
 from codegen.manifest import manifest_text
 from codegen.ops import broadcast
+from codegen.package import make_package
 from codegen.plan import Refusal, plan
 from codegen.plan.stages.kernel import element_offset
 from codegen.render import render, render_kernel
@@ -60,6 +60,16 @@ def test_reductions_over_channels(tmp_path, name: str) -> None:
         check(chain, chain.source(2.0), steeper=STEEPER.get(name, 1.0))
 
 
+def check_nan_and_infinity(chain, source) -> None:
+    """The first two channels that are reduced hold NaN and infinities, in all combinations."""
+    for values in itertools.product((1.0, torch.nan, torch.inf, -torch.inf), repeat=2):
+        chain.module.m.data[:2] = torch.tensor(values)[:, None, None]
+        exact, got = chain.pytorch(source, torch.float64), chain.kernel(source)
+        assert torch.equal(got.isnan(), exact.isnan()) and torch.equal(got[got.isinf()].double(), exact[exact.isinf()])
+        finite = exact.isfinite()
+        torch.testing.assert_close(got[finite].double(), exact[finite], rtol=1e-4, atol=1e-5)
+
+
 @needs_gxx
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions_of_nan_and_infinity(tmp_path, name: str) -> None:
@@ -67,12 +77,7 @@ def test_reductions_of_nan_and_infinity(tmp_path, name: str) -> None:
     after = [{"mul": {"name": "m", "shape": [4, 1, 1]}}, *reduced(name, False, [])]
     (chain,) = build(tmp_path, [make_spec(tmp_path, conv_chain([], after, 4, 2), 2, "fp32", (3, 3))])
     source = chain.source()
-    for values in itertools.product((1.0, torch.nan, torch.inf, -torch.inf), repeat=2):
-        chain.module.m.data[:2] = torch.tensor(values)[:, None, None]
-        exact, got = chain.pytorch(source, torch.float64), chain.kernel(source)
-        assert torch.equal(got.isnan(), exact.isnan()) and torch.equal(got[got.isinf()].double(), exact[exact.isinf()])
-        finite = exact.isfinite()
-        torch.testing.assert_close(got[finite].double(), exact[finite], rtol=1e-4, atol=1e-5)
+    check_nan_and_infinity(chain, source)
     chain.module.m.data[:] = -torch.inf
     exact, got = chain.pytorch(source.abs(), torch.float64), chain.kernel(source.abs())
     assert torch.equal(got.double(), exact) or torch.equal(got.isnan(), exact.isnan())
@@ -178,13 +183,7 @@ def test_emulated_reductions_where_the_norm_holds_rows(tmp_path, name: str) -> N
 def test_emulated_reductions_of_nan_and_infinity(tmp_path, name: str) -> None:
     after = [{"mul": {"name": "m", "shape": [4, 1, 1]}}, *reduced(name, False, [])]
     (chain,) = build_emulated(tmp_path, [make_spec(tmp_path, without_bias(conv_chain([], after, 4, 2)), 2, "fp32", (3, 3))])
-    source = chain.source()
-    for values in itertools.product((1.0, torch.nan, torch.inf, -torch.inf), repeat=2):
-        chain.module.m.data[:2] = torch.tensor(values)[:, None, None]
-        exact, got = chain.pytorch(source, torch.float64), chain.kernel(source)
-        assert torch.equal(got.isnan(), exact.isnan()) and torch.equal(got[got.isinf()].double(), exact[exact.isinf()])
-        finite = exact.isfinite()
-        torch.testing.assert_close(got[finite].double(), exact[finite], rtol=1e-4, atol=1e-5)
+    check_nan_and_infinity(chain, chain.source())
 
 
 @needs_gxx

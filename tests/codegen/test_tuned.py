@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from codegen.emit import make_package
 from codegen.index import entries
+from codegen.package import make_package
 from codegen.plan import Refusal, plan, tuned
 from codegen.plan.planner import choices, planned
 from codegen.plan.route import Request

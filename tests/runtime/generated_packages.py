@@ -9,9 +9,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from codegen.emit import make_package, write_if_different
+import torch
+
+from codegen.folder import write_if_different
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
+
+from .tiny_package import run_python
 
 _numbers = itertools.count()
 
@@ -53,3 +58,20 @@ def import_from(path: Path, name: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def assert_an_exported_program_runs(model: torch.nn.Module, package: ModuleType, x: torch.Tensor, folder: Path) -> None:
+    """In a process that imports the package of ``folder / "packages"`` and constructs no model, the exported program gives the model's result."""
+    with torch.no_grad():
+        torch.export.save(torch.export.export(model, (x,)), folder / "program.pt2")
+        torch.save([x, model(x)], folder / "values.pt")
+    done = run_python(
+        f"""
+        import sys, torch
+        sys.path.insert(0, {str(folder / "packages")!r})
+        import {package.__name__}
+        x, y = torch.load({str(folder / "values.pt")!r})
+        assert torch.equal(torch.export.load({str(folder / "program.pt2")!r}).module()(x), y)
+        """
+    )
+    assert done.returncode == 0, done.stderr

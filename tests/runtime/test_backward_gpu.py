@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from codegen import index
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
 from runtime import GradientError
@@ -19,7 +20,7 @@ from tests.codegen.test_cpu import ELEMENTWISE, POOLS, PRECISIONS
 from .generated_packages import generate, import_from
 from .test_gradients import error, gradients, saved_shapes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]  # torch's own modules
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]  # torch's own modules
 
 FACTOR = 1.5  # of eager's error: sums over a group are in fp32, as they are in eager
 FLIPS = 16  # values so near to a kink, or to their rival in a window, that their last bit decides on which side they fall
@@ -39,15 +40,6 @@ SYSTEMS = {
     "gemm_groupnorm_hardtanh": "", "gemm_groupnorm_hardtanh_bf16": "", "gemm_biasadd_hardtanh_mish_groupnorm": "",
     "conv2d_groupnorm_scale_maxpool_clamp": "", "conv2d_groupnorm_scale_maxpool_clamp_fp16": "sm_80",
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Many workers compute small references on the CPU."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # ---- the emitted kernel ---------------------------------------------------------------------------------------------

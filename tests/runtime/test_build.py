@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from runtime import BuildError
-from runtime.build import ensure_built, plan_build
+from runtime.build import ensure_built
 from runtime.cache import Cache
 from runtime.process import run_program
 
@@ -45,7 +45,7 @@ def wait_for(condition, seconds: float) -> bool:
 
 @pytest.mark.parametrize("target", ["cpu", "sm_80"])
 def test_a_build_is_published_whole(tiny, private_cache, target):
-    library = ensure_built(plan_build(tiny.package, tiny.package.target(target)))
+    library = ensure_built(tiny.plan(target))
     assert sorted(path.name for path in library.parent.iterdir()) == ["library.so", "record.json"]
     assert list((private_cache / "building").iterdir()) == []
 
@@ -114,7 +114,7 @@ def test_a_handler_of_the_users_own_still_ends_the_compilers(tiny, counting_gxx,
 
 
 def test_a_program_that_cannot_be_started_is_not_taken_for_a_full_disk(tiny, tmp_path, monkeypatch):
-    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    build = tiny.plan()
     gone = dataclasses.replace(build, tools=dataclasses.replace(build.tools, ninja=dataclasses.replace(build.tools.ninja, path=str(tmp_path / "gone"))))
     with pytest.raises(BuildError, match="gone could not be started .*No such file") as caught:
         ensure_built(gone)
@@ -185,7 +185,7 @@ def test_awkward_paths(tmp_path, monkeypatch, target):
     tiny = write_tiny_package(folder / "package")
     monkeypatch.setenv("CODEGEN_CACHE", str(folder / "cache dir"))
     monkeypatch.setenv("TMPDIR", str(folder))
-    assert ensure_built(plan_build(tiny.package, tiny.package.target(target))).is_relative_to(folder)
+    assert ensure_built(tiny.plan(target)).is_relative_to(folder)
 
 
 def test_a_fork_during_a_build_can_build(tiny, x, counting_gxx):
@@ -240,7 +240,7 @@ def test_no_gpu_builds_for_the_cpu_and_compiles_cuda(tiny):
 def test_a_gxx_error_shows_the_lines_around_it(tiny, private_cache):
     good = (tiny.path / "cpu.cpp").read_text()
     tiny.change_source("cpu.cpp", "out[row * 8 + column] =", "out[row * 8 + colum] =")
-    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    build = tiny.plan()
     with pytest.raises(BuildError) as caught:
         ensure_built(build)
     text = str(caught.value)
@@ -255,13 +255,13 @@ def test_a_gxx_error_shows_the_lines_around_it(tiny, private_cache):
     assert not (private_cache / "entries").exists()
     assert list((private_cache / "building").iterdir()) == []
     (tiny.path / "cpu.cpp").write_text(good)
-    assert ensure_built(plan_build(tiny.package, tiny.package.target("cpu"))).exists()
+    assert ensure_built(tiny.plan()).exists()
 
 
 def test_an_nvcc_error_shows_the_lines_around_it(tiny):
     tiny.change_source("scale_sm80.cu", "x[i] * scale[threadIdx.x]", "x[i] * scal[threadIdx.x]")
     with pytest.raises(BuildError) as caught:
-        ensure_built(plan_build(tiny.package, tiny.package.target("sm_80")))
+        ensure_built(tiny.plan("sm_80"))
     lines = str(caught.value).splitlines()
     assert 'identifier "scal" is undefined' in lines[0]
     shown = next(index for index, line in enumerate(lines) if line.startswith(">"))
@@ -271,20 +271,20 @@ def test_an_nvcc_error_shows_the_lines_around_it(tiny):
 def test_a_link_error_is_shown(tiny):
     tiny.change_source("cpu.cpp", "extern", "int missing_function();\nstatic int used = missing_function();\nextern")
     with pytest.raises(BuildError, match="undefined reference to `missing_function"):
-        ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+        ensure_built(tiny.plan())
 
 
 def test_a_library_that_lacks_a_function_is_not_published(tiny, private_cache):
     tiny.change_source("cpu.cpp", "scale_launch", "scale_other")
     with pytest.raises(BuildError, match="has no function scale_launch"):
-        ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+        ensure_built(tiny.plan())
     assert not (private_cache / "entries").exists()
 
 
 def test_a_library_that_cannot_be_loaded_is_not_published(tiny, private_cache):
     tiny.edit(lambda data: data["targets"]["cpu"]["flags"].append("-Dscale_launch=other"))
     with pytest.raises(BuildError, match="no function"):
-        ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+        ensure_built(tiny.plan())
     assert not (private_cache / "entries").exists()
 
 
@@ -295,12 +295,12 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(tiny, monkeypatch, private
     with monkeypatch.context() as patched:
         patched.setattr(Cache, "publish", full)
         with pytest.raises(BuildError, match="No space left on device.*free some space"):
-            ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+            ensure_built(tiny.plan())
     assert list((private_cache / "building").iterdir()) == []
-    assert ensure_built(plan_build(tiny.package, tiny.package.target("cpu"))).exists()
+    assert ensure_built(tiny.plan()).exists()
 
 
 def test_a_killed_compiler_gives_a_hint(tiny, tmp_path, monkeypatch, counting_gxx):
     counting_gxx.path.write_text(counting_gxx.path.read_text().replace('echo "$*" >>', 'kill -9 $$; echo >>'))
     with pytest.raises(BuildError, match="Hint: a compiler was killed.*MAX_JOBS=1"):
-        ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+        ensure_built(tiny.plan())

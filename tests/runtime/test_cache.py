@@ -1,20 +1,23 @@
 """Keys, entries and the place of the cache."""
 
+import errno
 import os
 import shutil
 import stat
+import subprocess
+import time
 import warnings
 from pathlib import Path
 
 import pytest
 
 from runtime import cache as cache_module
-from runtime.build import ensure_built, plan_build
+from runtime.build import ensure_built
 from runtime.cache import LIBRARY, RECORD, Cache, CacheWarning, default_cache
 
 
 def key(tiny, target="cpu", capability=None) -> str:
-    return plan_build(tiny.package, tiny.package.target(target), capability).key
+    return tiny.plan(target, capability).key
 
 
 def test_the_source_changes_the_key(tiny):
@@ -30,7 +33,7 @@ def test_an_included_file_changes_the_key(tiny):
     before = key(tiny)
     (tiny.path / "inner.h").write_text("constexpr int kOne = 2;")
     assert key(tiny) != before
-    ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+    ensure_built(tiny.plan())
 
 
 def test_flags_change_the_key(tiny):
@@ -70,7 +73,7 @@ def test_the_processor_matters_only_for_march_native(tiny, monkeypatch):
 
 
 def test_neither_times_nor_places_change_what_is_built(tiny, counting_gxx, tmp_path, monkeypatch):
-    first = ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+    first = ensure_built(tiny.plan())
     for year in (0, 4_000_000_000):
         for path in [*tiny.path.iterdir(), first, first.parent]:
             os.utime(path, (year, year))
@@ -79,13 +82,13 @@ def test_neither_times_nor_places_change_what_is_built(tiny, counting_gxx, tmp_p
     (tmp_path / "bin" / "g++").symlink_to(shutil.which("g++"))
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    assert ensure_built(plan_build(tiny.package, tiny.package.target("cpu"))) == first
+    assert ensure_built(tiny.plan()) == first
     assert len(counting_gxx.compiled) == 1
 
 
 @pytest.mark.parametrize("damage", ["truncate", "alter", "no record", "empty record", "symlink", "a file in its place"])
 def test_a_damaged_entry_gives_one_warning_and_is_built_again(tiny, counting_gxx, damage, tmp_path):
-    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    build = tiny.plan()
     library = ensure_built(build)
     good = library.read_bytes()
     if damage in ("truncate", "alter"):
@@ -115,7 +118,7 @@ def test_a_damaged_entry_gives_one_warning_and_is_built_again(tiny, counting_gxx
 
 
 def test_files_of_another_user_are_not_loaded(tiny, monkeypatch):
-    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    build = tiny.plan()
     ensure_built(build)
     cache = default_cache()
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
@@ -141,7 +144,7 @@ def _owned_by(status, uid):
 
 
 def test_the_cache_is_private(tiny, private_cache):
-    ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+    ensure_built(tiny.plan())
     for folder in (private_cache, *(path for path in private_cache.rglob("*") if path.is_dir())):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
@@ -199,7 +202,7 @@ def test_a_squatted_fallback_is_not_used(monkeypatch, tmp_path):
 
 
 def test_clear_removes_entries_and_spares_a_running_build(tiny):
-    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    build = tiny.plan()
     library = ensure_built(build)
     cache = default_cache()
     with cache.locked("running"):
@@ -215,12 +218,44 @@ def test_what_a_dead_build_left_is_swept_by_the_next(tiny):
     cache = default_cache()
     with cache.locked("dead"):
         left = cache.private_folder("dead")
-    ensure_built(plan_build(tiny.package, tiny.package.target("cpu")))
+    ensure_built(tiny.plan())
     assert not left.exists()
 
 
+@pytest.mark.parametrize("own_key", [True, False])
+def test_a_dead_build_is_swept_while_its_compilers_still_write(tmp_path, own_key):
+    """They outlive the lock of a process that was killed, and make files in its folder until they are ended."""
+    cache = Cache(tmp_path / "cache")
+    keep_writing = "i=0; while :; do i=$((i + 1)); : > $$.$((i % 200)) || exit; done"
+    for attempt in range(20):
+        left = cache.private_folder(f"dead{attempt}")
+        compilers = [subprocess.Popen(["/bin/sh", "-c", keep_writing], cwd=left, stderr=subprocess.DEVNULL) for _ in range(2)]
+        try:
+            while len(os.listdir(left)) < 300:
+                time.sleep(0.01)
+            cache.private_folder(f"dead{attempt}" if own_key else "next")
+            assert not left.exists()
+        finally:
+            for compiler in compilers:
+                compiler.kill()
+                compiler.wait()
+
+
+def test_what_cannot_be_removed_is_left_at_once(tmp_path, monkeypatch):
+    def refused(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder)
+
+    cache = Cache(tmp_path / "cache")
+    left = cache.private_folder("dead")
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    started = time.monotonic()
+    assert cache.private_folder("dead") != left
+    assert time.monotonic() - started < 1
+
+
 def test_publishing_twice_leaves_one_sound_entry(tiny):
-    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    build = tiny.plan()
     library = ensure_built(build)
     cache = default_cache()
     again = cache.private_folder(build.key)

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import re
 import stat
@@ -11,16 +10,14 @@ import warnings
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from fixed_shape_kernels.cli import main
-from runtime import BuildError, Package, PackageError, kernel_report, prebuilt
+from runtime import BuildError
 from runtime import cache as cache_module
 from runtime import folders as folders_module
-from runtime.build import ensure_built, plan_build
-from runtime.cache import RECORD, Cache, CacheWarning, default_cache
+from runtime.build import ensure_built
+from runtime.cache import Cache, CacheWarning, default_cache
 from runtime.folders import cannot_write
-from runtime.wheel import make_wheel
+from tests.fsk import words
 
 from .file_systems import run_on_mount
 
@@ -32,14 +29,6 @@ def temporary(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     return tmp_path / "temporary"
-
-
-def plan(tiny, target="cpu"):
-    return plan_build(tiny.package, tiny.package.target(target))
-
-
-def words(*command) -> str:
-    return " ".join(CliRunner().invoke(main, [str(part) for part in command]).output.split())
 
 
 # ---- real file systems, or what Python would hear of them -------------------------------------------------------------
@@ -143,8 +132,8 @@ assert not list((folder / "tmp").glob("codegen-cache-?????*/*")), "a folder that
 def test_a_disk_that_fills_up_under_nvcc_leaves_nothing(on_mount):
     """The cache is named, so it is not tried out before; where nothing can be mounted, the first write fails instead."""
     on_mount("""
-from runtime.build import ensure_built, plan_build
-build = plan_build(tiny.package, tiny.package.target("sm_80"))
+from runtime.build import ensure_built
+build = tiny.plan("sm_80")
 mount("size=300k")
 store = Cache(folder / "cache" / "v1")
 for _ in range(2):
@@ -252,7 +241,7 @@ def test_a_cache_that_fails_in_mid_build_is_told_by_its_cause(tiny, monkeypatch,
 
     monkeypatch.setattr(Cache, "publish", fail)
     with pytest.raises(BuildError, match=cause) as caught:
-        ensure_built(plan(tiny))
+        ensure_built(tiny.plan())
     assert remedy in str(caught.value) and os.strerror(number) in str(caught.value)
     assert ("free some space" in str(caught.value)) == (number == errno.ENOSPC)
 
@@ -333,15 +322,15 @@ def test_a_home_that_is_not_known_makes_no_folder_called_tilde(monkeypatch, tmp_
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
 def test_a_cache_that_others_can_write_is_not_read_unchanged(tiny, private_cache, mode):
-    ensure_built(plan(tiny))
+    ensure_built(tiny.plan())
     private_cache.chmod(mode)
-    assert cache_module.find_built(plan(tiny).key) is None
-    ensure_built(plan(tiny))
+    assert cache_module.find_built(tiny.plan().key) is None
+    ensure_built(tiny.plan())
     assert stat.S_IMODE(private_cache.stat().st_mode) == 0o700
 
 
 def test_a_lookup_writes_nothing(tiny, private_cache, monkeypatch):
-    build = plan(tiny)
+    build = tiny.plan()
     library = ensure_built(build)
     before = sorted((path, path.stat().st_mtime_ns) for path in private_cache.rglob("*"))
     monkeypatch.setattr(folders_module, "usable_place", lambda: pytest.fail("the cache was tried out for writing"))
@@ -349,87 +338,3 @@ def test_a_lookup_writes_nothing(tiny, private_cache, monkeypatch):
         warnings.simplefilter("error")
         assert ensure_built(build) == library
     assert sorted((path, path.stat().st_mtime_ns) for path in private_cache.rglob("*")) == before
-
-
-# ---- damaged texts ----------------------------------------------------------------------------------------------------
-
-DEEP = "[" * 200_000
-
-
-def test_a_record_of_brackets_is_damage(tiny, counting_gxx):
-    build = plan(tiny)
-    record = ensure_built(build).parent / RECORD
-    record.write_text(DEEP)
-    assert "damaged" in words("cache", "list")
-    assert "0 sound, 1 damaged" in words("cache", "verify")
-    with pytest.warns(CacheWarning, match="built again"):
-        ensure_built(build)
-    assert len(counting_gxx.compiled) == 2
-
-
-@pytest.mark.parametrize("text", ["[]", "7", "null", '"text"', '{"key": 1}', "\x00", "9" * 5000, '{"key": "' + "\\ud800" + '"}'])
-def test_other_records_that_are_none_are_damage(tiny, text):
-    build = plan(tiny)
-    record = ensure_built(build).parent / RECORD
-    record.write_text(text)
-    assert "1 damaged" in words("cache", "verify")
-    with pytest.warns(CacheWarning, match="built again"):
-        ensure_built(build)
-
-
-def test_a_manifest_or_an_index_of_brackets_is_a_sentence(tiny):
-    (tiny.path / "manifest.json").write_text(DEEP)
-    with pytest.raises(PackageError, match="manifest.json cannot be read .*nested too deeply"):
-        _ = Package(tiny.path).manifest
-    (tiny.path / prebuilt.INDEX).write_text(DEEP)
-    with pytest.raises(PackageError, match="prebuilt.json cannot be read .*nested too deeply"):
-        prebuilt.read_prebuilt(tiny.path)
-
-
-def test_a_report_of_brackets_is_made_again(tiny):
-    ask = lambda: kernel_report.compile_report(tiny.path / "scale_sm80.cu", ("-O1",), "sm_80")  # noqa: E731
-    report = ask()
-    (kept,) = default_cache().reports.iterdir()
-    kept.write_text(DEEP)
-    assert [kernel.short_name for kernel in ask().kernels] == [kernel.short_name for kernel in report.kernels]
-    assert json.loads(kept.read_text())
-
-
-def test_a_report_that_cannot_be_kept_is_given_all_the_same(tiny, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.warns(CacheWarning, match="report cannot be kept .*the disk is full"):
-        assert kernel_report.compile_report(tiny.path / "scale_sm80.cu", ("-O1",), "sm_80").kernels
-    assert list(default_cache().reports.iterdir()) == []
-
-
-# ---- the wheel --------------------------------------------------------------------------------------------------------
-
-
-def test_a_wheel_that_cannot_be_written_is_told_by_its_cause(tiny, tmp_path, monkeypatch):
-    tiny.edit(lambda data: data["targets"].pop("sm_80"))
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(PackageError, match=r"cannot be written to .*a file stands where a folder is needed.*--out"):
-        make_wheel(tiny.package, tmp_path / "file" / "dist")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(PackageError, match="the disk is full .*free some space, or name another folder"):
-        make_wheel(tiny.package, tmp_path / "dist")
-    assert list((tmp_path / "dist").iterdir()) == []
-
-
-def test_a_wheel_on_a_noexec_mount_is_told(tiny_wheel, monkeypatch):
-    library = tiny_wheel / "libraries" / "cpu.so"
-    library.unlink()
-    library.write_bytes(b"no library")
-    with pytest.raises(PackageError, match="C library is at least as new"):
-        prebuilt.open_library(library)
-    monkeypatch.setattr(prebuilt, "can_be_loaded", lambda path: False)
-    with pytest.raises(PackageError, match="mounted noexec") as caught:
-        prebuilt.open_library(library)
-    assert "C library" not in str(caught.value)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.build import ensure_built, plan_build
+from runtime.build import ensure_built
 from runtime.load import load_backward, with_backwards
 from tests.fsk import fsk as invoke
 
@@ -123,13 +123,13 @@ def test_failures_are_sentences(tmp_path):
 
 def test_sass_without_cuobjdump_says_what_to_install(tiny, monkeypatch):
     monkeypatch.setattr("runtime.toolchain.shutil.which", lambda name, path=None: None if name == "cuobjdump" else f"/usr/bin/{name}")
-    monkeypatch.setattr("runtime.toolchain.find_nvcc", lambda: plan_build(tiny.package, tiny.package.target("cpu")).tools.gxx)
+    monkeypatch.setattr("runtime.toolchain.find_nvcc", lambda: tiny.plan().tools.gxx)
     result = invoke("show", tiny.path, "--sass")
     assert result.exit_code == 1 and "nvidia-cuda-cuobjdump" in result.output
 
 
 def test_clear_lets_a_model_be_built_again(tiny):
-    build = plan_build(tiny.package, tiny.package.target("cpu"))
+    build = tiny.plan()
     ensure_built(build)
     invoke("cache", "clear")
     assert ensure_built(build).exists()

@@ -2,56 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-import subprocess
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from codegen.plan.backward.cpu import plan_backward
-from codegen.plan.model import Launch
-from codegen.render import render_kernel
-from codegen.targets import DEVICES, TARGETS
-from tests.codegen.backward_chains import Backward, check, elementwise_specs, operand_specs, pool_specs
-from tests.codegen.cpu_chains import Chain, conv_chain, make_spec
+from tests.codegen.backward_chains import build_backwards, check, elementwise_specs, operand_specs, pool_specs
+from tests.codegen.cpu_chains import conv_chain, make_spec
 from tests.codegen.test_cpu import ELEMENTWISE, POOLS
-from tests.compiler import gxx
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def build(folder: Path, specs: list) -> list[Backward]:
-    """The backwards of `specs`, compiled together with the target's flags; a warning is a failure."""
-    made, texts = [], []
-    for i, spec in enumerate(specs):
-        plan = plan_backward(spec, TARGETS["cpu"], DEVICES["host"])
-        plan = replace(plan, steps=(Launch(replace(plan.kernels[0], name=f"backward{i}")),))
-        made.append(Backward(Chain(spec, seed=i), plan))
-        texts.append(render_kernel(plan, plan.kernels[0]))
-    (folder / "backward.cpp").write_text("\n".join(texts))
-    command = [gxx(), *TARGETS["cpu"].flags, "-shared", "-fPIC", "-o", "backward.so", "backward.cpp"]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0 and not result.stderr, result.stderr
-    for backward in made:
-        backward.library = ctypes.CDLL(str(folder / "backward.so"))
-    return made
+pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"), pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_before_and_after(tmp_path, name: str) -> None:
     """Every operator on both sides of the norm, and behind a pooling, at every precision."""
-    for backward in build(tmp_path, elementwise_specs(tmp_path, name)):
+    for backward in build_backwards(tmp_path, elementwise_specs(tmp_path, name)):
         check(backward, backward.chain.source(scale=2.0))
 
 
@@ -64,19 +30,19 @@ def test_learnable_operands(tmp_path) -> None:
         last = {"max_pool2d": {"kernel_size": 2, "stride": 1}}
         return [{"max_pool2d": {"kernel_size": 2}}, *operands("between", shape), last, {"mul": {"name": "last", "shape": shape}}]
 
-    for backward in build(tmp_path, operand_specs(tmp_path, operands, pools)):
+    for backward in build_backwards(tmp_path, operand_specs(tmp_path, operands, pools)):
         check(backward, backward.chain.source())
 
 
 @pytest.mark.parametrize("name", POOLS)
 def test_pooling(tmp_path, name: str) -> None:
-    for backward in build(tmp_path, pool_specs(tmp_path, name)):
+    for backward in build_backwards(tmp_path, pool_specs(tmp_path, name)):
         check(backward, backward.chain.source())
 
 
 def test_equal_values_give_their_gradient_to_the_first(tmp_path) -> None:
     spec = make_spec(tmp_path, conv_chain([], ["relu", {"max_pool2d": {"kernel_size": 3, "stride": 2, "padding": 1}}], 4, 2, affine=False), 2, "fp32", (7, 7))
-    (backward,) = build(tmp_path, [spec])
+    (backward,) = build_backwards(tmp_path, [spec])
     source = backward.chain.source().round()  # few distinct values: most windows have several largest ones
     grad_y = torch.randn(spec.output_shape)
     eager, got = backward.pytorch(source, grad_y, torch.float32), backward.kernel(source, grad_y)
@@ -85,7 +51,7 @@ def test_equal_values_give_their_gradient_to_the_first(tmp_path) -> None:
 
 def test_nan_and_infinity_stay_in_their_group(tmp_path) -> None:
     spec = make_spec(tmp_path, conv_chain(["mish"], [{"max_pool2d": {"kernel_size": 2}}], 6, 3), 3, "fp32", (4, 4))
-    (backward,) = build(tmp_path, [spec])
+    (backward,) = build_backwards(tmp_path, [spec])
     source, grad_y = backward.chain.source(), torch.ones(spec.output_shape)
     clean = backward.kernel(source, grad_y)["t0"]
     source[1, 2, 0, 0] = torch.nan
@@ -99,7 +65,7 @@ def test_large_groups_and_the_heap(tmp_path) -> None:
     """Statistics in pieces, scratch on the heap, and every thread count: the same bits."""
     chain = conv_chain(["silu", {"mul": {"name": "m", "shape": [8, 1, 1]}}], [{"max_pool2d": {"kernel_size": 2}}, {"add": {"name": "a", "shape": [1]}}], 8, 2)
     specs = [make_spec(tmp_path, chain, 7, precision, (96, 101)) for precision in ("fp32", "bf16")]
-    for backward in build(tmp_path, specs):
+    for backward in build_backwards(tmp_path, specs):
         assert backward.plan.kernels[0].on_heap and backward.plan.kernels[0].parallel
         source = backward.chain.source(offset=3.0)
         check(backward, source)
@@ -114,7 +80,7 @@ def test_names_that_could_collide(tmp_path) -> None:
     """Attributes named like functions and variables of the emitted source stay apart from them."""
     names = ("value", "grad", "mean", "rstd", "scale", "shift", "total", "plane", "winner", "pooled", "sums", "incoming", "gamma", "g", "v", "part", "slab")
     chain = conv_chain([*({"mul": {"name": n, "shape": [4, 1, 1]}} for n in names), "mish"], [{"max_pool2d": {"kernel_size": 3, "stride": 1}}], 4, 2)
-    (backward,) = build(tmp_path, [make_spec(tmp_path, chain, 2, "fp32", (4, 4))])
+    (backward,) = build_backwards(tmp_path, [make_spec(tmp_path, chain, 2, "fp32", (4, 4))])
     for parameter in backward.chain.module.parameters():
         parameter.data.abs_().add_(0.5)
     check(backward, backward.chain.source())

@@ -1,8 +1,12 @@
 """What is said about a compiled source, with the real nvcc."""
 
+import errno
+import os
+
 import pytest
 
 from runtime import BuildError, kernel_report
+from runtime.cache import CacheWarning, default_cache
 from runtime.kernel_report import compile_report
 
 FLAGS = ("-O3", "-std=c++17")
@@ -101,3 +105,13 @@ def test_a_report_with_warnings_is_not_kept(tmp_path):
 )  # fmt: skip
 def test_comments_end_where_a_compiler_ends_them(text, bare):
     assert kernel_report.without_comments(text) == bare
+
+
+def test_a_report_that_cannot_be_kept_is_given_all_the_same(tiny, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(CacheWarning, match="report cannot be kept .*the disk is full"):
+        assert compile_report(tiny.path / "scale_sm80.cu", ("-O1",), "sm_80").kernels
+    assert list(default_cache().reports.iterdir()) == []

@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runtime import CallError
 
-from .generated_packages import CHAINS, generate, import_from
-from .tiny_package import run_python
+from .generated_packages import CHAINS, assert_an_exported_program_runs, generate, import_from
 
 pytestmark = [
     pytest.mark.usefixtures("kept_objects"),
@@ -116,19 +115,7 @@ def test_export(model, x, strict):
 @pytest.mark.slow
 def test_an_exported_program_needs_only_the_import(model, package, x, tmp_path):
     """In a process that constructs no model, the operator builds what it needs."""
-    with torch.no_grad():
-        torch.export.save(torch.export.export(model, (x,)), tmp_path / "program.pt2")
-        torch.save([x, model(x)], tmp_path / "values.pt")
-    done = run_python(
-        f"""
-        import sys, torch
-        sys.path.insert(0, {str(tmp_path / "packages")!r})
-        import {package.__name__}
-        x, y = torch.load({str(tmp_path / "values.pt")!r})
-        assert torch.equal(torch.export.load({str(tmp_path / "program.pt2")!r}).module()(x), y)
-        """
-    )
-    assert done.returncode == 0, done.stderr
+    assert_an_exported_program_runs(model, package, x, tmp_path)
 
 
 @pytest.mark.slow

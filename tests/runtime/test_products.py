@@ -9,7 +9,7 @@ import torch.nn.functional as functional
 from runtime import GradientError, products
 
 from .generated_packages import CHAINS, generate, import_from
-from .test_gradients import assert_same_gradients, gradients, pair, saved_shapes
+from .test_gradients import assert_each_alone, assert_same_gradients, gradients, pair, saved_shapes
 
 pytestmark = [pytest.mark.usefixtures("kept_objects"), pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]  # torch's own modules
 
@@ -170,11 +170,7 @@ def test_gradients_without_a_saved_result(trained):
     y, got = gradients(model, x, grad_y)
     assert_same_gradients(got, gradients(reference, x, grad_y)[1])
     assert all(torch.equal(again, got[name]) for name, again in gradients(model, x, grad_y)[1].items())
-    for name, parameter in [("x", None), *model.named_parameters()]:
-        model.requires_grad_(False)
-        leaf = x.detach().requires_grad_() if parameter is None else parameter.requires_grad_()
-        (alone,) = torch.autograd.grad(model(leaf if parameter is None else x), leaf, grad_y)
-        assert torch.equal(alone, got[name]), name
+    assert_each_alone(model, x, grad_y, got)
 
 
 def test_only_x_and_parameters_are_saved(trained):

@@ -11,8 +11,7 @@ from torch._subclasses import FakeTensorMode
 from runtime import CallError
 from runtime.cache import LIBRARY
 
-from .generated_packages import CHAINS, LINEAR, generate
-from .tiny_package import run_python
+from .generated_packages import CHAINS, LINEAR, assert_an_exported_program_runs, generate
 
 pytestmark = pytest.mark.usefixtures("kept_objects")
 
@@ -316,19 +315,7 @@ def test_opcheck_of_every_size(ranged):
 def test_an_exported_program_of_one_size_needs_only_the_import(ranged, tmp_path):
     model, _ = pair(ranged)
     x = x_of(ranged, 3)
-    with torch.no_grad():
-        torch.export.save(torch.export.export(model, (x,)), tmp_path / "program.pt2")
-        torch.save([x, model(x)], tmp_path / "values.pt")
-    done = run_python(
-        f"""
-        import sys, torch
-        sys.path.insert(0, {str(tmp_path / "packages")!r})
-        import {ranged.__name__}
-        x, y = torch.load({str(tmp_path / "values.pt")!r})
-        assert torch.equal(torch.export.load({str(tmp_path / "program.pt2")!r}).module()(x), y)
-        """
-    )
-    assert done.returncode == 0, done.stderr
+    assert_an_exported_program_runs(model, ranged, x, tmp_path)
 
 
 def test_copies_and_pickles_run_every_size(padding):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime import ToolchainError, toolchain
-from runtime.build import ensure_built, plan_build
+from runtime import ToolchainError, compiler_flags, toolchain, tools
+from runtime.build import ensure_built
 
 
 def script(path: Path, text: str) -> Path:
@@ -24,7 +24,7 @@ def only(monkeypatch, *folders) -> None:
 @pytest.fixture
 def toolkit(tmp_path) -> Path:
     """A copy of the installed CUDA toolkit (hard links), laid out as the wheels do: ``lib``, no ``lib64``."""
-    settings = toolchain._nvcc_settings(shutil.which("nvcc"))
+    settings = tools.nvcc_settings(shutil.which("nvcc"))
     copy = tmp_path / "with space, ünïcode and arch" / "site" / "nvidia" / "cu13"
     for folder in ("bin", "include", "lib", "nvvm", "targets"):
         source = Path(os.path.normpath(settings["TOP"])) / folder
@@ -59,7 +59,7 @@ def test_wheels_in_a_folder_with_spaces_compile_and_link(toolkit, tiny, monkeypa
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
     only(monkeypatch, tmp_path / "bin")
-    build = plan_build(tiny.package, tiny.package.target("sm_80"))
+    build = tiny.plan("sm_80")
     assert build.tools.nvcc.path.startswith(str(toolkit))
     assert ensure_built(build).exists()
 
@@ -120,13 +120,13 @@ def test_missing_tools_are_named_with_what_to_install(tmp_path, monkeypatch):
 
 def test_ninja_of_the_python_package_is_found(tmp_path, monkeypatch):
     only(monkeypatch, tmp_path)
-    assert toolchain.find_ninja().version >= toolchain.MIN_NINJA
+    assert toolchain.find_ninja().version >= tools.MIN_NINJA
 
 
 def test_too_old_nvcc_says_found_and_needed(tmp_path, monkeypatch):
     script(tmp_path / "cuda" / "bin" / "nvcc", 'echo "Cuda compilation tools, release 11.8, V11.8.89"')
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
-    monkeypatch.setattr(toolchain, "_check_nvcc_is_whole", lambda path: None)
+    monkeypatch.setattr(tools, "check_nvcc_is_whole", lambda path: None)
     with pytest.raises(ToolchainError, match="nvcc 11.8.89 was found at .*CUDA_HOME.*nvcc 12.4 or later is needed"):
         toolchain.find_nvcc()
 
@@ -151,7 +151,7 @@ def test_a_launcher_before_the_compiler_is_left_out(monkeypatch):
 
 
 def test_a_tool_that_hangs_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(toolchain, "PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(tools, "PROBE_SECONDS", 0.5)
     monkeypatch.setenv("CXX", str(script(tmp_path / "g++", "sleep 100 & sleep 100\n")))
     with pytest.raises(ToolchainError, match="did not end within 0.5 seconds"):
         toolchain.find_gxx()
@@ -173,14 +173,14 @@ def test_a_broken_tool_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_arch_flags(arch, least, capability, expected):
-    assert list(toolchain.arch_flags(arch, least, capability)) == expected
+    assert list(compiler_flags.arch_flags(arch, least, capability)) == expected
 
 
 def test_a_device_newer_than_nvcc_gets_ptx():
-    (flag,) = toolchain.arch_flags("native", (8, 0), (99, 0))
+    (flag,) = compiler_flags.arch_flags("native", (8, 0), (99, 0))
     assert "code=compute_" in flag
 
 
 def test_the_arch_reaches_the_built_file(tiny):
-    built = ensure_built(plan_build(tiny.package, tiny.package.target("sm_80"), (8, 9))).read_bytes()
+    built = ensure_built(tiny.plan("sm_80", (8, 9))).read_bytes()
     assert b"sm_89" in built and b"sm_80" not in built

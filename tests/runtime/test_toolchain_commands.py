@@ -5,18 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from fixed_shape_kernels.cli import main
 from runtime import ToolchainError, toolchain
-from runtime.build import NINJA_FILE, ensure_built, plan_build, write_build_folder
+from runtime.build import NINJA_FILE, ensure_built, write_build_folder
 from runtime.commands import split_command, split_host_option
+from tests.fsk import words
 
 GXX = shutil.which("g++")
-
-
-def plan(tiny, target="cpu", **more):
-    return plan_build(tiny.package, tiny.package.target(target), **more)
 
 
 def commands(build, folder: Path) -> list[list[str]]:
@@ -78,30 +73,30 @@ def test_blank_names_nothing(text):
 def test_what_is_no_command_is_a_sentence(tiny, monkeypatch, variable, text, message):
     monkeypatch.setenv(variable, text)
     with pytest.raises(ToolchainError, match=f"^{variable} .*{message}"):
-        plan(tiny, "cpu" if variable == "CXX" else "sm_80")
-    output = " ".join(CliRunner().invoke(main, ["doctor"]).output.split())
+        tiny.plan("cpu" if variable == "CXX" else "sm_80")
+    output = words("doctor")
     assert variable in output
 
 
 def test_flags_of_cxx_are_used_in_compiling_and_linking(tiny, monkeypatch, tmp_path):
-    before = plan(tiny).key
+    before = tiny.plan().key
     monkeypatch.setenv("CXX", "g++ -pthread -DNOTE='a b'")
-    build = plan(tiny)
+    build = tiny.plan()
     for command in commands(build, tmp_path / "folder"):
         assert command[:3] == [GXX, "-pthread", "-DNOTE=a b"]
     assert build.key != before and "-pthread" in build.flags
     assert ensure_built(build).exists()
     monkeypatch.setenv("CXX", "g++ -pthread -DNOTE='a c'")
-    assert plan(tiny).key not in (before, build.key)
+    assert tiny.plan().key not in (before, build.key)
 
 
 def test_flags_of_the_host_compiler_reach_it_through_nvcc(tiny, monkeypatch, tmp_path):
-    before = plan(tiny, "sm_80").key
+    before = tiny.plan("sm_80").key
     monkeypatch.setenv("CXX", "g++ -DUNUSED")
-    of_cxx = plan(tiny, "sm_80").key
+    of_cxx = tiny.plan("sm_80").key
     monkeypatch.setenv("CUDAHOSTCXX", "g++ -pthread -Wl,-O1,--hash-style=gnu")
     monkeypatch.setenv("NVCC", "nvcc -lineinfo")
-    build = plan(tiny, "sm_80")
+    build = tiny.plan("sm_80")
     for command in commands(build, tmp_path / "folder"):
         assert command[1:3] == ["-ccbin", GXX] and "-lineinfo" in command and "-DUNUSED" not in command
         assert command[command.index("-pthread") - 1] == "-Xcompiler"
@@ -110,22 +105,22 @@ def test_flags_of_the_host_compiler_reach_it_through_nvcc(tiny, monkeypatch, tmp
 
 
 def test_launchers_are_called_and_are_no_part_of_the_key(tiny, monkeypatch, tmp_path, launcher):
-    before = plan(tiny).key, plan(tiny, "sm_80").key
+    before = tiny.plan().key, tiny.plan("sm_80").key
     monkeypatch.setenv("CXX", f"{launcher} g++")
     monkeypatch.setenv("NVCC", f"{launcher} nvcc")
-    assert (plan(tiny).key, plan(tiny, "sm_80").key) == before
-    ensure_built(plan(tiny))
+    assert (tiny.plan().key, tiny.plan("sm_80").key) == before
+    ensure_built(tiny.plan())
     compiled = (tmp_path / "launched").read_text().splitlines()
     assert any(" -c cpu.cpp" in line and line.startswith(GXX) for line in compiled)
-    for command in commands(plan(tiny, "sm_80"), tmp_path / "folder"):
+    for command in commands(tiny.plan("sm_80"), tmp_path / "folder"):
         assert command[:2] == [str(launcher), shutil.which("nvcc")] and command[2:4] == ["-ccbin", GXX]
 
 
 def test_settings_that_a_launcher_makes_are_part_of_the_key(tiny, monkeypatch):
     monkeypatch.setenv("CXX", "env CPATH=/one g++")
-    one = plan(tiny).key
+    one = tiny.plan().key
     monkeypatch.setenv("CXX", "env CPATH=/two g++")
-    assert plan(tiny).key != one
+    assert tiny.plan().key != one
 
 
 @pytest.mark.parametrize("installed", [False, True])
@@ -134,12 +129,12 @@ def test_an_accelerator_is_used_where_it_is_installed(tiny, monkeypatch, tmp_pat
         launcher.rename(launcher.with_name("ccache"))
     monkeypatch.setenv("PATH", f"{launcher.parent}:{Path(GXX).parent}:{Path(toolchain.find_ninja().path).parent}")
     monkeypatch.setenv("CXX", "ccache g++ -pthread")
-    build = plan(tiny)
+    build = tiny.plan()
     assert build.tools.gxx.path == GXX and build.tools.gxx.flags == ("-pthread",)
     assert build.tools.gxx.launcher == ((str(launcher.with_name("ccache")),) if installed else ())
     ensure_built(build)
     assert (tmp_path / "launched").exists() == installed
-    output = " ".join(CliRunner().invoke(main, ["doctor"]).output.split())
+    output = words("doctor")
     assert ("without ccache, which is not installed" in output) != installed
 
 
@@ -154,7 +149,7 @@ def test_relative_programs_are_found_from_where_the_build_runs(tiny, tmp_path, m
     script(tmp_path / "bin" / "g++", f'exec {GXX} "$@"\n')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CXX", "bin/g++")
-    assert ensure_built(plan(tiny)).exists()
+    assert ensure_built(tiny.plan()).exists()
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PATH", f"bin:{Path(GXX).parent}:{Path(toolchain.find_ninja().path).parent}")
     assert toolchain.find_gxx().path == str(tmp_path / "bin" / "g++")
@@ -179,14 +174,14 @@ def test_the_order_of_the_host_compilers(tmp_path, monkeypatch):
     assert toolchain.find_gxx().path == str(named[0])
 
 
-@pytest.mark.parametrize("words", [("-ccbin", "x", "-g"), ("-ccbin=x", "-g"), ("-g", "--compiler-bindir=x"), ("-ccbin", "y", "-g", "-ccbin", "x")])
-def test_nvccs_own_option_for_the_host_compiler(words):
-    assert split_host_option(words) == (("-g",), "x")
+@pytest.mark.parametrize("options", [("-ccbin", "x", "-g"), ("-ccbin=x", "-g"), ("-g", "--compiler-bindir=x"), ("-ccbin", "y", "-g", "-ccbin", "x")])
+def test_nvccs_own_option_for_the_host_compiler(options):
+    assert split_host_option(options) == (("-g",), "x")
 
 
 def test_a_portable_build_takes_no_native_flag_from_a_command(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "g++ -march=native")
-    build = plan(tiny, portable=True)
+    build = tiny.plan(portable=True)
     assert "-march=native" not in build.flags
     assert not any("-march=native" in command for command in commands(build, tmp_path / "folder"))
 
@@ -194,6 +189,6 @@ def test_a_portable_build_takes_no_native_flag_from_a_command(tiny, monkeypatch,
 def test_the_doctor_shows_the_whole_command(monkeypatch, launcher):
     monkeypatch.setenv("CXX", f"{launcher} g++ -pthread")
     monkeypatch.setenv("CUDAHOSTCXX", "g++ -O2")
-    output = " ".join(CliRunner().invoke(main, ["doctor"]).output.split())
+    output = words("doctor")
     assert "(from CXX), with -pthread, behind" in output
     assert "g++ for CUDA" in output and "(from CUDAHOSTCXX), with -O2" in output

@@ -25,10 +25,6 @@ from tests.fsk import fsk as invoke
 from .tiny_package import ROOT, write_tiny_package
 
 
-def plan(tiny, target="cpu", capability=None):
-    return plan_build(tiny.package, tiny.package.target(target), capability)
-
-
 # ---- a full disk ----------------------------------------------------------------------------------------------------
 
 
@@ -48,7 +44,7 @@ def full_disk(*_, **__):
     ],
 )
 def test_a_disk_that_is_full_at_any_step_is_a_sentence_and_leaves_nothing(tiny, monkeypatch, private_cache, owner, name):
-    cache, build = default_cache(), plan(tiny)
+    cache, build = default_cache(), tiny.plan()
     with monkeypatch.context() as patched:
         patched.setattr(owner, name, full_disk)
         with pytest.raises(BuildError, match="No space left on device.*free some space, or set CODEGEN_CACHE"):
@@ -63,10 +59,10 @@ def test_a_disk_that_fills_up_under_the_compiler_gives_a_hint(tiny, counting_gxx
     full = "case \" $* \" in *' -c '*) echo \"cc1plus: fatal error: error writing to x.s: No space left on device\" >&2; exit 1;; esac\n"
     counting_gxx.path.write_text(script.replace("exec", full + "exec"))
     with pytest.raises(BuildError, match="Hint: the disk is full: free some space"):
-        ensure_built(plan(tiny))
+        ensure_built(tiny.plan())
     assert default_cache().keys() == []
     counting_gxx.path.write_text(script)
-    assert ensure_built(plan(tiny)).exists()
+    assert ensure_built(tiny.plan()).exists()
 
 
 # ---- the clock ------------------------------------------------------------------------------------------------------
@@ -78,18 +74,18 @@ def test_a_clock_that_jumps_in_mid_build(tiny, counting_gxx, then):
     script = counting_gxx.path.read_text()
     touched = script.replace("exec ", "") + f'status=$?\ntouch -c -d {then} -- *.o *.so\nexit $status\n'
     counting_gxx.path.write_text(touched)
-    library = ensure_built(plan(tiny))
+    library = ensure_built(tiny.plan())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ensure_built(plan(tiny)) == library
+        assert ensure_built(tiny.plan()) == library
     assert len(counting_gxx.compiled) == 1
 
 
 def test_no_part_of_the_cache_asks_for_the_time(tiny, counting_gxx, monkeypatch):
-    library = ensure_built(plan(tiny))
+    library = ensure_built(tiny.plan())
     monkeypatch.setattr(time, "time", lambda: -1e9)
     monkeypatch.setattr(time, "time_ns", lambda: -10**18)
-    assert ensure_built(plan(tiny)) == library
+    assert ensure_built(tiny.plan()) == library
     assert len(counting_gxx.compiled) == 1
 
 
@@ -97,7 +93,7 @@ def test_no_part_of_the_cache_asks_for_the_time(tiny, counting_gxx, monkeypatch)
 
 
 def test_another_nvcc_is_another_key(tiny, tmp_path, monkeypatch):
-    before, cpu = plan(tiny, "sm_80").key, plan(tiny).key
+    before, cpu = tiny.plan("sm_80").key, tiny.plan().key
     nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     real = toolchain.find_nvcc().path
@@ -105,31 +101,31 @@ def test_another_nvcc_is_another_key(tiny, tmp_path, monkeypatch):
     nvcc.write_text(f"#!/bin/sh\nif [ \"$1\" = --version ]; then cat <<'X'\n{other}\nX\nexit; fi\nexec {real} \"$@\"\n")
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
-    assert plan(tiny, "sm_80").tools.nvcc.version == (99, 1, 7)
-    assert plan(tiny, "sm_80").key != before
-    assert plan(tiny).key == cpu
+    assert tiny.plan("sm_80").tools.nvcc.version == (99, 1, 7)
+    assert tiny.plan("sm_80").key != before
+    assert tiny.plan().key == cpu
 
 
 def test_how_the_toolkit_is_spelled_changes_nothing(tiny, tmp_path, monkeypatch):
-    before = plan(tiny, "sm_80").key
+    before = tiny.plan("sm_80").key
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "nvcc"
     script.write_text(f'#!/bin/sh\nexec {toolchain.find_nvcc().path} "$@"\n')
     script.chmod(0o755)
     for home in (str(tmp_path), f"{tmp_path}/", f"{tmp_path}/bin/..", f" {tmp_path} "):
         monkeypatch.setenv("CUDA_HOME", home)
-        assert plan(tiny, "sm_80").key == before
+        assert tiny.plan("sm_80").key == before
     monkeypatch.delenv("CUDA_HOME")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    assert plan(tiny, "sm_80").key == before
+    assert tiny.plan("sm_80").key == before
 
 
 def test_torch_is_no_part_of_a_build(tiny, monkeypatch):
     """Its version is not in a key because nothing of it reaches a compiler or a linker."""
-    before = plan(tiny).key
+    before = tiny.plan().key
     monkeypatch.setattr(torch, "__version__", "99.0")
-    assert plan(tiny).key == before
-    library = ensure_built(plan(tiny)).read_bytes()
+    assert tiny.plan().key == before
+    library = ensure_built(tiny.plan()).read_bytes()
     assert b"libtorch" not in library and b"libc10" not in library
     sources = [path for path in (ROOT / "generated" / "exemplars").glob("*/*") if path.suffix in (".cu", ".cpp")]
     assert len(sources) > 20
@@ -153,7 +149,7 @@ def test_two_keys_build_at_once_in_folders_of_their_own(tmp_path, counting_gxx, 
     packages = [write_tiny_package(tmp_path / name) for name in ("one", "two")]
     packages[1].change_source("cpu.cpp", "return -1", "return -3")
     counting_gxx.set_delay(3)
-    threads = [threading.Thread(target=ensure_built, args=(plan(package),)) for package in packages]
+    threads = [threading.Thread(target=ensure_built, args=(package.plan(),)) for package in packages]
     for thread in threads:
         thread.start()
     end = time.monotonic() + 60
@@ -162,8 +158,8 @@ def test_two_keys_build_at_once_in_folders_of_their_own(tmp_path, counting_gxx, 
     folders = {path.parent for path in (private_cache / "building").glob("*/build.ninja")}
     for thread in threads:
         thread.join()
-    assert {folder.name.partition("-")[0] for folder in folders} == {plan(package).key for package in packages}
-    assert default_cache().keys() == sorted(plan(package).key for package in packages)
+    assert {folder.name.partition("-")[0] for folder in folders} == {package.plan().key for package in packages}
+    assert default_cache().keys() == sorted(package.plan().key for package in packages)
 
 
 def test_an_entry_that_is_cleared_before_it_is_opened_is_built_again(tiny, counting_gxx, monkeypatch):
@@ -176,18 +172,18 @@ def test_an_entry_that_is_cleared_before_it_is_opened_is_built_again(tiny, count
         return path
 
     monkeypatch.setattr(build_module, "ensure_built", ensure_and_lose)
-    assert plan(tiny).open().scale_launch
+    assert tiny.plan().open().scale_launch
     assert cleared == [1] and len(counting_gxx.compiled) == 2
 
 
 def test_a_cache_that_never_keeps_anything_is_a_sentence(tiny, monkeypatch, private_cache):
     monkeypatch.setattr(build_module, "ensure_built", lambda build: private_cache / "gone.so")
     with pytest.raises(BuildError, match="removed from the cache each time"):
-        plan(tiny).open()
+        tiny.plan().open()
 
 
 def test_clearing_while_others_build_and_load(tiny):
-    build, stop, failures = plan(tiny), threading.Event(), []
+    build, stop, failures = tiny.plan(), threading.Event(), []
 
     def load_often():
         try:
@@ -217,7 +213,7 @@ def test_clearing_while_others_build_and_load(tiny):
 
 def test_clearing_takes_an_entry_out_whole(tiny, monkeypatch):
     """Who reads beside it finds all of an entry or nothing, however long the removing takes."""
-    build = plan(tiny)
+    build = tiny.plan()
     ensure_built(build)
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     assert default_cache().clear() == 1
@@ -225,7 +221,7 @@ def test_clearing_takes_an_entry_out_whole(tiny, monkeypatch):
 
 
 def test_an_entry_that_vanishes_while_it_is_looked_at_is_no_damage(tiny, monkeypatch):
-    build = plan(tiny)
+    build = tiny.plan()
     ensure_built(build)
     real = cache_module.sha256_of
 
@@ -241,9 +237,9 @@ def test_an_entry_that_vanishes_while_it_is_looked_at_is_no_damage(tiny, monkeyp
 
 def test_a_cache_folder_that_is_removed_comes_back(tiny, private_cache):
     cache = default_cache()
-    ensure_built(plan(tiny), cache)
+    ensure_built(tiny.plan(), cache)
     shutil.rmtree(private_cache.parent)
-    assert ensure_built(plan(tiny), cache).exists()
+    assert ensure_built(tiny.plan(), cache).exists()
     assert private_cache.stat().st_mode & 0o777 == 0o700
 
 
@@ -252,13 +248,13 @@ def test_a_cache_folder_that_is_removed_comes_back(tiny, private_cache):
 
 def test_foreign_files_are_left_alone(tiny, private_cache):
     cache = default_cache()
-    library = ensure_built(plan(tiny))
+    library = ensure_built(tiny.plan())
     foreign = [private_cache / folder / name for folder in ("entries", "locks", "building") for name in (".DS_Store", "note.txt", "x" * 255)]
     for path in foreign:
         path.write_text("not ours")
     (private_cache / "entries" / "folder").mkdir()
     tiny.change_source("cpu.cpp", "return -1", "return -3")
-    ensure_built(plan(tiny))
+    ensure_built(tiny.plan())
     assert len(cache.keys()) == 2 and "folder" not in cache.keys()
     assert invoke("cache", "verify").output.endswith("2 sound, 0 damaged\n")
     assert cache.clear() == 2
@@ -267,7 +263,7 @@ def test_foreign_files_are_left_alone(tiny, private_cache):
 
 @pytest.mark.parametrize("poison", ["one byte", "another library", "another key's entry", "another owner"])
 def test_verify_detects_a_poisoned_entry(tiny, x, monkeypatch, private_cache, counting_gxx, poison):
-    build = plan(tiny)
+    build = tiny.plan()
     library = ensure_built(build)
     content, before = library.read_bytes(), library.stat()
     if poison != "another owner":
@@ -277,7 +273,7 @@ def test_verify_detects_a_poisoned_entry(tiny, x, monkeypatch, private_cache, co
         os.utime(library, ns=(before.st_atime_ns, before.st_mtime_ns))  # neither size nor time gives it away
     else:
         tiny.change_source("cpu.cpp", "* by[column]", "+ by[column]")
-        other = ensure_built(plan(tiny))
+        other = ensure_built(tiny.plan())
         tiny.change_source("cpu.cpp", "+ by[column]", "* by[column]")
         if poison == "another library":
             shutil.copy(other, library)
@@ -308,7 +304,7 @@ def test_verify_detects_a_poisoned_entry(tiny, x, monkeypatch, private_cache, co
 
 
 def test_a_record_names_its_key_and_digest(tiny):
-    build = plan(tiny)
+    build = tiny.plan()
     record = json.loads((ensure_built(build).parent / RECORD).read_text())
     assert record["key"] == build.key and record["sha256"] == cache_module.sha256_of(ensure_built(build).parent / LIBRARY)
 

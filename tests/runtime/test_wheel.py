@@ -3,6 +3,7 @@
 import ast
 import base64
 import csv
+import errno
 import hashlib
 import json
 import os
@@ -19,7 +20,8 @@ import pytest
 import torch
 
 import fixed_shape_kernels
-from codegen.emit import make_package, write_if_different
+from codegen.folder import write_if_different
+from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
 from runtime import Package, PackageError, ToolchainError, UnsupportedDeviceError, load, prebuilt, wheel
@@ -347,3 +349,18 @@ def test_a_gxx_that_does_not_know_the_processor_level(tiny, tmp_path, monkeypatc
     monkeypatch.setattr(wheel, "MIN_GXX_FOR_PROCESSOR", (99,))
     with pytest.raises(ToolchainError, match="needs g[+][+] 99 or later.*leave cpu out of TARGETS"):
         make_wheel(tiny.package, tmp_path)
+
+
+def test_a_wheel_that_cannot_be_written_is_told_by_its_cause(tiny, tmp_path, monkeypatch):
+    tiny.edit(lambda data: data["targets"].pop("sm_80"))
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(PackageError, match=r"cannot be written to .*a file stands where a folder is needed.*--out"):
+        make_wheel(tiny.package, tmp_path / "file" / "dist")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(PackageError, match="the disk is full .*free some space, or name another folder"):
+        make_wheel(tiny.package, tmp_path / "dist")
+    assert list((tmp_path / "dist").iterdir()) == []

@@ -78,3 +78,15 @@ def test_another_kind_of_processor_is_told(tiny_wheel, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(UnsupportedDeviceError, match="made for x86-64 processors, and this machine is aarch64"):
         load.load(Package(tiny_wheel))
+
+
+def test_a_wheel_on_a_noexec_mount_is_told(tiny_wheel, monkeypatch):
+    library = tiny_wheel / "libraries" / "cpu.so"
+    library.unlink()
+    library.write_bytes(b"no library")
+    with pytest.raises(PackageError, match="C library is at least as new"):
+        prebuilt.open_library(library)
+    monkeypatch.setattr(prebuilt, "can_be_loaded", lambda path: False)
+    with pytest.raises(PackageError, match="mounted noexec") as caught:
+        prebuilt.open_library(library)
+    assert "C library" not in str(caught.value)

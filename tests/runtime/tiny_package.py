@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime import Package
+from runtime.build import Build, plan_build
 
 ROOT = Path(__file__).parents[2]
 BATCH, FEATURES = 4, 8
@@ -95,6 +96,10 @@ class TinyPackage:
     @property
     def package(self) -> Package:
         return Package(self.path)
+
+    def plan(self, target: str = "cpu", capability: tuple[int, int] | None = None, portable: bool = False) -> Build:
+        """The build of a target."""
+        return plan_build(self.package, self.package.target(target), capability, portable)
 
     def edit(self, change) -> Package:
         """Rewrites the manifest with ``change(data)``; returns the package read afresh."""

@@ -206,7 +206,12 @@ def _scratch(spec: FusedSpec, buffered: bool, pools: tuple[BackwardPool, ...], g
 def _constants(
     spec: FusedSpec, forward: CpuKernel, pools: tuple[BackwardPool, ...], scratch: tuple[Scratch, ...], slabs: int, samples: int, parameters: int
 ) -> tuple[Constant, ...]:
-    items = [constant for constant in forward.constants if constant.name != "kScratch"]
+    """The forward's sizes, the channels with them, and what the backward adds. Of the forward's rows of maxima and its scratch it has no use."""
+    batch, *rest = forward.constants
+    dropped = {"kScratch", *(f"kRow{pool.suffix}" for pool in pools), *(f"kPooled{pool.suffix}" for pool in pools)}
+    of_group = Constant("kGroupChannels", str(spec.group_channels), "kChannels / kNumGroups")
+    items = [batch, Constant("kChannels", str(spec.channels), "channels at the norm")]
+    items += [of_group if constant.name == of_group.name else constant for constant in rest if constant.name not in dropped]
     for pool, step in zip(pools, spec.pools, strict=True):
         count = f"kPooledHeight{pool.suffix} * kPooledWidth{pool.suffix}"
         items.append(Constant(f"kPooledSize{pool.suffix}", str(math.prod(step.output_shape[2:])), count))

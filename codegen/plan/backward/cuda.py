@@ -180,7 +180,7 @@ def _kernel(spec: FusedSpec, twin: CpuBackwardKernel) -> tuple[CudaBackwardKerne
 def _constants(spec: FusedSpec, twin: CpuBackwardKernel, slabs: int, samples: int, parameters: int) -> tuple[Constant, ...]:
     """The cpu kernel's sizes with this kernel's slabs, and what the teams are."""
     dropped = ("kPiece", "kScratch", "kSlabs", "kSlabSamples", "kParameters")
-    items = [c for c in twin.constants if c.name not in dropped and not c.name.startswith("kRow")]
+    items = [c for c in twin.constants if c.name not in dropped]
     eps = Constant("kEps", float_literal(spec.norm.values["eps"]), "group_norm's eps, added to the variance", "float")
     items = [eps if c.name == "kEps" else c for c in items]
     return (

@@ -201,14 +201,14 @@ def _notes(folds: bool, pooled: bool, reduced: tuple[Reduced, ...]) -> tuple[str
 def _for_cuda(kernel: StageBackwardKernel, lead: Step) -> StageBackwardKernel:
     """The kernel with its threads: those of a row, or one for each position or window."""
     stage = kernel.stage.stage
-    dropped = ("kBlocks", "kThreads", "kWidth", "kVectors", "kLanes", "kSlices", "kRowsPerBlock", "kPlaneVectors", "kItems", "kWindowsPerBlock", "kWindow")
+    dropped = ("kRows", "kBlocks", "kThreads", "kWidth", "kVectors", "kLanes", "kSlices", "kRowsPerBlock", "kPlaneVectors", "kItems", "kWindowsPerBlock", "kWindow")
     items = [constant for constant in kernel.constants if constant.name not in dropped]
     threads = kernel.stage.lanes if stage == "rows" else THREADS
     places = {"rows": lead.input_shape[0] * threads, "columns": lead.input_shape[0] * math.prod(lead.input_shape[2:]), "windows": math.prod(lead.output_shape)}.get(stage, 0)
     blocks = -(-places // threads)
     if places:
         items.append(Constant("kThreads", str(threads), "threads of a block" + (", which share a row" if stage == "rows" else "")))
-        items.append(Constant("kBlocks", str(blocks), "kRows" if stage == "rows" else f"{places} {'positions' if stage == 'columns' else 'windows'}, kThreads to a block"))
+        items.append(Constant("kBlocks", str(blocks), "rows" if stage == "rows" else f"{places} {'positions' if stage == 'columns' else 'windows'}, kThreads to a block"))
     if stage == "columns":
         items.append(Constant("kPositions", str(places), "positions of all samples"))
     if stage == "windows":

@@ -123,8 +123,6 @@ def _constants(spec: FusedSpec, kernel: ConvKernel, windows: Windows) -> tuple[C
         c("kLoads", g.loads, "pixels that a thread has on their way"),
         *([c("kLowPlanes", "kOctets * kPlanePixels", "the low parts lie behind the high ones")] if g.parts == 2 else []),
         c("kZeroPixel", g.planes * g.plane, "behind the planes: what an odd number of taps leaves over of K"),
-        c("kFold", g.fold, "columns of a window that meet in a lane" if g.fold > 1 else "a column of a window each"),
-        c("kPieces", g.pieces, "extremes of a channel in a unit"),
         c("kPiecePitch", g.piece_pitch, "values from one channel's to the next's: odd, for the banks"),
         c("kTileWindows", g.used_columns // windows.size[1], "pooling windows of a unit"),
         c("kWindowPieces", windows.size[1] // g.fold, "extremes of a window"),

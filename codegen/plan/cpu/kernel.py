@@ -269,9 +269,8 @@ def _constants(spec: FusedSpec, ops: tuple[Apply, ...], pools: tuple[Pool, ...],
     norm = spec.norm.operator.name
     items = [
         Constant("kBatch", str(spec.batch), "batch"),
-        Constant("kChannels", str(spec.channels), "channels at the norm"),
         Constant("kNumGroups", str(spec.num_groups), "group_norm's num_groups" if norm == "group_norm" else f"{norm}: groups of a sample"),
-        Constant("kGroupChannels", str(spec.group_channels), "kChannels / kNumGroups"),
+        Constant("kGroupChannels", str(spec.group_channels), "channels / kNumGroups"),
     ]
     if len(spec.norm.input_shape) == 4:
         height, width = spec.norm.input_shape[2:]

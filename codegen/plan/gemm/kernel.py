@@ -246,9 +246,9 @@ def warp_constants(tile: Tile) -> tuple[Constant, ...]:
     """How a block's warps share its tile."""
     deep = " * warps_k" if tile.warps_k > 1 else ""
     return (
-        Constant("kWarpsM", str(tile.warps_m), "warps along the tile's rows"),
+        *(() if tile.presplit else (Constant("kWarpsM", str(tile.warps_m), "warps along the tile's rows"),)),
         Constant("kWarpsN", str(tile.warps_n), "warps along the tile's columns"),
-        Constant("kWarpsK", str(tile.warps_k), "layers of warps, each with its own part of K"),
+        *(() if tile.presplit else (Constant("kWarpsK", str(tile.warps_k), "layers of warps, each with its own part of K"),)),
         Constant("kThreads", str(tile.threads), "32 * warps_m * warps_n" + deep),
         Constant("kBlocksPerSm", str(tile.blocks_per_sm), f"leaves {tile.max_registers} registers a thread"),
         Constant("kWarpM", str(tile.warp_m), "tile_m / warps_m: rows of a warp's part"),
@@ -261,7 +261,7 @@ def panel_constants(tile: Tile, itemsize: int) -> tuple[Constant, ...]:
     deep = " * warps_k" if tile.warps_k > 1 else ""
     return (
         Constant("kRowBytes", str(tile.row_bytes), "one row of a panel in shared memory" + (", 16-bit parts" if tile.presplit else "")),
-        Constant("kPanelK", str(tile.panel_k(itemsize)), f"row_bytes / {2 if tile.presplit else itemsize}: values of K in a panel"),
+        *(() if tile.presplit else (Constant("kPanelK", str(tile.panel_k(itemsize)), f"row_bytes / {itemsize}: values of K in a panel"),)),
         Constant("kStageK", str(tile.stage_k(itemsize)), f"panel_k{deep}: values of K in a stage, " + ("one panel for each layer of warps" if deep else "one panel")),
         *(() if tile.presplit else (Constant("kStages", str(tile.stages), "stages in flight"),)),
     )

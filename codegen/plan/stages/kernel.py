@@ -134,10 +134,11 @@ def stage_kernel(
         arguments=(source_name, *(o.key for o in operands), "y"), constants=(), summary=_summary(stage, segment), stage=stage, reduction=reduction,
         dtype=spec.precision.dtype, source=FP32, result=result, lines=statements(spec, steps), operands=tuple(operands), applied=items, parallel=math.prod(lead.input_shape) >= 32768,
     )  # fmt: skip
-    made, constants = {"rows": _rows, "columns": _columns, "windows": _windows, "spread": _spread}[stage](kernel, lead, output, device)
+    made, sizes, launched = {"rows": _rows, "columns": _columns, "windows": _windows, "spread": _spread}[stage](kernel, lead, output, device)
     if target.language == "cpp":
-        made = replace(made, threads=0, blocks=0, smem_bytes=0)
-    return replace(made, constants=(*constants, *unique_constants(items)))
+        batch = [Constant("kBatch", str(lead.input_shape[0]), "batch")] if stage == "columns" else []
+        made, sizes, launched = replace(made, threads=0, blocks=0, smem_bytes=0), [*batch, *sizes], []
+    return replace(made, constants=(*sizes, *launched, *unique_constants(items)))
 
 
 def _stage(segment: Segment) -> tuple[str, str]:
@@ -156,16 +157,18 @@ def _summary(stage: str, segment: Segment) -> str:
     return f"{lead} {what}" + (f", then {', '.join(rest)}" if rest else "")
 
 
-def _rows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass) -> tuple[StageKernel, list[Constant]]:
+# Each gives a stage's kernel, the sizes that every target's source needs, and what a launch on a GPU adds to them.
+
+
+def _rows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass) -> tuple[StageKernel, list[Constant], list[Constant]]:
     rows, channels = lead.input_shape[0], lead.input_shape[1]
     width = math.gcd(VECTOR_BYTES // kernel.source.itemsize, channels)
     vectors = channels // width
     lanes = min(THREADS, max(32, 1 << max(0, math.ceil(math.log2(max(1, channels / ROW_VALUES))))))
     per_block = THREADS // 2 // lanes if lanes == 32 else 1  # what warps of a row leave for each other lies in one place of a block
     threads, blocks = lanes * per_block, -(-rows // per_block)
-    constants = [
-        Constant("kRows", str(rows), "batch"),
-        Constant("kChannels", str(channels), "values of a row"),
+    sizes = [Constant("kRows", str(rows), "batch"), Constant("kChannels", str(channels), "values of a row")]
+    launched = [
         Constant("kWidth", str(width), f"values of one access: {width * kernel.source.itemsize} bytes"),
         Constant("kVectors", str(vectors), "kChannels / kWidth"),
         Constant("kLanes", str(lanes), "threads of a row"),
@@ -177,10 +180,10 @@ def _rows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass) -
         kernel, width=width, lanes=lanes, rows_per_block=per_block, threads=threads, blocks=blocks, ragged=rows % per_block != 0,
         smem_bytes=0 if lanes == 32 else lanes // 32 * 8, max_registers=register_limit(threads, 2),
     )  # fmt: skip
-    return made, constants
+    return made, sizes, launched
 
 
-def _columns(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass) -> tuple[StageKernel, list[Constant]]:
+def _columns(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass) -> tuple[StageKernel, list[Constant], list[Constant]]:
     batch, channels = lead.input_shape[:2]
     plane = math.prod(lead.input_shape[2:])
     width = math.gcd(VECTOR_BYTES // max(kernel.source.itemsize, kernel.result.itemsize), plane)
@@ -190,10 +193,11 @@ def _columns(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass
         slices *= 2
     lanes = THREADS // slices
     blocks = -(-items // lanes)
-    constants = [
-        Constant("kBatch", str(batch), "batch"),
+    sizes = [
         Constant("kChannels", str(channels), "values of a position"),
         Constant("kPlane", str(plane), f"{' x '.join(map(str, lead.input_shape[2:]))} positions"),
+    ]
+    launched = [
         Constant("kWidth", str(width), "positions of a thread: neighbours"),
         Constant("kPlaneVectors", str(plane // width), "kPlane / kWidth"),
         Constant("kItems", str(items), f"{batch} samples x kPlaneVectors"),
@@ -206,10 +210,10 @@ def _columns(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass
         kernel, width=width, lanes=lanes, slices=slices, threads=THREADS, blocks=blocks, ragged=items % lanes != 0,
         smem_bytes=(slices - 1) * lanes * width * (8 if kernel.folds_wide else 4), max_registers=register_limit(THREADS, 2),
     )  # fmt: skip
-    return made, constants
+    return made, sizes, launched
 
 
-def _windows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass) -> tuple[StageKernel, list[Constant]]:
+def _windows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass) -> tuple[StageKernel, list[Constant], list[Constant]]:
     values = lead.values
     (_, _, height, columns), pooled = lead.input_shape, lead.output_shape[2:]
     size, stride, padding = values["kernel_size"], values["stride"], values["padding"]
@@ -219,7 +223,7 @@ def _windows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass
     lanes = 32 if window >= (MANY_WINDOW if outputs >= device.sms * MANY_THREADS else WARP_WINDOW) else 1
     per_block = THREADS // lanes
     blocks = -(-outputs // per_block)
-    constants = [
+    sizes = [
         Constant("kHeight", str(height), "rows of a plane"),
         Constant("kRow", str(columns), "values of a row"),
         Constant("kPooledRow", str(pooled[1]), "results of a row"),
@@ -227,13 +231,13 @@ def _windows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass
         Constant("kOutputs", str(outputs), "results"),
     ]
     for axis, name in enumerate(("Height", "Width")):
-        constants.append(Constant(f"kWindow{name}", str(size[axis]), f"{lead.operator.name}'s kernel_size"))
-        constants.append(Constant(f"kStride{name}", str(stride[axis]), f"{lead.operator.name}'s stride"))
+        sizes.append(Constant(f"kWindow{name}", str(size[axis]), f"{lead.operator.name}'s kernel_size"))
+        sizes.append(Constant(f"kStride{name}", str(stride[axis]), f"{lead.operator.name}'s stride"))
         if padding[axis]:
-            constants.append(Constant(f"kPadding{name}", str(padding[axis]), f"{lead.operator.name}'s padding"))
+            sizes.append(Constant(f"kPadding{name}", str(padding[axis]), f"{lead.operator.name}'s padding"))
         if dilation[axis] > 1:
-            constants.append(Constant(f"kDilation{name}", str(dilation[axis]), f"{lead.operator.name}'s dilation"))
-    constants += [
+            sizes.append(Constant(f"kDilation{name}", str(dilation[axis]), f"{lead.operator.name}'s dilation"))
+    launched = [
         Constant("kWindow", str(window), "values of a window"),
         Constant("kLanes", str(lanes), "threads of a window"),
         Constant("kThreads", str(THREADS), "threads of a block"),
@@ -246,7 +250,7 @@ def _windows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass
         kernel, lanes=lanes, threads=THREADS, blocks=blocks, ragged=outputs % per_block != 0, padding=padding, dilation=dilation, clipped_rows=clipped[0],
         clipped_columns=clipped[1], divisor=divisor, max_registers=register_limit(THREADS, 2),
     )  # fmt: skip
-    return made, constants
+    return made, sizes, launched
 
 
 def _divisor(lead: Step, clipped: tuple[bool, bool]) -> str:
@@ -269,12 +273,12 @@ def _divisor(lead: Step, clipped: tuple[bool, bool]) -> str:
     return " * ".join(f"({extent})" if " " in extent else extent for extent in extents)
 
 
-def _spread(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass) -> tuple[StageKernel, list[Constant]]:
+def _spread(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass) -> tuple[StageKernel, list[Constant], list[Constant]]:
     outputs = math.prod(output)
     width = math.gcd(VECTOR_BYTES // kernel.result.itemsize, outputs)
     blocks = -(-outputs // (THREADS * width))
-    constants = [
-        Constant("kOutputs", str(outputs), f"{' x '.join(map(str, output))} results"),
+    sizes = [Constant("kOutputs", str(outputs), f"{' x '.join(map(str, output))} results")]
+    launched = [
         Constant("kWidth", str(width), "results of a thread: neighbours"),
         Constant("kThreads", str(THREADS), "threads of a block"),
         Constant("kBlocks", str(blocks), "kOutputs / (kThreads x kWidth)" + (", rounded up" if outputs % (THREADS * width) else "")),
@@ -283,4 +287,4 @@ def _spread(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass)
         kernel, width=width, threads=THREADS, blocks=blocks, ragged=outputs % (THREADS * width) != 0, offset=element_offset(lead.input_shape, output),
         max_registers=register_limit(THREADS, 2),
     )  # fmt: skip
-    return made, constants
+    return made, sizes, launched
