@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from codegen.ir.fused_form import FusedSpec
 from codegen.plan.backward.cuda import plan_backward_cuda
 from codegen.plan.model import Launch, Plan
 from codegen.render import render_kernel
@@ -22,7 +23,7 @@ from tests.codegen.norm_harness import find_nvcc
 
 
 def planned(spec: Spec) -> Plan:
-    return plan_backward_cuda(spec, TARGETS["sm_80"], DEVICES["a100"])
+    return plan_backward_cuda(FusedSpec.of(spec), TARGETS["sm_80"], DEVICES["a100"])
 
 
 def build_emulated(folder: Path, specs: list[Spec]) -> list[Backward]:

@@ -19,12 +19,13 @@ from codegen.plan.conv_gemm.shape import Tiling, shape_of
 from codegen.plan.gemm.tiles import tiles_for
 from codegen.plan.model import Refusal
 from codegen.plan.planner import plan
-from codegen.spec import SpecError, load_spec
+from codegen.spec import SpecError
 from codegen.spec.reserved import BUFFERS
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.forced import planned_by, request_for
 from tests.codegen.gemm_promise import relative, round_to_tf32
 from tests.codegen.gemm_sm80_emulated import Layer, build
+from tests.fused import load_fused
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
@@ -53,7 +54,7 @@ class Case:
         text = {"name": name, "batch": self.batch, "precision": precision, "input": {"height": self.size[0], "width": self.size[1]}, "chain": chain, **keys}
         path = folder / f"{name}_{precision}.yaml"
         path.write_text(json.dumps(text))
-        return load_spec(str(path))
+        return load_fused(str(path))
 
 
 CASES = {
@@ -230,7 +231,7 @@ def test_a_parameter_cannot_take_the_name_of_a_buffer(tmp_path, name):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_buffer_has_a_reserved_name(tmp_path, precision):
-    specs = [load_spec(str(path), precision) for path in sorted(FOLDER.glob("*.yaml"))] + [case.spec(tmp_path, precision, name) for name, case in CASES.items()]
+    specs = [load_fused(str(path), precision) for path in sorted(FOLDER.glob("*.yaml"))] + [case.spec(tmp_path, precision, name) for name, case in CASES.items()]
     for spec, target in itertools.product([*specs, *(replace(spec, prepack=True) for spec in specs)], ("sm_80", "sm_90a")):
         with contextlib.suppress(Refusal):
             assert {b.name for b in plan(spec, target).buffers if ":" not in b.name} <= BUFFERS
