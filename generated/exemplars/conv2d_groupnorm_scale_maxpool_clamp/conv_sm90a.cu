@@ -110,50 +110,70 @@ __device__ __forceinline__ float finish_value(float v, float mean, float mean_re
 
 // --- instructions: one wrapper each (PTX ISA 9.0, 9.7.9 and 9.7.13 to 9.7.16) ---
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+// Makes new barriers visible to the cluster and to the copy engine.
+__device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
+// Arrives, and announces bytes that the barrier's phase waits for.
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
+
+// Whether the barrier's phase of this parity has ended; the hardware waits a while for it.
+__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
+  while (!try_wait(barrier, parity)) {
   }
 }
+
+// The same for barriers as objects in shared memory.
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) { barrier_init(shared_address(barrier), arrivals); }
+__device__ __forceinline__ void arrive(uint64_t* barrier) { arrive(shared_address(barrier)); }
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) { expect_bytes(shared_address(barrier), bytes); }
+__device__ __forceinline__ void wait(uint64_t* barrier, int parity, const char* name) { wait(shared_address(barrier), parity, name); }
 
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
+
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The address of `p`'s counterpart in CTA `rank` of the cluster.
-__device__ __forceinline__ uint32_t remote_address(const void* p, int rank) {
+
+// The address of the same place in CTA `rank` of the cluster.
+__device__ __forceinline__ uint32_t remote_address(uint32_t address, int rank) {
   uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
-// Stores four numbers and credits their 16 bytes to a barrier beside them; both addresses are of the same CTA.
+// Stores four numbers and credits their 16 bytes to a barrier; both addresses are of the same CTA.
 __device__ __forceinline__ void store_remote(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], { %1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d),
                "r"(barrier)
                : "memory");
 }
+
 __device__ __forceinline__ void max_remote(uint32_t to, uint32_t v) {
   asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
 
-// Ordinary stores before this are seen by the tensor cores after the next barrier.
-__device__ __forceinline__ void fence_operands() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders ordinary accesses to shared memory before later ones of the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
@@ -163,6 +183,7 @@ template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void sync_group(int group) { named_barrier(group + 1, 128); }
 
@@ -170,10 +191,6 @@ __device__ __forceinline__ void sync_group(int group) { named_barrier(group + 1,
 __device__ __forceinline__ void wait_for_turn(int group) { named_barrier(kTurnBarrier + group, 256); }
 __device__ __forceinline__ void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(kTurnBarrier + 1 - group) : "memory"); }
 
-// The one arrival that a barrier waits for, and the bytes that are still to come.
-__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
 // Copies a run of bytes into shared memory and credits them to the barrier; all three are multiples of 16.
 __device__ __forceinline__ void copy_run(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
@@ -183,12 +200,17 @@ __device__ __forceinline__ void copy_run(void* to, const void* from, int bytes, 
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most kPending groups are in flight.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
 
-// Waits for the multiplications and pins the accumulators, which the compiler would otherwise read early.
-__device__ __forceinline__ void wgmma_wait(float (&d)[kAccumulators]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+// Keeps the compiler from reading accumulators before this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // A place in this CTA's shared memory as descriptors hold it: in units of 16 bytes, without the bits that tell the cluster's CTAs apart.
@@ -201,7 +223,7 @@ __device__ __forceinline__ uint64_t pixels(uint32_t start, uint32_t distance) {
   return kNextCore | (distance << 16 | start);
 }
 
-// d (64 channels x 128 pixels, fp32) += a (64 x 16) b (16 x 128), or = where `accumulate` is false; a's halves along K are two fragments.
+// d (64 x 128, fp32) += a (64 x 16) b (16 x 128), or = where `accumulate` is false. d is in flight until wgmma_wait. a: two registers for each half of its 16 columns, b: a matrix descriptor.
 __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t (&first)[2], const uint32_t (&second)[2], uint64_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
@@ -222,19 +244,18 @@ __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t 
       : "r"(first[0]), "r"(first[1]), "r"(second[0]), "r"(second[1]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// Two values as a pair of operands, rounded to nearest; the first in the lower half.
+// Two values, rounded to nearest, in a 32-bit word.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
+
+// The two values in a 32-bit word.
 __device__ __forceinline__ float2 unpack(uint32_t word) {
   return __half22float2(*reinterpret_cast<const __half2*>(&word));
 }
 
 // --- the work of a CTA, and its shared memory ---
-
-__device__ __forceinline__ float to_float(float v) { return v; }
-__device__ __forceinline__ float from_float(float v) { return v; }
 
 // The tensors, as torch lays them out.
 struct Arguments {
@@ -247,14 +268,18 @@ struct Arguments {
   float* y;
 };
 
-// Values of a set: their number, their mean as `mean` and the `rest` that rounding left, and the sum of squared differences from it.
+// Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
+// from it.
 struct Moments {
-  float count, mean, rest, m2;
+  float count;
+  float mean;
+  float mean_rest;
+  float m2;
 };
 
-// From a value before the norm to the end of the affine operators: fmaf((v - mean) - rest, factor, offset).
+// From a value before the norm to the end of the affine operators: fmaf((v - mean) - mean_rest, factor, offset).
 struct alignas(16) Coefficients {
-  float mean, rest, factor, offset;
+  float mean, mean_rest, factor, offset;
 };
 
 // What a multiplying warpgroup knows of one of its 64 rows.
@@ -402,7 +427,7 @@ struct Room {
 
   __device__ __forceinline__ void wait_for(int rows, const Work& work) {
     while (rows > freed + kRing) {
-      wait(&shared().strip_done[done % kStripBarriers], done / kStripBarriers & 1);
+      wait(&shared().strip_done[done % kStripBarriers], done / kStripBarriers & 1, "strip done");
       const Part part = work.part(item);
       freed += part.freed_rows(strip);
       ++done;
@@ -430,9 +455,9 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
     const int rows = chunk.rows(work);
     const Chunk next = chunk.next(work);
     room.wait_for(stream + rows, work);
-    wait(&s.raw_ready[stage], phase);
+    wait(&s.raw_ready[stage], phase, "raw rows ready");
     convert_chunk(work, chunk, stage, stream, largest);
-    fence_operands();
+    fence_async();
     __syncwarp();
     if (lane < rows) arrive(&s.row_ready[slot_behind(stream % kRing, lane)]);  // a lane for each row
 
@@ -451,7 +476,7 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
       // A thread that saw faint values alone tells of infinity: one far value must not hide that the others lost digits.
       const bool faint = largest > 0.0f && largest < kSmallestInput;
       const uint32_t bits = __reduce_max_sync(0xffffffffu, faint ? 0x7f800000u : __float_as_uint(largest));
-      if (lane < kCluster) max_remote(remote_address(&s.largest[chunk.item], lane), bits);
+      if (lane < kCluster) max_remote(remote_address(shared_address(&s.largest[chunk.item]), lane), bits);
       largest = 0.0f;
     }
     chunk = next;
@@ -477,11 +502,11 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
   for (int h = 0; h < 2; ++h) {
     const int index = row_of(h);
     const int channel = index;
-    const float c_gamma = to_float(a.p_gamma[channel]);
-    const float c_scale = to_float(a.p_scale[channel]);
+    const float c_gamma = a.p_gamma[channel];
+    const float c_scale = a.p_scale[channel];
     Channel own;
     own.sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
-    own.c_conv_bias = to_float(a.p_conv_bias[channel]);
+    own.c_conv_bias = a.p_conv_bias[channel];
 
     // A fragment's register holds two neighbouring input channels of one output channel.
     const float* from = a.weight + (channel * kInChannels + lane % 4 * 2) * kTaps;
@@ -491,7 +516,7 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
 #pragma unroll
       for (int next = 0; next < 2; ++next) {
         const int at = half / kTaps * 8 + next;
-        values[half][next] = to_float(from[at * kTaps + half % kTaps]);
+        values[half][next] = from[at * kTaps + half % kTaps];
       }
     }
     float largest = 0.0f;
@@ -533,7 +558,7 @@ __device__ __forceinline__ float whole(float sum, float rest) { return isinf(sum
 
 // Moments of the union of sets (Chan, Golub and LeVeque, 1983), in the order in which they are stored: the same bits on every run. The mean of
 // the sets' distances from a first mean is what rounding left of it, so one far set costs the others nothing; equal means stay exact.
-__device__ __forceinline__ Moments merge(const Moments* sets, int count) {
+__device__ __forceinline__ Moments merge_sets(const Moments* sets, int count) {
   int first = 0;
   while (first + 1 < count && sets[first].count == 0.0f) ++first;
   const float origin = sets[first].mean;
@@ -546,12 +571,12 @@ __device__ __forceinline__ Moments merge(const Moments* sets, int count) {
   float left = 0.0f, m2 = 0.0f, m2_rest = 0.0f;
   for (int i = first; i < count; ++i) {
     if (sets[i].count == 0.0f) continue;
-    const float delta = __fsub_rn(sets[i].mean, mean) + sets[i].rest;
+    const float delta = __fsub_rn(sets[i].mean, mean) + sets[i].mean_rest;
     left = fmaf(sets[i].count, delta, left);
     accumulate(m2, m2_rest, fmaf(sets[i].count * delta, delta, sets[i].m2));
   }
-  const float rest = left / total;
-  return {total, mean, rest, fmaf(-rest, left, whole(m2, m2_rest))};
+  const float mean_rest = left / total;
+  return {total, mean, mean_rest, fmaf(-mean_rest, left, whole(m2, m2_rest))};
 }
 
 // 1 over the standard deviation of a group. A negative m2 is that of values kShrink times as large.
@@ -561,9 +586,9 @@ __device__ __forceinline__ float rstd_of(const Moments& group) {
 
 // What a channel's values meet after the norm's statistics are known.
 __device__ __forceinline__ Coefficients coefficients_of(const Moments& group, int channel, const Arguments& a) {
-  const float c_gamma = to_float(a.p_gamma[channel]);
-  const float c_beta = to_float(a.p_beta[channel]);
-  const float c_scale = to_float(a.p_scale[channel]);
+  const float c_gamma = a.p_gamma[channel];
+  const float c_beta = a.p_beta[channel];
+  const float c_scale = a.p_scale[channel];
   const float sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
   float factor = rstd_of(group);
   float offset = 0.0f;
@@ -571,20 +596,23 @@ __device__ __forceinline__ Coefficients coefficients_of(const Moments& group, in
   offset = c_beta;
   factor *= c_scale;  // mul(shape=(64, 1, 1), init=ones)
   offset *= c_scale;
-  return {sign * group.mean, sign * group.rest, sign * factor, offset};
+  return {sign * group.mean, sign * group.mean_rest, sign * factor, offset};
 }
 
 // What a lane has seen of one sample: the values of each of its two channels.
 struct Tally {
   float values;
-  float mean[2], rest[2], m2[2], m2_rest[2];
+  float mean[2], mean_rest[2], m2[2], m2_rest[2];
 };
 
-// Moments of the union of `count` values, of which b's are `share`, by differences of means alone: their rounding is as small as the spread.
+// Moments of the union of `count` values, of which b's are `share` (Chan's formula): only differences of means are rounded, which are as small
+// as the spread.
 __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b, float count, float share) {
-  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
-  const float mean = fmaf(d, share, a.mean);
-  return {count, mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * (a.count * share) * all};
+  const float delta = __fsub_rn(b.mean, a.mean);
+  const float delta_rest = b.mean_rest - a.mean_rest;
+  const float both = delta + delta_rest;
+  const float mean = fmaf(delta, share, a.mean);
+  return {count, mean, a.mean_rest + fmaf(delta_rest, share, fmaf(delta, share, __fsub_rn(a.mean, mean))), a.m2 + b.m2 + both * (a.count * share) * both};
 }
 
 // The same; an empty `b` changes nothing.
@@ -599,7 +627,7 @@ __device__ __forceinline__ Moments lane_merge(Moments own) {
 #pragma unroll
   for (int bit = kFirst; bit < kLanes; bit *= 2) {
     const Moments other = {__shfl_xor_sync(0xffffffffu, own.count, bit), __shfl_xor_sync(0xffffffffu, own.mean, bit),
-                           __shfl_xor_sync(0xffffffffu, own.rest, bit), __shfl_xor_sync(0xffffffffu, own.m2, bit)};
+                           __shfl_xor_sync(0xffffffffu, own.mean_rest, bit), __shfl_xor_sync(0xffffffffu, own.m2, bit)};
     own = threadIdx.x & bit ? merge(other, own) : merge(own, other);
   }
   return own;
@@ -636,7 +664,8 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], uint3
   wgmma(acc, high[8], low[8], pixels(tile + 258, 2048), true);  // high 2,2, low 2,2 low x
   wgmma_commit();
   pass_turn(group);  // issuing takes as long as multiplying: the tensor cores are nearly free
-  wgmma_wait(acc);
+  wgmma_wait<0>();
+  pin(acc);
 }
 
 // Values of a channel that this lane holds of a tile.
@@ -687,8 +716,8 @@ __device__ __forceinline__ void take_tile(const float (&acc)[kAccumulators], int
     const float correction = left * inverse;
     float whole_mean = mean, rest = 0.0f;
     accumulate(whole_mean, rest, correction);
-    const Moments all = merge({tally.values, tally.mean[h], tally.rest[h], 0.0f}, {values, whole_mean, rest, fmaf(-correction, left, even + odd)}, count, share);
-    tally.mean[h] = all.mean, tally.rest[h] = all.rest;
+    const Moments all = merge({tally.values, tally.mean[h], tally.mean_rest[h], 0.0f}, {values, whole_mean, rest, fmaf(-correction, left, even + odd)}, count, share);
+    tally.mean[h] = all.mean, tally.mean_rest[h] = all.mean_rest;
     accumulate(tally.m2[h], tally.m2_rest[h], all.m2);
   }
   tally.values = count;
@@ -717,12 +746,12 @@ __device__ __forceinline__ void publish_moments(const Channel* channels, const T
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int channel = row_of(h);
-    Moments own = lane_merge<1, 4>({tally.values, tally.mean[h], tally.rest[h], whole(tally.m2[h], tally.m2_rest[h])});
+    Moments own = lane_merge<1, 4>({tally.values, tally.mean[h], tally.mean_rest[h], whole(tally.m2[h], tally.m2_rest[h])});
     // From accumulators to the norm's input.
     const float unscale = channels[channel].unscale;
-    own.mean *= unscale, own.rest *= unscale, own.m2 *= unscale * unscale;
-    accumulate(own.mean, own.rest, channels[channel].sign * channels[channel].c_conv_bias);
-    own.mean *= channels[channel].sign, own.rest *= channels[channel].sign;
+    own.mean *= unscale, own.mean_rest *= unscale, own.m2 *= unscale * unscale;
+    accumulate(own.mean, own.mean_rest, channels[channel].sign * channels[channel].c_conv_bias);
+    own.mean *= channels[channel].sign, own.mean_rest *= channels[channel].sign;
     own = lane_merge<4, 4 * kMerged>(own);
     both[h] = own;
   }
@@ -734,8 +763,8 @@ __device__ __forceinline__ void publish_moments(const Channel* channels, const T
     // The lanes that share the set share the CTAs.
     const int to = threadIdx.x % (4 * kMerged);
     if (to < kCluster) {
-      store_remote(remote_address(&s.moments[item % 2][set][work.rank][group], to), own.count, own.mean, own.rest, own.m2,
-                   remote_address(&s.moments_ready[item % 2], to));
+      store_remote(remote_address(shared_address(&s.moments[item % 2][set][work.rank][group]), to), own.count, own.mean, own.mean_rest, own.m2,
+                   remote_address(shared_address(&s.moments_ready[item % 2]), to));
     }
   }
   if (threadIdx.x == 0) expect_bytes(&s.moments_ready[item % 2], static_cast<int>(sizeof(s.moments[0])));
@@ -753,19 +782,19 @@ __device__ __forceinline__ void note_limit(const Moments& group, float unscale, 
 // Each warpgroup merges for itself, when it first needs the result.
 __device__ __forceinline__ void finish_statistics(const Work& work, int item, int group, const Arguments& a) {
   Shared& s = shared();
-  wait(&s.moments_ready[item % 2], item / 2 & 1);
+  wait(&s.moments_ready[item % 2], item / 2 & 1, "moments ready");
   const int channel = threadIdx.x % 128;
   if (channel < kChannels) {
-    const Moments total = merge(&s.moments[item % 2][channel / kGroupChannels * kSetsOfGroup][0][0], kSetsOfGroup * kCluster * kMultiplyGroups);
+    const Moments total = merge_sets(&s.moments[item % 2][channel / kGroupChannels * kSetsOfGroup][0][0], kSetsOfGroup * kCluster * kMultiplyGroups);
     note_limit(total, s.channels[group][channel].unscale, &s.limit[item]);
     Coefficients own = coefficients_of(total, channel, a);
     // The slots hold accumulators, so the mean becomes one: less the bias, over the scale, which is a power of two.
     const Channel& units = s.channels[group][channel];
-    accumulate(own.mean, own.rest, -units.sign * units.c_conv_bias);
-    const float rest = own.rest;
-    own.rest = 0.0f;
-    accumulate(own.mean, own.rest, rest);
-    own.mean /= units.unscale, own.rest /= units.unscale, own.factor *= units.unscale;
+    accumulate(own.mean, own.mean_rest, -units.sign * units.c_conv_bias);
+    const float rest = own.mean_rest;
+    own.mean_rest = 0.0f;
+    accumulate(own.mean, own.mean_rest, rest);
+    own.mean /= units.unscale, own.mean_rest /= units.unscale, own.factor *= units.unscale;
     s.coefficients[group][channel] = own;
   }
   sync_group(group);
@@ -781,7 +810,7 @@ __device__ __forceinline__ void write_row(float* y, const float* slot, const Coe
       const int channel = i * kAtOnce + first;
       const Coefficients c = coefficients[channel];
       const float v = slot[channel * kSlotPitch + column];
-      y[channel * kPooledPlane + column] = from_float(finish_value(v, c.mean, c.rest, c.factor, c.offset));
+      y[channel * kPooledPlane + column] = finish_value(v, c.mean, c.mean_rest, c.factor, c.offset);
     }
   }
 }
@@ -829,40 +858,40 @@ __device__ __forceinline__ void exact_sample(const Arguments& a, const Work& wor
       for (int i = threadIdx.x; i < kGroupSize; i += kMultiplyThreads) {
         const int channel = first_channel + i / (kOutHeight * kOutWidth);
         const int place = i % (kOutHeight * kOutWidth);
-        const float v = times * exact_value(image, a.weight + channel * kInChannels * kTaps, place / kOutWidth, place % kOutWidth, to_float(a.p_conv_bias[channel]));
+        const float v = times * exact_value(image, a.weight + channel * kInChannels * kTaps, place / kOutWidth, place % kOutWidth, a.p_conv_bias[channel]);
         own.count += 1.0f;
-        const float delta = __fsub_rn(v, own.mean) - own.rest;
+        const float delta = __fsub_rn(v, own.mean) - own.mean_rest;
         const float step = delta / own.count;
         const float mean = __fadd_rn(own.mean, step);
-        own.rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
+        own.mean_rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
         own.mean = mean;
-        accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.rest));
+        accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.mean_rest));
       }
       own.m2 = whole(own.m2, m2_rest);
       named_barrier(kExactBarrier, kMultiplyThreads);
       scratch[threadIdx.x] = own;
       named_barrier(kExactBarrier, kMultiplyThreads);
-      total = merge(scratch, kMultiplyThreads);
-      if (times != 1.0f) total = {total.count, total.mean * kGrow, total.rest * kGrow, -total.m2};
+      total = merge_sets(scratch, kMultiplyThreads);
+      if (times != 1.0f) total = {total.count, total.mean * kGrow, total.mean_rest * kGrow, -total.m2};
       if (times != 1.0f || total.m2 < INFINITY) break;
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < kGroupChannels * kPooledPlane; i += kMultiplyThreads) {
       const int channel = first_channel + i / kPooledPlane;
       const int place = i % kPooledPlane;
-      const float c_gamma = to_float(a.p_gamma[channel]);
-      const float c_scale = to_float(a.p_scale[channel]);
+      const float c_gamma = a.p_gamma[channel];
+      const float c_scale = a.p_scale[channel];
       const float sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
       float best = -INFINITY;
 #pragma unroll 1
       for (int w = 0; w < kWindowHeight * kWindowWidth; ++w) {
         const int row = place / kPooledWidth * kWindowHeight + w / kWindowWidth;
         const int column = place % kPooledWidth * kWindowWidth + w % kWindowWidth;
-        best = fmaxf(best, sign * exact_value(image, a.weight + channel * kInChannels * kTaps, row, column, to_float(a.p_conv_bias[channel])));
+        best = fmaxf(best, sign * exact_value(image, a.weight + channel * kInChannels * kTaps, row, column, a.p_conv_bias[channel]));
       }
       const Coefficients c = coefficients_of(total, channel, a);
       a.y[(sample * kOutChannels + channel) * kPooledPlane + place] =
-          from_float(finish_value(best, c.mean, c.rest, c.factor, c.offset));
+          finish_value(best, c.mean, c.mean_rest, c.factor, c.offset);
     }
   }
 }
@@ -902,7 +931,7 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
         const int first = stream + top + row;  // row of x at the tile's top
         const int last = first + kKernelHeight - 1;
         const uint32_t tile = operand_address(memory) + first % kRing * kPitch;
-        wait(&s.row_ready[last % kRing], last / kRing & 1);
+        wait(&s.row_ready[last % kRing], last / kRing & 1, "row ready");
         float acc[kAccumulators];
         multiply_tile(acc, tile, high, low, group);
         take_tile(acc, columns, extremes, tally);
@@ -913,12 +942,12 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
       }
       if (rows == 0) {  // a part may have fewer strips; rows must be waited for in order all the same
         const int last = stream + part.input_rows() - 1;
-        wait(&s.row_ready[last % kRing], last / kRing & 1);
+        wait(&s.row_ready[last % kRing], last / kRing & 1, "row ready");
       } else {
         // A barrier's next phase may not begin before somebody has waited for this one, and tiles wait for their last rows alone.
         for (int row = threadIdx.x % 32; row < part.freed_rows(strip); row += 32) {
           const int freed = stream + top + row;
-          wait(&s.row_ready[freed % kRing], freed / kRing & 1);
+          wait(&s.row_ready[freed % kRing], freed / kRing & 1, "row ready");
         }
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(&s.strip_done[(strips + strip) % kStripBarriers]);
@@ -961,9 +990,9 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1) conv(c
     for (int i = 0; i < kStripBarriers; ++i) barrier_init(&s.strip_done[i], 4);   // a multiplying warpgroup's
     for (int i = 0; i < kRawStages; ++i) barrier_init(&s.raw_ready[i], 1);
     for (int i = 0; i < 2; ++i) barrier_init(&s.moments_ready[i], 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init_done();
   }
-  fence_operands();
+  fence_async();
   cluster_sync();
 
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);

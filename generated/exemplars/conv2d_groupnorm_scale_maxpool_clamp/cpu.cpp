@@ -77,13 +77,13 @@ inline std::int32_t maximum(std::int32_t a, std::int32_t b) {
   return a > b ? a : b;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
   double m2;  // sum of the squared deviations from the mean
 };
 
 // Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -101,7 +101,7 @@ inline Moments moments(const float* value, int count) {
 }
 
 // The moments of two sets together (Chan, Golub, LeVeque).
-inline Moments merge(Moments a, int count_a, Moments b, int count_b) {
+inline DoubleMoments merge(DoubleMoments a, int count_a, DoubleMoments b, int count_b) {
   const double share_b = static_cast<double>(count_b) / (count_a + count_b);
   const double delta = b.mean - a.mean;
   return {a.mean + delta * share_b, a.m2 + b.m2 + delta * delta * share_b * count_a};
@@ -115,7 +115,7 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
 
   const float* const value = t0 + std::int64_t{index} * kGroupSize;
 
-  Moments group = moments(value, kPiece);
+  DoubleMoments group = moments(value, kPiece);
   for (int begin = kPiece; begin < kGroupSize; begin += kPiece) {
     const int count = kGroupSize - begin < kPiece ? kGroupSize - begin : kPiece;
     group = merge(group, begin, moments(value + begin, count), count);

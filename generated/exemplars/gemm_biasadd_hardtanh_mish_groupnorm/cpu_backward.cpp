@@ -102,13 +102,13 @@ inline float before_norm_grad(float v, float g, float bias_c, float& bias_g) {
   return g;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
   double m2;  // sum of the squared deviations from the mean
 };
 
 // Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -141,7 +141,7 @@ inline void run_group(const float* t0, const float* bias_data, const float* grou
     value[i] = before_norm(source[i], bias_data[first + i]);
   }
 
-  const Moments group = moments(value, kGroupSize);
+  const DoubleMoments group = moments(value, kGroupSize);
   const float mean = static_cast<float>(group.mean);
   const float mean_rest = static_cast<float>(group.mean - mean);
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));

@@ -89,13 +89,15 @@ struct Arguments {
 
 // --- instructions: one wrapper each (PTX ISA 9.0, 9.7.9 and 9.7.13 to 9.7.16) ---
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+// Makes new barriers visible to the cluster and to the copy engine.
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// Arrives, and announces bytes that the barrier's phase waits for.
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -107,6 +109,21 @@ __device__ __forceinline__ void arrive(uint32_t barrier, int rank) {
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
       : "memory");
 }
+__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
+// Whether the barrier's phase of this parity has ended; the hardware waits a while for it.
+__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
+  while (!try_wait(barrier, parity)) {
+  }
+}
 
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
@@ -116,17 +133,6 @@ __device__ __forceinline__ int cluster_rank() {
 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-
-__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
-  uint32_t done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done;
 }
 
 // Copies a box of the tensor behind `map` to shared memory and credits its bytes to the barrier; what lies outside the tensor reads as 0.
@@ -154,6 +160,7 @@ template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Waits until the kernel before this one has finished and its results are visible (programmatic dependent launch).
@@ -167,6 +174,7 @@ __device__ __forceinline__ float4 load_shared(uint32_t from) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most kPending groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -178,8 +186,8 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t tile) {
 }
 constexpr int kDescriptorStep = 2;  // 16 halves = 32 bytes, in units of 16
 
-// d += a b^T, or d = a b^T where `accumulate` is false; d is in flight until wgmma_wait. a: the four registers of a 64 x 16 fragment.
-__device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+// d (64 x 128, fp32) += a (64 x 16) b (16 x 128), or = where `accumulate` is false. d is in flight until wgmma_wait. a: four registers, b: a matrix descriptor.
+__device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
@@ -222,11 +230,6 @@ struct Ring {
     }
   }
 };
-
-__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
-  while (!try_wait(barrier, parity)) {
-  }
-}
 
 // --- schedule: clusters take units in turn; units that follow each other share rows of W, which L2 then holds ---
 
@@ -324,8 +327,8 @@ __device__ __forceinline__ void look_at(Seen& seen, int h, uint32_t halves) {
       : "+r"(seen.largest[h]), "+r"(seen.faint[h]) : "r"(halves), "r"(kFaintHalves));
 }
 
-// Two values, rounded to nearest, as halves in a word.
-__device__ __forceinline__ uint32_t to_halves(float low, float high) {
+// Two values, rounded to nearest, in a 32-bit word.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
@@ -333,11 +336,11 @@ __device__ __forceinline__ uint32_t to_halves(float low, float high) {
 // v * kWeightScale = high + low up to 2^-22 of v or 2^-25, both halves. The product of a half with the scale is exact.
 __device__ __forceinline__ void split_pair(float v0, float v1, uint32_t& high, uint32_t& low) {
   const uint32_t scale = kWeightScaleHalves;
-  const uint32_t rounded = to_halves(v0, v1);
+  const uint32_t rounded = pack(v0, v1);
   const __half2 scaled = __hmul2(*reinterpret_cast<const __half2*>(&rounded), *reinterpret_cast<const __half2*>(&scale));
   const float2 part = __half22float2(scaled);
   high = *reinterpret_cast<const uint32_t*>(&scaled);
-  low = to_halves(fmaf(v0, kWeightScale, -part.x), fmaf(v1, kWeightScale, -part.y));
+  low = pack(fmaf(v0, kWeightScale, -part.x), fmaf(v1, kWeightScale, -part.y));
 }
 
 // 16 rows x 16 k of W as a warp reads them: lane l has k = 4 (l % 4) .. + 3 of rows l / 4 and l / 4 + 8, 16 bytes each and no two lanes in
@@ -463,10 +466,8 @@ __device__ __forceinline__ float mish(float v) {
   return v * divide(n, n + 2.0f);
 }
 
-__device__ __forceinline__ float to_float(float v) { return v; }
-
 __device__ __forceinline__ float parameter(const float* vector, int channel) {
-  return to_float(vector[channel]);
+  return vector[channel];
 }
 
 // --- guard: values that scaled halves cannot carry are found on the way, and their sums computed again in fp32 ---
@@ -479,15 +480,16 @@ __device__ __forceinline__ const float* input_row(const Arguments& arguments, in
   return arguments.x + static_cast<size_t>(sample) * kInFeatures;
 }
 
-// The largest and the sum of what the four lanes of a quad have: a row of W.
+// The sum over the four lanes that hold a row's columns.
+__device__ __forceinline__ float quad_sum(float v) {
+  v += __shfl_xor_sync(0xffffffffu, v, 1);
+  return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+// The largest value over the same lanes.
 __device__ __forceinline__ float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
   return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float v) {
-  v += __shfl_xor_sync(~0u, v, 1);
-  return v + __shfl_xor_sync(~0u, v, 2);
 }
 
 __device__ __forceinline__ float2 pair_of(uint32_t halves) { return __half22float2(*reinterpret_cast<const __half2*>(&halves)); }
@@ -576,28 +578,28 @@ __device__ __forceinline__ void unscale(float (&v)[kBlocks][kAccumulators], cons
 constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
 constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
-// Of a set of values: its mean is `mean` + `rest`, which holds what rounding left, m2 the sum of squared differences from it. Where that exceeds
+// Of a set of values: its mean is `mean` + `mean_rest`, which holds what rounding left, m2 the sum of squared differences from it. Where that exceeds
 // fp32's range, m2 is that of the values times kShrink, and negative.
-struct Moments {
-  float mean, rest, m2;
+struct UncountedMoments {
+  float mean, mean_rest, m2;
 };
 
 // Only differences of means are rounded, which are as small as the spread: neither a far mean nor one far value costs the others their bits.
 // __fsub_rn keeps the compiler from fusing a difference with the product that made its operand, which would differ from the value kept.
-__device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float other_count) {
+__device__ __forceinline__ UncountedMoments merge(const UncountedMoments& a, float count, const UncountedMoments& b, float other_count) {
   const float share = other_count / (count + other_count);
-  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
+  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.mean_rest - a.mean_rest, all = d + d_rest;
   const float mean = fmaf(d, share, a.mean);
-  return {mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * all * (count * share)};
+  return {mean, a.mean_rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * all * (count * share)};
 }
 
-__device__ __forceinline__ bool beyond_range(const Moments& m) { return !(m.m2 < INFINITY); }
-__device__ __forceinline__ Moments shrunk(const Moments& m) { return {m.mean * kShrink, m.rest * kShrink, m.m2 < 0.0f ? -m.m2 : m.m2 * kShrink * kShrink}; }
-__device__ __forceinline__ Moments grown(const Moments& m) { return {m.mean * kGrow, m.rest * kGrow, -m.m2}; }
+__device__ __forceinline__ bool beyond_range(const UncountedMoments& m) { return !(m.m2 < INFINITY); }
+__device__ __forceinline__ UncountedMoments shrunk(const UncountedMoments& m) { return {m.mean * kShrink, m.mean_rest * kShrink, m.m2 < 0.0f ? -m.m2 : m.m2 * kShrink * kShrink}; }
+__device__ __forceinline__ UncountedMoments grown(const UncountedMoments& m) { return {m.mean * kGrow, m.mean_rest * kGrow, -m.m2}; }
 
 // The same, whatever the sizes of the values.
-__device__ __forceinline__ Moments join(const Moments& a, float count, const Moments& b, float other_count) {
-  const Moments both = merge(a, count, b, other_count);
+__device__ __forceinline__ UncountedMoments join(const UncountedMoments& a, float count, const UncountedMoments& b, float other_count) {
+  const UncountedMoments both = merge(a, count, b, other_count);
   if (a.m2 >= 0.0f && b.m2 >= 0.0f && !beyond_range(both)) return both;
   return grown(merge(shrunk(a), count, shrunk(b), other_count));
 }
@@ -607,35 +609,35 @@ struct Normaliser {
   float mean, rstd, offset;
 };
 
-__device__ __forceinline__ Normaliser normaliser(const Moments& group) {
+__device__ __forceinline__ Normaliser normaliser(const UncountedMoments& group) {
   const float rstd = group.m2 < 0.0f ? kShrink / sqrtf(-group.m2 * (1.0f / kGroupWidth)) : 1.0f / sqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);
-  return {group.mean, rstd, -group.rest * rstd};
+  return {group.mean, rstd, -group.mean_rest * rstd};
 }
 
 // `kShrunk`: of the values times kShrink.
 template <bool kShrunk>
-__device__ __forceinline__ Moments of_two(float a, float b) {
+__device__ __forceinline__ UncountedMoments of_two(float a, float b) {
   if (kShrunk) a *= kShrink, b *= kShrink;
   const float d = __fsub_rn(b, a), mean = fmaf(d, 0.5f, a);
   return {mean, fmaf(d, 0.5f, __fsub_rn(a, mean)), 0.5f * d * d};
 }
 
 // In shared memory, three numbers of kTileSamples samples each lie in planes: of a strip its moments, of a group its normaliser.
-__device__ __forceinline__ Moments load_moments(const float* from) { return {from[0], from[kTileSamples], from[2 * kTileSamples]}; }
-__device__ __forceinline__ void store_moments(float* to, const Moments& m) { to[0] = m.mean, to[kTileSamples] = m.rest, to[2 * kTileSamples] = m.m2; }
+__device__ __forceinline__ UncountedMoments load_moments(const float* from) { return {from[0], from[kTileSamples], from[2 * kTileSamples]}; }
+__device__ __forceinline__ void store_moments(float* to, const UncountedMoments& m) { to[0] = m.mean, to[kTileSamples] = m.mean_rest, to[2 * kTileSamples] = m.m2; }
 __device__ __forceinline__ void store_normaliser(float* to, const Normaliser& n) { to[0] = n.mean, to[kTileSamples] = n.rstd, to[2 * kTileSamples] = n.offset; }
 
 // Two lanes that differ in `bit` hold moments of `count` values for two samples each: the lane with the bit takes over the second sample.
-__device__ __forceinline__ Moments share_out(const Moments& first, const Moments& second, int lane, int bit, int count) {
+__device__ __forceinline__ UncountedMoments share_out(const UncountedMoments& first, const UncountedMoments& second, int lane, int bit, int count) {
   const bool upper = lane & bit;
-  const Moments own = upper ? second : first, given = upper ? first : second;
-  const Moments got = {__shfl_xor_sync(~0u, given.mean, bit), __shfl_xor_sync(~0u, given.rest, bit), __shfl_xor_sync(~0u, given.m2, bit)};
+  const UncountedMoments own = upper ? second : first, given = upper ? first : second;
+  const UncountedMoments got = {__shfl_xor_sync(~0u, given.mean, bit), __shfl_xor_sync(~0u, given.mean_rest, bit), __shfl_xor_sync(~0u, given.m2, bit)};
   return merge(own, count, got, count);
 }
 
 // The channels of a strip that this thread holds, for sample `c` of its 8.
 template <bool kShrunk>
-__device__ __forceinline__ Moments thread_moments(const float (&v)[kBlocks][kAccumulators], int block, int samples, int c) {
+__device__ __forceinline__ UncountedMoments thread_moments(const float (&v)[kBlocks][kAccumulators], int block, int samples, int c) {
   const int at = 16 * samples + 4 * (c / 2) + c % 2;
   return of_two<kShrunk>(v[block][at], v[block][at + 2]);
 }
@@ -643,8 +645,8 @@ __device__ __forceinline__ Moments thread_moments(const float (&v)[kBlocks][kAcc
 // A warp's strip of kStripValues channels, for 32 samples: lanes exchange halves of the samples they still look after, so that each ends
 // up with one, which `strip_sample` names.
 template <bool kShrunk>
-__device__ __forceinline__ Moments strip_statistics_of(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
-  Moments all[4];
+__device__ __forceinline__ UncountedMoments strip_statistics_of(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
+  UncountedMoments all[4];
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
     all[c] = share_out(thread_moments<kShrunk>(v, block, samples, c), thread_moments<kShrunk>(v, block, samples, c + 4), lane, 16, 2);
@@ -657,10 +659,10 @@ __device__ __forceinline__ Moments strip_statistics_of(const float (&v)[kBlocks]
   return all[0];
 }
 
-__device__ __forceinline__ Moments strip_statistics(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
-  Moments own = strip_statistics_of<false>(v, block, samples, lane);
+__device__ __forceinline__ UncountedMoments strip_statistics(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
+  UncountedMoments own = strip_statistics_of<false>(v, block, samples, lane);
   if (__any_sync(~0u, beyond_range(own))) {
-    const Moments small = strip_statistics_of<true>(v, block, samples, lane);
+    const UncountedMoments small = strip_statistics_of<true>(v, block, samples, lane);
     if (beyond_range(own)) own = grown(small);
   }
   return own;
@@ -681,9 +683,9 @@ __device__ __forceinline__ void write_strips(const float (&v)[kBlocks][kAccumula
 }
 
 // The strips of group `group` of a warpgroup, for one sample.
-__device__ __forceinline__ Moments merge_strips(const float* strips, int group, int sample) {
+__device__ __forceinline__ UncountedMoments merge_strips(const float* strips, int group, int sample) {
   const float* first = strips + group * kGroupStrips * kStripFloats + sample;
-  Moments all = load_moments(first);
+  UncountedMoments all = load_moments(first);
 #pragma unroll
   for (int i = 1; i < kGroupStrips; ++i) all = join(all, i * kStripValues, load_moments(first + i * kStripFloats), kStripValues);
   return all;

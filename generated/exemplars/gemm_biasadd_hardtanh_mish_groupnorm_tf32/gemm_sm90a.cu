@@ -71,13 +71,15 @@ struct Arguments {
 
 // --- instructions: one wrapper each (PTX ISA 9.0, 9.7.9 and 9.7.13 to 9.7.16) ---
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+// Makes new barriers visible to the cluster and to the copy engine.
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// Arrives, and announces bytes that the barrier's phase waits for.
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -89,6 +91,21 @@ __device__ __forceinline__ void arrive(uint32_t barrier, int rank) {
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
       : "memory");
 }
+__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
+// Whether the barrier's phase of this parity has ended; the hardware waits a while for it.
+__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
+  while (!try_wait(barrier, parity)) {
+  }
+}
 
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
@@ -98,17 +115,6 @@ __device__ __forceinline__ int cluster_rank() {
 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-
-__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
-  uint32_t done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done;
 }
 
 // Copies a box of the tensor behind `map` to shared memory and credits its bytes to the barrier; what lies outside the tensor reads as 0.
@@ -148,9 +154,17 @@ __device__ __forceinline__ float4 load_shared(uint32_t from) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most kPending groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from reading accumulators before this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // Rows of 64 halves (128 bytes), 128-byte swizzle, 1024 bytes from one group of eight rows to the next. A step of 16 along K adds 2.
@@ -159,8 +173,8 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t tile) {
 }
 constexpr int kDescriptorStep = 2;  // 16 halves = 32 bytes, in units of 16
 
-// d += a b^T, or d = a b^T where `accumulate` is false; d is in flight until wgmma_wait. a: the four registers of a 64 x 16 fragment.
-__device__ __forceinline__ void wgmma(float (&d)[128], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+// d (64 x 256, fp32) += a (64 x 16) b (16 x 256), or = where `accumulate` is false. d is in flight until wgmma_wait. a: four registers, b: a matrix descriptor.
+__device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
@@ -215,11 +229,6 @@ struct Ring {
     }
   }
 };
-
-__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
-  while (!try_wait(barrier, parity)) {
-  }
-}
 
 // --- schedule: clusters take units in turn; units that follow each other share rows of W, which L2 then holds ---
 
@@ -317,8 +326,8 @@ __device__ __forceinline__ void look_at(Seen& seen, int h, uint32_t halves) {
       : "+r"(seen.largest[h]), "+r"(seen.faint[h]) : "r"(halves), "r"(kFaintHalves));
 }
 
-// Two values, rounded to nearest, as halves in a word.
-__device__ __forceinline__ uint32_t to_halves(float low, float high) {
+// Two values, rounded to nearest, in a 32-bit word.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
@@ -342,8 +351,8 @@ struct Weights {
   __device__ __forceinline__ void convert(int piece) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      high[piece][h] = to_halves(next.row[h].x, next.row[h].y);
-      high[piece][2 + h] = to_halves(next.row[h].z, next.row[h].w);
+      high[piece][h] = pack(next.row[h].x, next.row[h].y);
+      high[piece][2 + h] = pack(next.row[h].z, next.row[h].w);
     }
   }
   __device__ __forceinline__ void look(int piece, Seen& seen) const {
@@ -400,16 +409,11 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocks][kAccumulato
   wgmma_wait<0>();
   feed.release();
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {  // the compiler must not read the sums before the wait
-#pragma unroll
-    for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+f"(sums[block][i])::"memory");
-  }
+  for (int block = 0; block < kBlocks; ++block) pin(sums[block]);
 }
 
-__device__ __forceinline__ float to_float(float v) { return v; }
-
 __device__ __forceinline__ float parameter(const float* vector, int channel) {
-  return to_float(vector[channel]);
+  return vector[channel];
 }
 
 // --- guard: values that scaled halves cannot carry are found on the way, and their sums computed again in fp32 ---
@@ -422,15 +426,16 @@ __device__ __forceinline__ const float* input_row(const Arguments& arguments, in
   return arguments.x + static_cast<size_t>(sample) * kInFeatures;
 }
 
-// The largest and the sum of what the four lanes of a quad have: a row of W.
+// The sum over the four lanes that hold a row's columns.
+__device__ __forceinline__ float quad_sum(float v) {
+  v += __shfl_xor_sync(0xffffffffu, v, 1);
+  return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+// The largest value over the same lanes.
 __device__ __forceinline__ float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
   return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float v) {
-  v += __shfl_xor_sync(~0u, v, 1);
-  return v + __shfl_xor_sync(~0u, v, 2);
 }
 
 __device__ __forceinline__ float2 pair_of(uint32_t halves) { return __half22float2(*reinterpret_cast<const __half2*>(&halves)); }

@@ -32,8 +32,8 @@ constexpr float kSmall = 6.1035156e-5f;  // 2^-14: scaled values below lose bits
 constexpr int kSmallLimit = 8;  // in_features / 1024, at least 4: more such values and the row is given up
 constexpr int kNearLimit = 512;  // in_features / 16, at least 256: values near the largest without which there may be none
 
-// Two values, rounded to nearest, as halves in a word.
-__device__ __forceinline__ uint32_t to_halves(float low, float high) {
+// Two values, rounded to nearest, in a 32-bit word.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
@@ -114,7 +114,7 @@ split(const float* __restrict__ from, __half* __restrict__ to, float* __restrict
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     const int piece = i * kThreads + threadIdx.x;
-    uint32_t high[2] = {to_halves(v[i].x * scale, v[i].y * scale), to_halves(v[i].z * scale, v[i].w * scale)};
+    uint32_t high[2] = {pack(v[i].x * scale, v[i].y * scale), pack(v[i].z * scale, v[i].w * scale)};
     const int at = reorder(high, piece);
     *reinterpret_cast<uint2*>(words + at) = make_uint2(high[0], high[1]);
   }

@@ -32,17 +32,17 @@ constexpr int kNearLimit = 512;  // in_features / 16, at least 256: values near 
 constexpr size_t kLowPart = 1024ull * 4096;  // words from the high parts to the low parts
 constexpr int kWeightShift = 12;  // the multiplication scales W by 2^12
 
-// Two values, rounded to nearest, as halves in a word.
-__device__ __forceinline__ uint32_t to_halves(float low, float high) {
+// Two values, rounded to nearest, in a 32-bit word.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 // v0, v1 = high + low up to 2^-22 of each, or 2^-25.
 __device__ __forceinline__ void split_pair(float v0, float v1, uint32_t& high, uint32_t& low) {
-  high = to_halves(v0, v1);
+  high = pack(v0, v1);
   const float2 part = __half22float2(*reinterpret_cast<const __half2*>(&high));
-  low = to_halves(v0 - part.x, v1 - part.y);
+  low = pack(v0 - part.x, v1 - part.y);
 }
 
 // Of every 16 values, words 0 to 3 hold k = 4c, 4c + 1 and words 4 to 7 hold k = 4c + 2, 4c + 3 of lane c: the order in which the

@@ -74,13 +74,13 @@ inline float after_norm_grad(float v, float g) {
   return g;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
   double m2;  // sum of the squared deviations from the mean
 };
 
 // Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -113,7 +113,7 @@ inline void run_group(const std::uint16_t* t0, const std::uint16_t* group_norm_w
     value[i] = load(source[i]);
   }
 
-  const Moments group = moments(value, kGroupSize);
+  const DoubleMoments group = moments(value, kGroupSize);
   const float mean = static_cast<float>(group.mean);
   const float mean_rest = static_cast<float>(group.mean - mean);
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));

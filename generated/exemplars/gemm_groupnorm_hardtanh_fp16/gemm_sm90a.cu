@@ -75,13 +75,15 @@ struct Arguments {
 
 // --- instructions: one wrapper each (PTX ISA 9.0, 9.7.9 and 9.7.13 to 9.7.16) ---
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+// Makes new barriers visible to the cluster and to the copy engine.
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// Arrives, and announces bytes that the barrier's phase waits for.
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -94,6 +96,20 @@ __device__ __forceinline__ void arrive(uint32_t barrier, int rank) {
       : "memory");
 }
 
+// Whether the barrier's phase of this parity has ended; the hardware waits a while for it.
+__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
+  while (!try_wait(barrier, parity)) {
+  }
+}
+
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -102,15 +118,6 @@ __device__ __forceinline__ int cluster_rank() {
 
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
-  uint32_t done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done;
 }
 
 // Copies a box of the tensor behind `map` to shared memory and credits its bytes to the barrier; what lies outside the tensor reads as 0.
@@ -138,8 +145,8 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t from,
 // Waits until this thread's stores have read shared memory; at once where it has none.
 __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Orders ordinary accesses to shared memory before later ones of the copy engine.
-__device__ __forceinline__ void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders ordinary accesses to shared memory before later ones of the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Four 8 x 8 matrices of 16-bit values, each stored transposed; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&v)[4]) {
@@ -163,13 +170,22 @@ template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most kPending groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from reading accumulators before this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // Rows of 64 halves (128 bytes), 128-byte swizzle, 1024 bytes from one group of eight rows to the next. A step of 16 along K adds 2.
@@ -178,8 +194,8 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t tile) {
 }
 constexpr int kDescriptorStep = 2;  // 16 halves = 32 bytes, in units of 16
 
-// d += a b^T, or d = a b^T where `accumulate` is false; d is in flight until wgmma_wait. a, b: matrix descriptors.
-__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+// d (64 x 128, fp32) += a (64 x 16) b (16 x 128), or = where `accumulate` is false. d is in flight until wgmma_wait. a, b: matrix descriptors.
+__device__ __forceinline__ void wgmma(float (&d)[kAccumulators], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
@@ -219,11 +235,6 @@ struct Ring {
     }
   }
 };
-
-__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
-  while (!try_wait(barrier, parity)) {
-  }
-}
 
 // --- schedule: clusters take units in turn; units that follow each other share rows of W, which L2 then holds ---
 
@@ -331,10 +342,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocks][kAccumulato
   for (int step = 0; step < kSteps; ++step) multiply_stage(sums, feed, step > 0);
   wgmma_wait<0>();
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {  // the compiler must not read the sums before the wait
-#pragma unroll
-    for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+f"(sums[block][i])::"memory");
-  }
+  for (int block = 0; block < kBlocks; ++block) pin(sums[block]);
 }
 
 // min(max(v, lo), hi); NaN goes through.
@@ -350,12 +358,13 @@ __device__ __forceinline__ float parameter(const __half* vector, int channel) {
 
 // --- values of 16 bits ---
 
-// Two values, rounded to nearest, in a word.
+// Two values, rounded to nearest, in a 32-bit word.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// The two values in a 32-bit word.
 __device__ __forceinline__ float2 unpack(uint32_t word) {
   return __half22float2(*reinterpret_cast<const __half2*>(&word));
 }
@@ -399,7 +408,7 @@ __device__ __forceinline__ void turn_tile(const uint32_t (&words)[kBlocks][kAccu
 __device__ __forceinline__ void send_tile(const CUtensorMap* map_y, Feed& feed, const Tile& tile) {
   constexpr int kPieces = kTileSamples / kStoreSamples;
   const Consumer& self = feed.self;
-  fence_copy_engine();
+  fence_async();
   named_barrier(2 + self.warpgroup, 128);
   if (self.issuer()) {
     for (int piece = 0; piece < kBlocks * kPieces; ++piece) {
@@ -499,7 +508,7 @@ __device__ __forceinline__ void store_part(const Values& v, const Row& row, int 
 }
 
 // Mean and sum of squared differences from it: two walks, so that neither a far mean nor one far value costs the others their bits.
-struct Moments {
+struct RowMoments {
   float mean, m2;
 };
 
@@ -513,7 +522,7 @@ __device__ __forceinline__ float sum(const Values& v) {
   return sums[2 * kPartChannels - 2];
 }
 
-__device__ __forceinline__ Moments moments(const Values& v) {
+__device__ __forceinline__ RowMoments moments(const Values& v) {
   const float mean = sum(v) * (1.0f / kPartChannels);
   float squares[4] = {};
 #pragma unroll
@@ -525,13 +534,13 @@ __device__ __forceinline__ Moments moments(const Values& v) {
 }
 
 // The union of two sets (Chan's formula), the second being `share` of it; exact for equal values.
-__device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float share) {
+__device__ __forceinline__ RowMoments merge(const RowMoments& a, float count, const RowMoments& b, float share) {
   const float d = __fsub_rn(b.mean, a.mean);
   return {fmaf(d, share, a.mean), a.m2 + b.m2 + d * d * (count * share)};
 }
 
 // With what the other warpgroup has of the same group and sample, in the order of the warpgroups.
-__device__ __forceinline__ Moments merge_warpgroups(const Moments& own, float2* places, float count, const Consumer& self) {
+__device__ __forceinline__ RowMoments merge_warpgroups(const RowMoments& own, float2* places, float count, const Consumer& self) {
   places[self.warpgroup * kTileSamples + self.thread()] = make_float2(own.mean, own.m2);
   named_barrier(1, 2 * 128);
   const float2 first = places[self.thread()], second = places[kTileSamples + self.thread()];
@@ -539,7 +548,7 @@ __device__ __forceinline__ Moments merge_warpgroups(const Moments& own, float2* 
 }
 
 // The norm and what follows it.
-__device__ __forceinline__ void norm_and_after(Values& v, const Moments& group, const float* vectors) {
+__device__ __forceinline__ void norm_and_after(Values& v, const RowMoments& group, const float* vectors) {
   const float rstd = rsqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);  // off by 2 units of 2^-23 at most, far below a step of y
 #pragma unroll
   for (int quad = 0; quad < kPartChannels; quad += 4) {
@@ -556,19 +565,19 @@ __device__ __forceinline__ void norm_and_after(Values& v, const Moments& group, 
 }
 
 // The moments of a group's values in this row: kGroupParts parts from `first` on.
-__device__ __forceinline__ Moments group_moments(const Row& row, int first) {
-  Moments all = {};
+__device__ __forceinline__ RowMoments group_moments(const Row& row, int first) {
+  RowMoments all = {};
 #pragma unroll 1
   for (int i = 0; i < kGroupParts; ++i) {
     Values v;
     load_part(v, row, first + i);
-    const Moments part = moments(v);
+    const RowMoments part = moments(v);
     all = i == 0 ? part : merge(all, i * kPartChannels, part, __fdividef(1.0f, i + 1.0f));
   }
   return all;
 }
 
-__device__ __forceinline__ void normalise_group(const Row& row, int first, const Moments& group, const float* vectors) {
+__device__ __forceinline__ void normalise_group(const Row& row, int first, const RowMoments& group, const float* vectors) {
 #pragma unroll 1
   for (int i = 0; i < kGroupParts; ++i) {
     Values v;
@@ -600,8 +609,8 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
     named_barrier(2 + self.warpgroup, 128);  // the warpgroup's part of the tile is there
 
     Row row(feed);
-    const Moments earlier = group_moments(row, 0);
-    fence_copy_engine();
+    const RowMoments earlier = group_moments(row, 0);
+    fence_async();
     __syncwarp();  // one lane releases the stage for all
     feed.release();
 
@@ -614,8 +623,8 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
     named_barrier(2 + self.warpgroup, 128);  // the warpgroup's part of the tile is there
 
     row = Row(feed);
-    const Moments own = merge(earlier, kRowChannels, group_moments(row, 0), 0.5f);
-    const Moments group = merge_warpgroups(own, places, kUnitTiles * kRowChannels, self);
+    const RowMoments own = merge(earlier, kRowChannels, group_moments(row, 0), 0.5f);
+    const RowMoments group = merge_warpgroups(own, places, kUnitTiles * kRowChannels, self);
     normalise_group(row, 0, group, vectors + kVectors * kTileChannels);
     send_tile(map_y, feed, tile_of(unit, 1, cluster_rank()));
 

@@ -36,13 +36,13 @@ inline float after_norm(float v) {
   return v;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
   double m2;  // sum of the squared deviations from the mean
 };
 
 // Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -65,7 +65,7 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
 
   const float* const value = t0 + std::int64_t{index} * kGroupSize;
 
-  const Moments group = moments(value, kGroupSize);
+  const DoubleMoments group = moments(value, kGroupSize);
   const float mean = static_cast<float>(group.mean);
   const float mean_rest = static_cast<float>(group.mean - mean);  // what rounding took: it matters where the mean is large against the spread
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
