@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 
+from codegen.comments import wrapped
 from codegen.ir import apply as chain
 from codegen.manifest import Package, manifest_text
 from codegen.ops import Shape
@@ -59,7 +60,7 @@ def render_kernel(plan: Plan, kernel: Kernel) -> str:
     text = _ENVIRONMENT.get_template(kernel.template).render(
         plan=plan, kernel=kernel, spec=plan.spec, target=plan.target, functions=lambda items: chain.function_definitions(items, language)
     )
-    return _tidy(_drop_unused_constants(text))
+    return _tidy(wrapped(_drop_unused_constants(text)))
 
 
 def render_template(name: str, **context: Any) -> str:

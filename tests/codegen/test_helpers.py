@@ -1,10 +1,11 @@
-"""Emitted CUDA holds no helper that its kernel does not call, and shared text is one text."""
+"""Emitted sources: no helper that its kernel does not call, shared text is one text, comments keep to the width of a page."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from codegen.comments import WIDTH, wrapped
 from codegen.emit import make_package
 from codegen.index import entries, prepared
 from codegen.plan.model import Plan
@@ -50,3 +51,25 @@ def test_an_instruction_is_written_once():
     for words in ("mbarrier.init", "mbarrier.try_wait", "setmaxnreg", "cluster_ctarank", "barrier.cluster.arrive", "wgmma.mma_async", "wgmma.wait_group", "fence.proxy.async", "mapa.shared::cluster.u32 %0"):
         assert {path.parts[0] for path, text in texts.items() if words in text} == {"common"}, words
     assert [str(path) for path, text in texts.items() if "struct Moments {" in text] == ["common/statistics.cuh.j2"]
+
+
+def too_wide(text: str) -> list[str]:
+    """Lines of a source that are comments, stand behind its header and are wider than a page."""
+    body = text[text.index("\n\n") :]
+    return [line for line in body.splitlines() if line.lstrip().startswith("//") and len(line) > WIDTH]
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_comments_keep_to_the_width_of_a_page(index, tmp_path):
+    package = make_package(draw(5, index, LARGE if index % 2 else SMALL, tmp_path))
+    texts = [render_kernel(plan, kernel) for plan in (*package.plans, *package.backward_plans) for kernel in plan.kernels]
+    assert [too_wide(text) for text in texts] == [[]] * len(texts)
+    assert all(wrapped(text) == text for text in texts)
+
+
+def test_only_comments_that_are_too_wide_are_wrapped():
+    wide = " ".join(["word"] * 30)
+    text = f"// header: {wide}\n// more\n\n  // short\n  // lines\nint a;  // {wide}\n  // {wide}\n  // and on\n// --- {wide} ---\nint b;\n"
+    lines = wrapped(text).splitlines()
+    assert lines[:6] == text.splitlines()[:6] and lines[-2:] == text.splitlines()[-2:]
+    assert lines[6:-2] == [f"  // {' '.join(['word'] * 23)}", f"  // {' '.join(['word'] * 7)} and on"]
