@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu generate generate-all check-generated golden explain standalone from-module compile-all package verify bench kernelbench report evidence evidence-peers sweep tune sanitize clean
+.PHONY: help demo test test-all test-gpu generate generate-all check-generated golden explain standalone from-module compile-all package verify bench kernelbench rekey report evidence evidence-peers sweep tune sanitize clean
 
 WORKERS ?= 2
 # $(call python,emit|run|test|bench) starts a recipe: the interpreter that has what the command needs, or its set-up's error.
@@ -97,6 +97,10 @@ sweep: ## COUNT=100 random specs (SEED=0, SMALL=1 for a CPU): right? how fast be
 kernelbench: ## KernelBench's harness over our files (CHECKOUT=path; LEVEL=2: all problems of the level, also verified and timed by us; HARNESS=0: that alone; PROBLEM=, PRECISION=, BUDGET= seconds)
 	$(call fsk,run) kernelbench $(if $(LEVEL),--level $(LEVEL)) $(if $(CHECKOUT),--checkout "$(CHECKOUT)") $(if $(filter 0,$(HARNESS)),--no-harness) $(foreach p,$(PROBLEM),--problem $(p)) \
 		$(foreach p,$(PRECISION),--precision $(p)) $(if $(ON),--device $(ON)) $(if $(BUDGET),--budget-s $(BUDGET))
+
+rekey: ## give records today's keys where the machine code is that of the commit FROM= (FROM=HEAD~1)
+	@test -n '$(FROM)' || { echo "make $@ needs the commit that the records hold for: make $@ FROM=HEAD~1" >&2; exit 2; }
+	$(call fsk,bench) rekey --from $(FROM)
 
 report: ## from bench/results: build/report/index.html with pictures, docs/results.md, docs/level2.md, the README's table, the figures of docs/kernels.md
 	$(call fsk,bench) report

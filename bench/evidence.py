@@ -38,6 +38,7 @@ from runtime.resources import usable_cores
 
 INDEX = Path("generated")  # where index.yaml lists the shipped packages
 EXAMINERS = 6  # children that verify at once on a card, at most: each holds a float64 reference on the card
+VERDICT = ("verified", "verification", "same_code_as")  # what a record keeps when only its times are taken again
 Job = tuple[str, str]  # (spec path, precision)
 
 
@@ -121,7 +122,7 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
             console.print(f"{emitted.label} ({name}): has times of autotuned peers, which would stay as they are; add --autotuned to time it again")
             continue
         known = old and old["key"] == emitted.key(name) and old.get("verification") and (autotuned or times_again)
-        task = {"path": path, "precision": precision, "batch": emitted.spec.batch, "verdict": {k: old[k] for k in ("verified", "verification")} if known else None}
+        task = {"path": path, "precision": precision, "batch": emitted.spec.batch, "verdict": {k: old[k] for k in VERDICT if k in old} if known else None}
         pending[f"{len(pending):03}"] = Pending(emitted.label, task, before)
     setting = {"device": where.type, "target": emitted_for, "out": str(out), "peers": list(peers), "seconds": seconds, "autotuned": autotuned, "prepack": prepack}
 

@@ -108,7 +108,8 @@ class Level:
         return self.records.get((problem.number, problem.precision), {"problem": problem.number, "precision": problem.precision})
 
     def keep(self, problem: Problem, changes: Record, without: tuple[str, ...] = ()) -> Record:
-        """Renew a problem's record on disk; fields in `without` leave it."""
+        """Renew a problem's record on disk; fields in `without` leave it, and with a new key the list of earlier ones."""
+        without += ("same_code_as",) if "key" in changes else ()
         before = {field: value for field, value in self.record(problem).items() if field not in without}
         facts = {"name": problem.name, "class": class_of(problem.number), "algebra": False, **self.machine.facts}
         self.records[problem.number, problem.precision] = record = before | facts | changes

@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 
+from codegen.comments import wrapped
 from codegen.constants import place, with_constants
 from codegen.ir.operand import c_identifier
 from codegen.manifest import Package, manifest_text
@@ -55,7 +56,7 @@ def render_kernel(plan: Plan, kernel: Kernel) -> str:
     text = _ENVIRONMENT.get_template(kernel.template).render(
         plan=plan, kernel=kernel, spec=plan.spec, target=plan.target, functions=lambda names: definitions(names, language)
     )
-    return _tidy(with_constants(kernel, text))
+    return _tidy(wrapped(with_constants(kernel, text)))
 
 
 def render_template(name: str, **context: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from codegen.comments import paragraph
 from codegen.ir.apply import describe
 from codegen.plan.model import Kernel, Launch, Plan
 from codegen.spec import ELSEWHERE, Spec
@@ -32,18 +33,23 @@ def header_lines(plan: Plan, kernel: Kernel) -> list[str]:
     spec = plan.spec
     device = plan.device if plan.device.name != plan.target.default_device else None
     lines = [
-        f"{spec.package}: {kernel.summary}",
+        *_wrapped(f"{spec.package}: {kernel.summary}"),
         "",
-        *(f"  {describe(step)}{f'  # {step.name}' if step.name else ''}" for step in spec.chain),
+        *(line for step in spec.chain for line in _wrapped(f"{describe(step)}{f'  # {step.name}' if step.name else ''}", "  ")),
         f"  x {spec.input_shape} -> y {spec.output_shape}, {spec.precision.name}",
         "",
         f"Plan for {plan.target.name} on {plan.device.name}:",
-        *(f"  {note}" for note in kernel.notes),
+        *(line for note in kernel.notes for line in _wrapped(note, "  ")),
     ]
     if kernel.blocks:
         lines.append(f"  {kernel.blocks} blocks of {kernel.threads} threads, {kernel.smem_bytes} bytes of shared memory")
-    lines += ["", f"Generated from {spec.path}; do not edit. Again: {regenerate(spec, device)}"]
+    lines += ["", f"Generated from {spec.path}; do not edit.", f"Again: {regenerate(spec, device)}"]
     return lines
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    """An entry of the header as lines behind `// `."""
+    return [line[3:] for line in paragraph(text, f"// {indent}", "  ")]
 
 
 def explanation(plan: Plan) -> dict[str, Any]:

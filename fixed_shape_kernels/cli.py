@@ -121,6 +121,10 @@ COMMANDS = {
         _MEASURE, "bench.kernelbench:main", "KernelBench's own harness over standalone.py",
         ("kernelbench --checkout KernelBench --problem 30 --precision fp32", "kernelbench --level 2 --no-harness --problem 30"),
     ),
+    "rekey": Row(
+        _MEASURE, "bench.rekey:main", "keep records whose sources changed and whose machine code did not",
+        ("rekey --from HEAD~1", "rekey --from v1.2.0 --card h200 --dry-run"),
+    ),
     "report": Row(
         _MEASURE, "bench.report:main", "a page with pictures, and the tables, from the records",
         ("report --out build/report",),

@@ -14,7 +14,7 @@ PARTS = ("codegen", "runtime", "bench", "fixed_shape_kernels")
 
 # Modules of codegen from the ground up: each imports from its own layer and those before it. The longest prefix counts.
 LAYERS = (
-    ("numerics", "targets", "source_text"),
+    ("numerics", "targets", "source_text", "comments"),
     ("ops",),
     ("spec",),
     ("ir",),

@@ -13,8 +13,8 @@ from codegen.render import render_kernel
 from tests.codegen.emulated import DTYPES, EXACT, compile_text, run_apart, without_wrappers
 
 WRAPPERS = (
-    "barrier_init", "arrive", "wait", "cluster_rank", "cluster_sync", "remote_address", "store_remote", "max_remote", "fence_operands", "give_registers",
-    "take_registers", "named_barrier", "expect_bytes", "copy_run", "prefetch", "wgmma_fence", "wgmma_commit", "wgmma_wait", "wgmma",
+    "barrier_init", "barrier_init_done", "arrive", "try_wait", "wait", "cluster_rank", "cluster_sync", "remote_address", "store_remote", "max_remote", "fence_async",
+    "give_registers", "take_registers", "named_barrier", "expect_bytes", "copy_run", "prefetch", "wgmma_fence", "wgmma_commit", "wgmma_wait", "pin", "wgmma",
 )  # fmt: skip
 
 
@@ -22,7 +22,6 @@ def emulated_text(plan: Plan) -> str:
     """The plan's kernel as C++."""
     text = without_wrappers(render_kernel(plan, plan.kernels[0]), WRAPPERS)
     text = re.sub(r'asm volatile\("bar\.arrive %0, 256;" ::"r"\((.*?)\) : "memory"\);', r"named_arrive(\1, 256);", text)
-    text = re.sub(r'asm volatile\("fence\.mbarrier_init[^;]*;" ::: "memory"\);', "", text)
     text = re.sub(r"extern __shared__[^;]*;\n", "", text)
     assert "asm" not in text
     bf16 = str(plan.kernels[0].operand_type == "__nv_bfloat16").lower()

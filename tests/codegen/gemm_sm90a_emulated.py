@@ -15,9 +15,9 @@ from tests.codegen.emulated import DTYPES, SOON, compile_text, run_apart, withou
 
 WRAPPERS = (
     "barrier_init", "barrier_init_done", "expect_bytes", "arrive", "cluster_rank", "cluster_sync", "try_wait", "try_wait_cluster", "wait", "wait_cluster",
-    "store_remote", "copy_box", "copy_box_to_all", "prefetch_map", "store_box", "wait_stores_read", "fence_copy_engine", "store_transposed", "load_words",
+    "remote_address", "store_remote", "copy_box", "copy_box_to_all", "prefetch_map", "store_box", "wait_stores_read", "fence_async", "store_transposed", "load_words",
     "store_words", "load_shared", "give_registers", "take_registers", "named_barrier", "wait_for_previous_kernel", "wgmma_fence", "wgmma_commit", "wgmma_wait",
-    "wgmma",
+    "pin", "wgmma",
 )  # fmt: skip
 LOOK = r"""  asm("{\n.reg .b32 magnitude, below;\n"
       "abs.f16x2 magnitude, %2;\nmax.NaN.f16x2 %0, %0, magnitude;\n"
@@ -27,7 +27,6 @@ LOOK = r"""  asm("{\n.reg .b32 magnitude, below;\n"
 REPLACED = {
     LOOK: "  look_at_halves(seen.largest[h], seen.faint[h], halves, kFaintHalves);\n",
     'asm volatile("add.f32 %0, %0, %1;" : "+f"(total[block][i]) : "f"(sums[block][i]));': "total[block][i] += sums[block][i];",
-    'asm volatile("" : "+f"(sums[block][i])::"memory");': "{}",
     'asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));': "",
     'asm volatile("griddepcontrol.launch_dependents;" ::: "memory");': "",
     "extern __shared__ __align__(1024) unsigned char memory[];": "unsigned char* const memory = emulation::shared_memory();",

@@ -172,7 +172,7 @@ def test_messages_name_the_file_and_sources_do_not_depend_on_where_it_lies(tmp_p
     path.write_text(LAYER)
     out = ["--target", "cpu", "--out", str(tmp_path / "out")]
     assert fsk("generate", str(path), *out).exit_code == 0
-    assert "Generated from .../layer.yaml; do not edit. Again: make generate SPEC=generated/layer/spec.yaml\n" in (tmp_path / "out" / "layer" / "cpu.cpp").read_text()
+    assert "// Generated from .../layer.yaml; do not edit.\n// Again: make generate SPEC=generated/layer/spec.yaml\n" in (tmp_path / "out" / "layer" / "cpu.cpp").read_text()
     path.write_text(LAYER.replace("batch: 4", "batch: 0"))
     assert fsk("generate", str(path), *out).output.startswith(f"{path}:2:8: ")
 

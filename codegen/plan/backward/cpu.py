@@ -144,8 +144,8 @@ def cpu_backward(spec: FusedSpec) -> tuple[CpuBackwardKernel, int]:
     shapes = dict(spec.parameters)
     operands = {c_identifier(key): SummedOperand(key, c_identifier(key), math.prod(shapes[key]) > 1, index=i) for i, key in enumerate(keys)}
     runs = [applies(spec, run) for run in spec.runs]
-    before = back_run("before_norm", "comes before the norm", applies(spec, spec.before_norm), operands, True, forward.keeps_product)
-    after = back_run("after_norm", "follows the norm", runs[0], operands, bool(spec.pools), forward.keeps_norm, forward.keeps_input)
+    before = back_run("before_norm", "the operators before the norm", applies(spec, spec.before_norm), operands, True, forward.keeps_product)
+    after = back_run("after_norm", "the operators after the norm", runs[0], operands, bool(spec.pools), forward.keeps_norm, forward.keeps_input)
     last = len(spec.pools) - 1
     pools = tuple(_pool(i, step, runs[i + 1], operands, i == last, forward.pools[i].keeps) for i, step in enumerate(spec.pools))
     gamma, beta = (operands[c_identifier(key)] for key in spec.affine) if spec.affine else (None, None)
@@ -176,7 +176,7 @@ def _pool(index: int, step: Step, ops: tuple[Apply, ...], operands: dict[str, Su
     suffix, previous = pool_suffix(index), pool_suffix(index - 1)
     window = window_of(step)
     comment = "max_pool2d" + (f" number {suffix}" if suffix else "")
-    behind = back_run(f"after_pool{suffix}", f"follows {comment}", ops, operands, not last, kept)
+    behind = back_run(f"after_pool{suffix}", f"the operators after {comment}", ops, operands, not last, kept)
     return BackwardPool(
         suffix=suffix, comment=comment, source=f"plane{suffix}", target=None if last else f"plane{pool_suffix(index + 1)}", run=behind,
         keeps=behind.takes_v, height="kHeight" if index == 0 else f"kPooledHeight{previous}", width="kWidth" if index == 0 else f"kPooledWidth{previous}",
@@ -190,7 +190,7 @@ def _scratch(spec: FusedSpec, buffered: bool, pools: tuple[BackwardPool, ...], g
     items = [Scratch("value", "kGroupSize", spec.group_size, "float", "the group's values before the norm")] if buffered else []
     items.append(Scratch("grad", "kGroupSize", spec.group_size, "float", "the gradient of the normalised values"))
     if given:
-        items.append(Scratch("second_grad", "kGroupSize", spec.group_size, "float", "that of the norm's input by its second way, around the norm"))
+        items.append(Scratch("second_grad", "kGroupSize", spec.group_size, "float", "gradient of the norm's input by its second use, around the norm"))
     size, size_name = spec.spatial, "kSpatial"
     for pool, step in zip(pools, spec.pools, strict=True):
         what = "behind the norm" if not pool.suffix else "in front of a pooling"
@@ -199,7 +199,7 @@ def _scratch(spec: FusedSpec, buffered: bool, pools: tuple[BackwardPool, ...], g
         size, size_name = math.prod(step.output_shape[2:]), f"kPooledSize{pool.suffix}"
         if pool.keeps:
             items.append(Scratch(f"pooled{pool.suffix}", size_name, size, "float", "one channel behind a pooling"))
-        items.append(Scratch(f"winner{pool.suffix}", size_name, size, "std::int32_t", "where each pooled value comes from"))
+        items.append(Scratch(f"winner{pool.suffix}", size_name, size, "std::int32_t", "place of each pooled value"))
     return tuple(items)
 
 
@@ -228,7 +228,7 @@ def _constants(
 def _notes(spec: FusedSpec, slabs: int, samples: int, held: int) -> tuple[str, ...]:
     return (
         f"a thread takes whole groups of a slab of {samples} samples: {slabs * spec.num_groups} parts",
-        "sums over samples are in double precision and in an order of their own, whatever the number of threads",
+        "sums over samples are in double precision and in a fixed order, for any number of threads",
         f"{4 * held / 1024:.4g} KB of scratch a thread, on {'the heap' if held > STACK_VALUES else 'its stack'}",
     )
 

@@ -203,10 +203,10 @@ def _notes(spec: FusedSpec, flat: bool, small: bool, apart: bool, slabs: int, sa
         *_why(spec),
         f"{team}, for {samples} sample{'s' if samples > 1 else ''} in turn: {slabs * spec.num_groups} parts",
         "the producer's result is read again wherever it is needed; a group's values are still in a cache then",
-        "sums over samples have an order of their own: the same bits on every run",
+        "sums over samples are added in a fixed order: the same bits on every run",
     ]
     if pooled:
-        notes.append("each window's winner and gradient are noted first; a value then collects those of the windows around it")
+        notes.append("each window's maximum and gradient are stored first; a value then sums those of the windows around it")
     return tuple(notes)
 
 

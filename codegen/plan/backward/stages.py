@@ -152,7 +152,7 @@ def stage_backward(spec: Spec, segment: Segment, number: int, last: bool, forwar
     operands = {operand.pointer: SummedOperand(operand.key, operand.pointer, index=index) for index, operand in enumerate(taken)}
     spreads = forward.stage == "spread"
     kept = None if spreads or lead.index not in spec.kept(steps) else kept_name(lead)
-    back = back_run("follow", "follows", items, operands, False, kept)
+    back = back_run("follow", "the operators after the reduction", items, operands, False, kept)
     shapes = dict(spec.parameters)
     keys = [operand.key for operand in taken]
     read = {operand.pointer for operand in back.operands}
@@ -183,7 +183,7 @@ def stage_backward(spec: Spec, segment: Segment, number: int, last: bool, forwar
             *((f"stage:{number}",) if reads_input else ()), *values_read, "grad:y" if last else f"grad:stage:{number + 1}", f"grad:stage:{number}",
             *(f"grad:{key}" for key in keys), *(name for name in (values, through, winners, sums) if name),
         ),
-        constants=forward.constants, summary=f"back through: {forward.summary}", notes=_notes(folds, pooled, tuple(reduced)), stage=forward, back=back, incoming=incoming, dtype=spec.precision.dtype,
+        constants=forward.constants, summary=f"backward of: {forward.summary}", notes=_notes(folds, pooled, tuple(reduced)), stage=forward, back=back, incoming=incoming, dtype=spec.precision.dtype,
         operands=tuple((c_identifier(key), element_offset(shapes[key], output)) for key in values_read), reduced=tuple(reduced), folds=folds, reads_input=reads_input,
         values=values, through=through, winners=winners, sums=sums,
     )  # fmt: skip
@@ -191,10 +191,10 @@ def stage_backward(spec: Spec, segment: Segment, number: int, last: bool, forwar
 
 
 def _notes(folds: bool, pooled: bool, reduced: tuple[Reduced, ...]) -> tuple[str, ...]:
-    notes = ["the folded values are computed again"] if folds else []
-    notes += ["what each window gives is noted first; a value then collects from the windows around it"] if pooled else []
+    notes = ["the reduced values are recomputed"] if folds else []
+    notes += ["each window's gradient is stored first; a value then sums those of the windows around it"] if pooled else []
     if reduced:
-        notes.append("sums over results have an order of their own: the same bits on every run")
+        notes.append("sums over results are added in a fixed order: the same bits on every run")
     return tuple(notes) or ("a value's gradient depends on that of one result",)
 
 
@@ -213,7 +213,7 @@ def _for_cuda(kernel: StageBackwardKernel, lead: Step) -> StageBackwardKernel:
         items.append(Constant("kPositions", str(places), "positions of all samples"))
     if stage == "windows":
         inputs = math.prod(lead.input_shape)
-        items.append(Constant("kInputs", str(inputs), "values that windows take", "int64_t"))
+        items.append(Constant("kInputs", str(inputs), "values of the input", "int64_t"))
         items.append(Constant("kInputBlocks", str(-(-inputs // threads)), "kInputs / kThreads, rounded up"))
     items.append(Constant("kSumThreads", str(THREADS), "threads of a block that forms sums"))
     first = kernel.reduced[0] if kernel.reduced else None

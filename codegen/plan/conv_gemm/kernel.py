@@ -86,7 +86,7 @@ def _shape_constants(spec: FusedSpec, shape: Shape) -> tuple[Constant, ...]:
     return (
         c("kHeight", str(spec.input_shape[2]), "rows of x"),
         c("kWidth", str(spec.input_shape[3]), "columns of x"),
-        c("kKernelWidth", str(values["kernel_size"][1]), f"of the filter, {values['kernel_size'][0]} x {values['kernel_size'][1]}"),
+        c("kKernelWidth", str(values["kernel_size"][1]), f"columns of the filter, {values['kernel_size'][0]} x {values['kernel_size'][1]}"),
         *(c(name, str(size), f"conv2d's {key}") for name, size, key in pairs),
         c("kOutChannels", str(spec.channels), "out_channels"),
         c("kGroupOutChannels", str(shape.n), "out_channels / groups" if shape.groups > 1 else "out_channels"),
@@ -111,26 +111,26 @@ def _tile_constants(
         c("kTileN", str(tile.n), "filters of a block's tile"),
         c("kTilesM", "(kResults + kTileM - 1) / kTileM", f"results / tile_m, rounded up: {tiles[0]}"),
         c("kTilesN", "(kGroupOutChannels + kTileN - 1) / kTileN", f"channels / tile_n, rounded up: {tiles[1]}"),
-        c("kRaster", str(tiles[2]), "tiles of windows that pass by one tile of W before the next"),
+        c("kRaster", str(tiles[2]), "tiles of windows that meet one tile of W before the next"),
         *warp_constants(tile),
         c("kBlocksM", str(tile.warp_m // 16), "warp_m / 16: multiplies along the rows"),
         c("kBlocksN", str(tile.warp_n // 8), "warp_n / 8: multiplies along the columns"),
         *panel_constants(tile, itemsize),
         c("kStageCount", str(stage_count), f"K / {'slices / ' if kernel.sliced else ''}stage_k, rounded up" + (" to whole partial sums" if kernel.arithmetic.parts == 2 else "")),
         c("kCopyRows", str(kernel.copy_rows), "rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes"),
-        c("kWindows", "(kTileM + kCopyRows - 1) / kCopyRows", f"of which a thread copies its piece: {math.ceil(tile.m / kernel.copy_rows)}"),
+        c("kWindows", "(kTileM + kCopyRows - 1) / kCopyRows", f"windows of which a thread copies its piece: {math.ceil(tile.m / kernel.copy_rows)}"),
         c("kStageBytes", str(tile.stage_bytes), f"(tile_m + tile_n) * row_bytes{deep}"),
-        c("kSharedBytes", str(kernel.smem_bytes), f"{tile.stages} stages, reused by the staged tile" if kernel.smem_bytes == tile.smem_bytes else "what is staged at once, more than the stages need"),
+        c("kSharedBytes", str(kernel.smem_bytes), f"bytes of {tile.stages} stages, reused by the staged tile" if kernel.smem_bytes == tile.smem_bytes else "bytes that are staged at once, more than the stages need"),
         *([
             c("kSlices", str(kernel.slices), "blocks that share a tile, each with its own part of K"),
             c("kSliceK", "kStageCount * kStageK", f"values of K in a slice: {stage_count * tile.stage_k(itemsize)}"),
         ] if kernel.sliced else []),
         c("kBlocks", f"kTilesM{per_group}" + (" * kSlices" if kernel.sliced else ""), str(kernel.blocks)),
         *([c("kStagesPerSum", str(stages_per_chunk), f"K = {stages_per_chunk * tile.panel_k(itemsize)} in one partial sum of a warp")] if kernel.arithmetic.parts == 2 else []),
-        c("kRoundRows", str(planes.round_rows), "results of each channel staged at once: what fits into the stages' memory"),
+        c("kRoundRows", str(planes.round_rows), "results of each channel staged at once, as many as fit into the stages' memory"),
         *([c("kRounds", "kTileM / kRoundRows", str(tile.m // planes.round_rows))] if planes.round_rows != tile.m else []),
-        c("kPitch", str(planes.pitch), f"round_rows + {PLANE_PAD}: a staged channel in floats, so that a warp's stores meet no bank twice"),
-        c("kVector", str(planes.vector), "results of one store: the most that a channel's plane allows, 16 bytes at most"),
+        c("kPitch", str(planes.pitch), f"round_rows + {PLANE_PAD}: floats of a staged channel, without bank conflicts"),
+        c("kVector", str(planes.vector), "results of one store: the most that a channel's plane allows"),
     ]  # fmt: skip
     return tuple(constants)
 
@@ -151,10 +151,10 @@ def channels_last_kernel(spec: FusedSpec) -> ChannelsLastKernel:
     c = Constant
     constants = (
         c("kInChannels", str(spec.input_shape[1]), "in_channels"),
-        c("kGroupChannels", str(channels), "in_channels / groups: what a filter meets" if shape.groups > 1 else "in_channels: what a filter meets"),
+        c("kGroupChannels", str(channels), "in_channels / groups: channels that a filter meets" if shape.groups > 1 else "in_channels: channels that a filter meets"),
         c("kPlane", str(plane), f"pixels of a sample: {spec.input_shape[2]} x {spec.input_shape[3]}"),
-        c("kPixels", f"{spec.batch} * kPlane", "of all samples"),
-        c("kTaps", str(taps), "of a filter"),
+        c("kPixels", f"{spec.batch} * kPlane", "pixels of all samples"),
+        c("kTaps", str(taps), "taps of a filter"),
         c("kOutChannels", str(spec.channels), "filters"),
         c("kPieceValues", str(values), "channels in a piece of 16 bytes"),
         c("kGroupPieces", str(shape.pieces), "pieces of a group's channels, rounded up"),
@@ -163,7 +163,7 @@ def channels_last_kernel(spec: FusedSpec) -> ChannelsLastKernel:
         c("kPieceWarps", "(kPixelPieces + kPieceLanes - 1) / kPieceLanes", "warps that share pixels"),
         c("kThreads", str(COPY_THREADS), "threads of a block"),
         c("kPixelBlocks", str(pixel_blocks), "blocks that copy x"),
-        c("kBlocks", str(blocks), "the others copy W"),
+        c("kBlocks", str(blocks), "blocks in all; those after kPixelBlocks copy W"),
     )
     return ChannelsLastKernel(
         name="channels_last", template="conv_gemm/channels_last.cu.j2", arguments=("x", weight, PIXELS, WEIGHT_ROWS), constants=constants,

@@ -74,7 +74,7 @@ def finish_layout(spec: FusedSpec, device: DeviceClass, g: Geometry, windows: Wi
 
 def finish_kernel(spec: FusedSpec, g: Geometry, windows: Windows, at: FinishLayout) -> FinishKernel:
     """The kernel that normalises what the convolution kept."""
-    finish = finish_function(spec, spec.after_norm, "finish_value", "The norm and what follows it, for a value that was kept.")
+    finish = finish_function(spec, spec.after_norm, "finish_value", "The norm and the operators after it, for a kept value.")
     plane = math.prod(windows.output)
     size, width, groups, sets = spec.group_channels * plane, at.width, spec.batch * spec.num_groups, spec.group_channels * g.sample_parts
     lanes, slices, share, threads, blocks = at.lanes, at.slices, at.share, at.threads, at.blocks
@@ -111,7 +111,7 @@ def finish_kernel(spec: FusedSpec, g: Geometry, windows: Windows, at: FinishLayo
     )  # fmt: skip
     return FinishKernel(
         name="conv_finish", template="conv_sm80/finish.cu.j2", entry="conv_finish", arguments=(KEPT, STATISTICS, *(o.key for o in finish.operands), "y"),
-        constants=constants, summary=f"merges a group's statistics, then normalises the {size} values that were kept of it, and what follows",
+        constants=constants, summary=f"merges a group's statistics, normalises its {size} kept values and applies the operators after the norm",
         max_registers=64, threads=threads, blocks=blocks, slices=slices, lanes=lanes, partial_block=partial, ragged=ragged, input="kept", output="output",
         operands=unique_operands(finish), applied=items, prepare=None, finish=finish, width=width, io_widths=(width,),
         channel_mode=channel_mode(plane, width), groups=groups, min_blocks=1, storage=spec.precision, source=FP32, result=spec.result,

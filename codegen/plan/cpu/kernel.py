@@ -280,17 +280,17 @@ def _constants(spec: FusedSpec, ops: tuple[Apply, ...], pools: tuple[Pool, ...],
         items.append(Constant("kSpatial", str(spec.spatial), "kHeight * kWidth" if pools else f"{height} * {width}, behind the convolution"))
     items.append(Constant("kGroupSize", str(spec.group_size), "kGroupChannels" + (" * kSpatial" if len(spec.norm.input_shape) == 4 else "")))
     if pieces > 1:
-        items.append(Constant("kPiece", str(PIECE), "values whose statistics are formed at a time: 16 KB, in the first-level cache"))
+        items.append(Constant("kPiece", str(PIECE), "values of a piece for statistics: 16 KB, in the first-level cache"))
     items.append(Constant("kEps", repr(spec.norm.values["eps"]), f"{norm}'s eps", "double"))
     for pool in pools:
         items += pool.constants
-        items.append(Constant(f"kRow{pool.suffix}", str(pool.row_size), f"columns that windows slide over: {pool.width} and what they reach beyond it"))
+        items.append(Constant(f"kRow{pool.suffix}", str(pool.row_size), f"columns that windows slide over: {pool.width} and the margin"))
         if pool.target:
             count = f"kPooledHeight{pool.suffix} * kPooledWidth{pool.suffix}"
             size = next(item.size for item in scratch if item.name == pool.target)
             items.append(Constant(f"kPooled{pool.suffix}", str(size), count))
     if pools:
-        items.append(Constant("kOutputSize", str(math.prod(spec.output_shape[1:]) // spec.num_groups), "values of y that a group gives"))
+        items.append(Constant("kOutputSize", str(math.prod(spec.output_shape[1:]) // spec.num_groups), "values of y from a group"))
     if sum(item.size for item in scratch) > STACK_VALUES:
         size = -(-4 * sum(item.size for item in scratch) // 64) * 64
         why = f"bytes a thread needs: 4 * ({' + '.join(item.size_name for item in scratch)}), in whole cache lines"
@@ -302,7 +302,7 @@ def _notes(spec: FusedSpec, buffered: bool, plane: bool, pools: tuple[Pool, ...]
     kb = spec.group_size * 4 / 1024
     notes = [f"a thread takes whole groups: {spec.batch * spec.num_groups} of {spec.group_size} values ({kb:.4g} KB as float)"]
     if buffered:
-        notes.append("the group's values stay in a float scratch array, so that what comes before the norm is computed once")
+        notes.append("the group's values stay in a float scratch array, so that operators before the norm are computed once")
     if plane:
         why = "windows overlap" if _overlaps(spec.pools[0]) else "rows are short"
         notes.append(f"{why}: a channel is normalised once into scratch, then pooled")

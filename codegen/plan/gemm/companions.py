@@ -51,12 +51,12 @@ def row_scale_kernel(spec: FusedSpec) -> RowScaleKernel:
     constants = (
         Constant("kBatch", str(spec.batch), "rows of x"),
         Constant("kInFeatures", str(k), "values in a row of x or W"),
-        Constant("kBlocks", str(rows), "batch + out_features: one block for each row of x, then of W"),
-        Constant("kThreads", str(threads), "each block"),
-        Constant("kVector", str(vector), "values in one load: the most that in_features allows, 16 bytes at most"),
+        Constant("kBlocks", str(rows), "batch + out_features: one block a row of x, then of W"),
+        Constant("kThreads", str(threads), "threads of a block"),
+        Constant("kVector", str(vector), "values of one load: the most that in_features allows"),
         Constant("kVectors", str(vectors), "in_features / vector"),
-        Constant("kSmallLimit", str(max(4, k // 1024)), "in_features / 1024, at least 4: more values too small to split and the row is given up"),
-        Constant("kNearLimit", str(max(256, k // 16)), "in_features / 16, at least 256: values near the largest without which no value may be too small"),
+        Constant("kSmallLimit", str(max(4, k // 1024)), "in_features / 1024, at least 4: with more small values a row is refused"),
+        Constant("kNearLimit", str(max(256, k // 16)), "in_features / 16, at least 256: near values that excuse small ones"),
     )
     held = per_thread * vector <= 32
     if held:

@@ -238,7 +238,7 @@ def _shape_constants(spec: FusedSpec, choice: Tiling, k: int) -> tuple[Constant,
     width = spec.group_channels
     return shape + (
         Constant("kGroupWidth", str(width), f"out_features / num_groups = {spec.channels} / {spec.num_groups}"),
-        Constant("kEps", float_literal(spec.norm.values["eps"]), "added to the variance, inside the root", "float"),
+        Constant("kEps", float_literal(spec.norm.values["eps"]), "added to the variance", "float"),
     )
 
 
@@ -250,7 +250,7 @@ def warp_constants(tile: Tile) -> tuple[Constant, ...]:
         Constant("kWarpsN", str(tile.warps_n), "warps along the tile's columns"),
         *(() if tile.presplit else (Constant("kWarpsK", str(tile.warps_k), "layers of warps, each with its own part of K"),)),
         Constant("kThreads", str(tile.threads), "32 * warps_m * warps_n" + deep),
-        Constant("kBlocksPerSm", str(tile.blocks_per_sm), f"leaves {tile.max_registers} registers a thread"),
+        Constant("kBlocksPerSm", str(tile.blocks_per_sm), f"resident blocks of an SM, which leaves {tile.max_registers} registers a thread"),
         Constant("kWarpM", str(tile.warp_m), "tile_m / warps_m: rows of a warp's part"),
         Constant("kWarpN", str(tile.warp_n), "tile_n / warps_n: columns of a warp's part"),
     )
@@ -260,7 +260,7 @@ def panel_constants(tile: Tile, itemsize: int) -> tuple[Constant, ...]:
     """The panels and stages of shared memory, of operands of `itemsize` bytes."""
     deep = " * warps_k" if tile.warps_k > 1 else ""
     return (
-        Constant("kRowBytes", str(tile.row_bytes), "one row of a panel in shared memory" + (", 16-bit parts" if tile.presplit else "")),
+        Constant("kRowBytes", str(tile.row_bytes), "bytes of a panel's row" + (", 16-bit parts" if tile.presplit else "")),
         *(() if tile.presplit else (Constant("kPanelK", str(tile.panel_k(itemsize)), f"row_bytes / {itemsize}: values of K in a panel"),)),
         Constant("kStageK", str(tile.stage_k(itemsize)), f"panel_k{deep}: values of K in a stage, " + ("one panel for each layer of warps" if deep else "one panel")),
         *(() if tile.presplit else (Constant("kStages", str(tile.stages), "stages in flight"),)),
@@ -280,15 +280,15 @@ def _tile_constants(
         Constant("kTileColumns", str(choice.columns), "columns of y that a block writes"),
         Constant("kTilesM", "(kBatch + kTileM - 1) / kTileM", f"batch / tile_m, rounded up: {tiles_m}"),
         Constant("kTilesN", "(kOutFeatures + kTileColumns - 1) / kTileColumns", f"out_features / tile_columns, rounded up: {tiles_n}"),
-        Constant("kRaster", str(raster), "tiles of x that pass by one tile of W before the next"),
+        Constant("kRaster", str(raster), "tiles of x that meet one tile of W before the next"),
         *warp_constants(tile),
-        Constant("kRowsPerThread", str(tile.warp_m // 8), "warp_m / 8 lanes") if ffma else Constant("kBlocksM", str(tile.warp_m // 16), "warp_m / 16: multiplies along the rows"),
-        Constant("kColumnsPerThread", str(tile.warp_n // 4), "warp_n / 4 lanes") if ffma else Constant("kBlocksN", str(tile.warp_n // 8), "warp_n / 8: multiplies along the columns"),
+        Constant("kRowsPerThread", str(tile.warp_m // 8), "rows of a thread: warp_m / 8 lanes") if ffma else Constant("kBlocksM", str(tile.warp_m // 16), "warp_m / 16: multiplies along the rows"),
+        Constant("kColumnsPerThread", str(tile.warp_n // 4), "columns of a thread: warp_n / 4 lanes") if ffma else Constant("kBlocksN", str(tile.warp_n // 8), "warp_n / 8: multiplies along the columns"),
         *panel_constants(tile, itemsize),
         Constant("kStageCount", str(stage_count), f"in_features / {'slices / ' if kernel.sliced else ''}stage_k, rounded up" + (" to whole partial sums" if kernel.arithmetic.parts == 2 else "")),
         Constant("kCopyRows", str(kernel.copy_rows), f"rows that the block's threads copy at once, {kernel.access_bytes} bytes each: threads * {kernel.access_bytes} / row_bytes"),
         Constant("kStageBytes", str(tile.stage_bytes), f"(tile_m + tile_n) * row_bytes{deep}" + (" * 2 parts" if tile.presplit else "")),
-        Constant("kSharedBytes", str(kernel.smem_bytes), f"{tile.stages} stages, reused by the epilogue" if kernel.smem_bytes == tile.smem_bytes else "what the epilogue stages at once, more than the stages need"),
+        Constant("kSharedBytes", str(kernel.smem_bytes), f"bytes of {tile.stages} stages, reused by the epilogue" if kernel.smem_bytes == tile.smem_bytes else "bytes that the epilogue stages at once, more than the stages need"),
         *([
             Constant("kSlices", str(kernel.slices), "blocks that share a tile, each with its own part of K"),
             Constant("kSliceK", "kStageCount * kStageK", f"values of K in a slice: {stage_count * tile.stage_k(itemsize)}"),
@@ -307,16 +307,16 @@ def _epilogue_constants(spec: FusedSpec, kernel: GemmKernel) -> tuple[Constant, 
     constants = [
         Constant("kSpan", what, "neighbouring columns that a team of lanes takes together"),
         Constant("kSpans", "kTileColumns / kSpan", str(e.spans)),
-        Constant("kVector", str(e.vector), "values in one access: the most that span and out_features allow, 16 bytes at most"),
+        Constant("kVector", str(e.vector), "values of one access: the most that span and out_features allow"),
         Constant("kTeam", str(e.team), "lanes in a team"),
         Constant("kTeams", "kThreads / kTeam", str(e.teams)),
         Constant("kVectorsPerLane", "(kSpan / kVector + kTeam - 1) / kTeam", str(e.vectors_per_lane)),
-        Constant("kRoundRows", str(e.round_rows), "rows staged at once: what fits into the stages' memory"),
+        Constant("kRoundRows", str(e.round_rows), "rows staged at once, as many as fit into the stages' memory"),
         Constant("kItemsPerTeam", f"({items} + kTeams - 1) / kTeams" if e.ragged_items else f"{items} / kTeams", str(e.items_per_team)),
-        Constant("kPitch", str(e.pitch), f"tile_n + {e.pitch - tile.n}: a staged row in floats, so that a warp's stores meet no bank twice"),
+        Constant("kPitch", str(e.pitch), f"tile_n + {e.pitch - tile.n}: floats of a staged row, without bank conflicts"),
     ]
     if e.round_rows != tile.m:
         constants.append(Constant("kRounds", "kTileM / kRoundRows", str(tile.m // e.round_rows)))
     if kernel.finished or kernel.statistics:
-        constants.append(Constant("kInverseSpan", "1.0f / kSpan", "for the mean and the variance", "float"))
+        constants.append(Constant("kInverseSpan", "1.0f / kSpan", "factor of the mean and the variance", "float"))
     return tuple(constants)

@@ -298,81 +298,81 @@ def _constants(
     rows = [
         ("kBatch", batch, "rows of x and y"),
         ("kInFeatures", k, "columns of x and W"),
-        *([("kPitch", padded_columns(k), "from one row of a split operand to the next: multiples of 16 bytes")] if spec.precision.itemsize == 4 and k % 8 else []),
+        *([("kPitch", padded_columns(k), "values from one row of a split operand to the next: a multiple of 16 bytes")] if spec.precision.itemsize == 4 and k % 8 else []),
         ("kOutFeatures", channels, "rows of W, columns of y"),
-        *([("kResultPitch", pitch, "from one row of the result to the next: multiples of 16 bytes")] if (pitch := result_pitch(spec, layout)) else []),
+        *([("kResultPitch", pitch, "values from one row of the result to the next: a multiple of 16 bytes")] if (pitch := result_pitch(spec, layout)) else []),
     ]
     if layout.statistics != "none":
         rows.append(("kGroupWidth", width, "out_features / num_groups"))
     rows += [
         ("kTileChannels", form.tile_channels, "channels of a tile: rows of W, operand A"),
         ("kTileSamples", form.tile_samples, "samples of a tile: rows of x, operand B"),
-        ("kTileK", TILE_K, "k of a stage"),
+        ("kTileK", TILE_K, "values of K in a stage"),
         ("kSteps", steps, "ceil(in_features / kTileK)" + (", over slices" if layout.slices > 1 else "")),
         *([("kSliceK", steps * TILE_K, "values of K in a slice")] if layout.slices > 1 else []),
-        ("kStages", form.stages, "of the ring"),
+        ("kStages", form.stages, "stages of the ring"),
         ("kCluster", layout.cluster, {"weight": "CTAs that share rows of W", "input": "CTAs that share rows of x", "none": "no cluster"}[layout.share]),
-        ("kUnitTiles", layout.unit_tiles, "tiles a CTA computes before their groups are complete"),
+        ("kUnitTiles", layout.unit_tiles, "tiles of a unit: a CTA computes them before their groups are complete"),
         ("kSampleBlocks", sample_blocks, "clusters side by side along the batch"),
         *([("kSliceUnits", units // layout.slices, "units of a slice")] if layout.slices > 1 else []),
-        ("kUnits", units, "pieces of work, one a cluster at a time"),
-        ("kGrid", clusters * layout.cluster, f"CTAs: {clusters} clusters take {math.ceil(units / clusters)} units each at most"),
+        ("kUnits", units, "units of work; a cluster takes one at a time"),
+        ("kGrid", clusters * layout.cluster, f"CTAs: at most {math.ceil(units / clusters)} units for each of {clusters} clusters"),
         ("kThreads", THREADS, "one warpgroup that fetches, two that multiply"),
-        ("kConsumerWarps", 4 * CONSUMERS, "each frees a stage once"),
-        ("kProducerRegisters", PRODUCER_REGISTERS, "a thread that fetches"),
-        ("kConsumerRegisters", CONSUMER_REGISTERS, "a thread that multiplies"),
-        ("kBlocks", form.blocks, "accumulators of 64 channels a warpgroup"),
-        ("kAccumulators", form.tile_samples // 2, "registers of one: 64 x kTileSamples values over 128 threads"),
+        ("kConsumerWarps", 4 * CONSUMERS, "multiplying warps, each of which frees a stage once"),
+        ("kProducerRegisters", PRODUCER_REGISTERS, "registers of a fetching thread"),
+        ("kConsumerRegisters", CONSUMER_REGISTERS, "registers of a multiplying thread"),
+        ("kBlocks", form.blocks, "blocks of 64 channels in a warpgroup's accumulators"),
+        ("kAccumulators", form.tile_samples // 2, "registers of a block: 64 x kTileSamples values over 128 threads"),
     ]
     if form.promote:
-        rows.append(("kPromoteSteps", form.promote, f"every {form.promote * TILE_K} of K"))
+        rows.append(("kPromoteSteps", form.promote, f"steps between two promotions to fp32 registers: {form.promote * TILE_K} values of K"))
     if form.registers:
-        rows += [("kInFlight", 2, "pieces of 16 k whose multiplications may run while the next ones are converted")]
+        rows += [("kInFlight", 2, "pieces of 16 k in multiplication while the next ones are converted")]
     if layout.share == "input" or not form.registers or where.store_samples:
-        rows.append(("kRowBytes", 128, "kTileK halves"))
+        rows.append(("kRowBytes", 128, "bytes of a row: kTileK halves"))
     if form.registers:
-        rows += [("kPlaneRowBytes", 64, "16 k of fp32"), ("kPlaneBytes", 64 * 64, "16 k of 64 rows of W"), ("kWeightBlockBytes", 64 * TILE_K * 4, "64 rows of W")]
+        rows += [("kPlaneRowBytes", 64, "bytes of a plane's row: 16 k of fp32"), ("kPlaneBytes", 64 * 64, "bytes of a plane: 64 rows of W"), ("kWeightBlockBytes", 64 * TILE_K * 4, "bytes of 64 rows of W")]
     else:
-        rows += [("kWeightBlockBytes", 64 * TILE_K * 2, "64 rows of W")]
+        rows += [("kWeightBlockBytes", 64 * TILE_K * 2, "bytes of 64 rows of W")]
     rows += [
-        ("kWeightPartBytes", where.weight_part, "one part of W in a stage"),
-        ("kInputPartBytes", where.input_part, "one part of x in a stage"),
-        ("kStageBytes", where.stage, "all parts"),
+        ("kWeightPartBytes", where.weight_part, "bytes of one part of W in a stage"),
+        ("kInputPartBytes", where.input_part, "bytes of one part of x in a stage"),
+        ("kStageBytes", where.stage, "bytes of a stage: all parts of W and x"),
     ]
     warpgroup_groups = layout.statistics == "strips" and in_warpgroup(form, width)
     if where.scratch:
-        rows.append(("kScratchAt", where.scratch_at, "behind the stages"))
+        rows.append(("kScratchAt", where.scratch_at, "offset of the scratch memory, behind the stages"))
     if where.scratch:
-        rows.append(("kScratchBytes", where.scratch, "a warpgroup"))
+        rows.append(("kScratchBytes", where.scratch, "bytes of scratch memory for each warpgroup"))
     if where.store_samples:
-        rows += [("kStoreSamples", where.store_samples, "rows of y in a piece that leaves"), ("kStoreBytes", where.store_samples * 128, "of 64 channels each")]
+        rows += [("kStoreSamples", where.store_samples, "rows of y in a piece of a store"), ("kStoreBytes", where.store_samples * 128, "bytes of such a piece: 64 channels of 16 bits a row")]
     rows_finish = by_rows(form, layout, spec.result.itemsize)
     vectors = vector_count(spec) if rows_finish else 0
     part, parts = row_parts(form, layout, width, costly(items))
     if rows_finish:
         rows += [
             ("kRowChannels", 64 * form.blocks, "channels of a sample that a thread finishes"),
-            ("kPartChannels", part, "those that it holds in registers at a time"),
-            *([("kGroupParts", parts, "of a group in a row")] if parts > 1 else []),
-            *([("kVectors", vectors, "parameters of the epilogue"), ("kParametersAt", where.parameters_at, "of all tiles of a unit")] if vectors else []),
-            *([] if warpgroup_groups else [("kGroupsAt", where.groups_at, "what the warpgroups tell each other of groups in both")]),
+            ("kPartChannels", part, "channels that a thread holds in registers at a time"),
+            *([("kGroupParts", parts, "parts of a group in a row")] if parts > 1 else []),
+            *([("kVectors", vectors, "parameters of the epilogue"), ("kParametersAt", where.parameters_at, "offset of the parameters of all tiles of a unit")] if vectors else []),
+            *([] if warpgroup_groups else [("kGroupsAt", where.groups_at, "offset of the moments that the warpgroups exchange")]),
         ]
     elif layout.statistics == "strips":
         blocks = strip_blocks(form, width)
         rows += [
-            *([] if warpgroup_groups else [("kGroupsAt", where.groups_at, "what normalises each sample's group")]),
-            ("kStripFloats", 3 * form.tile_samples, "three numbers a sample"),
-            ("kStripValues", 16 * blocks, "channels of a group that one warp holds in a tile"),
+            *([] if warpgroup_groups else [("kGroupsAt", where.groups_at, "offset of the normalisers of each sample's group")]),
+            ("kStripFloats", 3 * form.tile_samples, "floats of a strip: three for each sample"),
+            ("kStripValues", 16 * blocks, "channels of a strip: those of a group that one warp holds in a tile"),
             ("kGroupStrips", min(width, form.tile_channels) // (16 * blocks), "strips of a group in this CTA"),
             ("kTileGroups", form.tile_channels // width, "groups of a tile") if warpgroup_groups
-            else ("kWarpgroupStrips", min(width, form.tile_channels) // (16 * blocks * CONSUMERS), "those of one warpgroup"),
+            else ("kWarpgroupStrips", min(width, form.tile_channels) // (16 * blocks * CONSUMERS), "strips of one warpgroup"),
         ]
     if layout.exchange:
-        rows.append(("kExchangeAt", where.exchange_at, "statistics from the other CTA of the cluster, two units' places"))
-    rows += [("kBarriersAt", where.barriers_at, "full, empty" + (", of W and of x" if form.registers else "")), ("kSharedBytes", where.total, "in all")]
+        rows.append(("kExchangeAt", where.exchange_at, "offset of the statistics from the other CTA, for two units"))
+    rows += [("kBarriersAt", where.barriers_at, "offset of the barriers: full and empty" + (", of W and of x" if form.registers else "")), ("kSharedBytes", where.total, "bytes of shared memory")]
     constants = [Constant(name, str(value), why) for name, value, why in rows]
     if form.registers:
         constants += window(form, min(k, steps * TILE_K), steps * TILE_K * layout.slices - k, "in_features" if layout.slices == 1 else "kSliceK")
     if layout.statistics != "none":
-        constants.append(Constant("kEps", float_literal(spec.norm.values["eps"]), "inside the root", "float"))
+        constants.append(Constant("kEps", float_literal(spec.norm.values["eps"]), "added to the variance", "float"))
     return (*constants, *unique_constants(items))

@@ -64,13 +64,13 @@ def split_kernel(spec: FusedSpec, operand: str, form: Form, rows: int, padded_ro
     rows_constant = Constant("kRows", str(rows), "out_features" if weight else "batch")
     constants = [
         Constant("kColumns", str(columns), "in_features"),
-        *([Constant("kPitch", str(pitch), "from one row of halves to the next: multiples of 16 bytes")] if pitch != columns else []),
-        Constant("kBlocks", str(padded_rows), "one a row" + (", and the rows that fill up the last tile" if padded_rows > rows else "")),
-        Constant("kThreads", str(threads), "of a block"),
-        *([Constant("kRowPieces", str(row_pieces), "of 4 values, in a row")] if row_pieces % threads else []),
-        Constant("kPieces", str(pieces), "of 4 values a thread, in registers"),
-        Constant("kTopExponent", str(TOP_EXPONENT), "a row's largest value ends up in [2^14, 2^15)"),
-        Constant("kLargestShift", str(LARGEST_SHIFT), "what undoes the scale must be a normal float"),
+        *([Constant("kPitch", str(pitch), "values from one row of halves to the next: a multiple of 16 bytes")] if pitch != columns else []),
+        Constant("kBlocks", str(padded_rows), "blocks, one a row" + (", padding rows of the last tile included" if padded_rows > rows else "")),
+        Constant("kThreads", str(threads), "threads of a block"),
+        *([Constant("kRowPieces", str(row_pieces), "pieces of 4 values in a row")] if row_pieces % threads else []),
+        Constant("kPieces", str(pieces), "pieces of 4 values in a thread's registers"),
+        Constant("kTopExponent", str(TOP_EXPONENT), "exponent of a scaled row's largest value, which lies in [2^14, 2^15)"),
+        Constant("kLargestShift", str(LARGEST_SHIFT), "largest exponent of a scale: its inverse must be a normal float"),
         Constant("kSmallestExponent", str(TOP_EXPONENT - LARGEST_SHIFT - 1), "kTopExponent - kLargestShift - 1: rows below cannot be scaled up"),
         *row_limits(form, columns),
     ]
@@ -79,7 +79,7 @@ def split_kernel(spec: FusedSpec, operand: str, form: Form, rows: int, padded_ro
     if form.parts == 2:
         constants.append(Constant("kLowPart", f"{rows}ull * {pitch // 2}", "words from the high parts to the low parts", "size_t"))
     if weight_shift:
-        constants.append(Constant("kWeightShift", str(weight_shift), "the multiplication scales W by 2^12"))
+        constants.append(Constant("kWeightShift", str(weight_shift), "exponent of the scale 2^12 by which the multiplication multiplies W"))
     return SplitKernel(
         f"split_{operand}", "gemm_sm90a/split.cu.j2", (key if weight else "x", *outputs), tuple(constants),
         f"{'W' if weight else 'x'} {'split into two halves a value' if form.parts == 2 else 'rounded to halves'}, rows scaled by powers of two",

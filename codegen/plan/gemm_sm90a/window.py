@@ -15,8 +15,8 @@ def row_limits(form: Form, columns: int) -> list[Constant]:
     """What decides whether a row that is scaled by its largest value keeps its bits."""
     return [
         Constant("kSmall", float_literal(2.0 ** SMALL[form.parts]), f"2^{SMALL[form.parts]}: scaled values below lose bits", "float"),
-        Constant("kSmallLimit", str(max(4, columns // 1024)), "in_features / 1024, at least 4: more such values and the row is given up"),
-        Constant("kNearLimit", str(max(256, columns // 16)), "in_features / 16, at least 256: values near the largest without which there may be none"),
+        Constant("kSmallLimit", str(max(4, columns // 1024)), "in_features / 1024, at least 4: with more such values a row is refused"),
+        Constant("kNearLimit", str(max(256, columns // 16)), "in_features / 16, at least 256: near values that excuse small ones"),
     ]
 
 
@@ -26,20 +26,20 @@ def window(form: Form, k: int, padding: int, what: str) -> list[Constant]:
     faint, limit = FAINT[form.parts], k // FAINT_SHARE
     shift = WEIGHT_SHIFT if form.parts == 2 else 0
     scale = [
-        Constant("kWeightScale", float_literal(2.0**shift), "brings W's low parts into the range of halves", "float"),
-        Constant("kWeightScaleHalves", _twice(shift), "the same, twice, as halves", "uint32_t"),
-        Constant("kSmallestHalf", float_literal(1.0), "the largest value of a scaled row must reach it: what is lost below 2^-25 is then 2^-25 of it", "float"),
+        Constant("kWeightScale", float_literal(2.0**shift), "scale that brings W's low parts into the range of halves", "float"),
+        Constant("kWeightScaleHalves", _twice(shift), "kWeightScale as two halves in a word", "uint32_t"),
+        Constant("kSmallestHalf", float_literal(1.0), "least maximum of a scaled row: a loss of 2^-25 is then 2^-25 of it", "float"),
     ]
     rounded = [
-        Constant("kSmallestHalf", float_literal(ROUNDED_SMALLEST), "the largest value of a row must reach it: what is lost below 2^-25 is then 2^-14 of it", "float"),
+        Constant("kSmallestHalf", float_literal(ROUNDED_SMALLEST), "least maximum of a row: a loss of 2^-25 is then 2^-14 of it", "float"),
     ]
     return [
         *(scale if form.parts == 2 else rounded),
         Constant("kFaint", float_literal(2.0 ** (faint - shift)), f"2^{faint}{' / kWeightScale' if shift else ''}: values below lose too many bits", "float"),
-        Constant("kFaintHalves", _twice(faint), f"2^{faint}, twice, as halves", "uint32_t"),
-        Constant("kFaintLimit", float_literal(float(limit)), f"{what} / {FAINT_SHARE}: with more such values a row is computed again", "float"),
+        Constant("kFaintHalves", _twice(faint), f"2^{faint} as two halves in a word", "uint32_t"),
+        Constant("kFaintLimit", float_literal(float(limit)), f"{what} / {FAINT_SHARE}: with more such values a row is recomputed", "float"),
         # A count in halves is exact up to 2048.
-        Constant("kFaintSeen", float_literal(float(min(limit, 2047) + padding)), "with more zeros or such values a row is looked at again", "float"),
+        Constant("kFaintSeen", float_literal(float(min(limit, 2047) + padding)), "with more zeros or faint values a row is examined again", "float"),
     ]
 
 

@@ -167,7 +167,7 @@ def access_width(spec: FusedSpec) -> int:
 
 def _shared(spec: FusedSpec, source: str, apply_before: bool, producer_bias: str | None, width: int) -> dict:
     prepare = prepare_function(spec, apply_before, producer_bias)
-    finish = finish_function(spec, spec.after_norm, "finish_value", "The norm and what follows it. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.")
+    finish = finish_function(spec, spec.after_norm, "finish_value", "The norm and the operators after it. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.")
     operands = unique_operands(prepare, finish)
     names = tensor_names(source)
     return dict(
@@ -225,7 +225,7 @@ def resident_kernel(spec: FusedSpec, how: Residency, source: str, apply_before: 
         constants=(
             *shape_constants(spec, shared["operands"]), *_access_constants(spec, how.width, how.ragged), *layout, *norm_constants(spec, shared["applied"]),
         ),
-        summary=f"GroupNorm and what follows; {holder} hold{'s' if not warp or how.lanes == 1 else ''} a group of {spec.group_size} values",
+        summary=f"GroupNorm and the operators after it; {holder} hold{'s' if not warp or how.lanes == 1 else ''} a group of {spec.group_size} values",
         threads=threads, blocks=blocks, min_blocks=min_blocks, max_registers=register_limit(threads, min_blocks), vectors=how.vectors,
         ragged=how.ragged, pitch=pitch, held=True, partial_block=warp and blocks * per_block != groups, smem_bytes=0 if warp else 3 * threads // 32 * 4, **shared,
     )  # fmt: skip
@@ -246,14 +246,14 @@ def stream_kernel(spec: FusedSpec, source: str, apply_before: bool, producer_bia
         Constant("kThreads", str(threads), "threads of a block, which takes a group"),
         Constant("kWarps", str(threads // 32), "kThreads / 32"),
         Constant("kChunk", str(chunk), "kThreads x kVectors: accesses of a block in flight"),
-        Constant("kLastChunk", str((group_vectors - 1) // chunk * chunk), "where the group's last chunk starts"),
+        Constant("kLastChunk", str((group_vectors - 1) // chunk * chunk), "first access of the group's last chunk"),
         Constant("kBlocks", str(shared["groups"]), f"{spec.batch} samples x kNumGroups"),
         Constant("kMinBlocks", "1", "blocks that must fit on an SM"),
     ]
     return FlatKernel(
         name="group_norm", template="norm/group_norm_stream.cu.j2", entry="group_norm",
         constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, width), *layout, *norm_constants(spec, shared["applied"])),
-        summary=f"GroupNorm and what follows; a block reads a group of {spec.group_size} values twice", threads=threads, blocks=shared["groups"],
+        summary=f"GroupNorm and the operators after it; a block reads a group of {spec.group_size} values twice", threads=threads, blocks=shared["groups"],
         min_blocks=1, max_registers=register_limit(threads, 1), vectors=vectors, ragged=group_vectors % chunk != 0, smem_bytes=threads // 32 * 16,
         **shared,
     )  # fmt: skip
@@ -322,7 +322,7 @@ def apply_kernel(
     partial = blocks * per_block != groups * tiles
     shared |= dict(arguments=(*shared["arguments"], buffer), statistics="reads")
     layout = [
-        Constant("kPieces", str(pieces), "pieces of a group whose statistics are there"),
+        Constant("kPieces", str(pieces), "pieces of a group with statistics"),
         Constant("kVectors", str(vectors), "accesses of a thread"),
         Constant("kLanes", str(lanes), "threads of a tile"),
         Constant("kTileVectors", str(lanes * vectors), "kLanes x kVectors"),
@@ -337,7 +337,7 @@ def apply_kernel(
     return FlatKernel(
         name="group_norm", template="norm/group_norm_apply.cu.j2", entry="group_norm",
         constants=(*shape_constants(spec, shared["operands"]), *_access_constants(spec, width, ragged), *layout, *norm_constants(spec, shared["applied"])),
-        summary=f"GroupNorm and what follows, with statistics of {pieces} piece{'s' if pieces > 1 else ''} of a group merged", threads=APPLY_BLOCK,
+        summary=f"GroupNorm and the operators after it, with statistics of {pieces} piece{'s' if pieces > 1 else ''} of a group merged", threads=APPLY_BLOCK,
         blocks=blocks, min_blocks=min_blocks, max_registers=register_limit(APPLY_BLOCK, min_blocks), vectors=vectors, ragged=ragged,
         partial_block=partial, cooperative=cooperative, **shared,
     )  # fmt: skip

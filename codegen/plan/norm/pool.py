@@ -161,7 +161,7 @@ def plan_pool(
 def _one_read(spec: FusedSpec, window: Window, rising: Direction, extremes: int, source: str, apply_before: bool, producer_bias: str | None) -> PoolKernel:
     prepare = prepare_function(spec, apply_before, producer_bias)
     finish = finish_function(
-        spec, spec.after_norm, "finish_value", "The norm and what follows it, for the value that the pool keeps."
+        spec, spec.after_norm, "finish_value", "The norm and the operators after it, for the value that the pool keeps."
     )
     rows = band_rows(window, spec.precision.itemsize)
     plane, band_values = spec.spatial, rows * window.stride[ROWS] * window.input[COLUMNS]
@@ -209,7 +209,7 @@ def _one_read(spec: FusedSpec, window: Window, rising: Direction, extremes: int,
     return PoolKernel(
         name="group_norm_pool", template="norm/group_norm_pool.cu.j2", entry="group_norm_pool", arguments=launch_arguments(source, operands),
         constants=(*constants, *norm_constants(spec, items)),
-        summary=f"GroupNorm, max pool and what follows in one read; a block takes a group of {spec.group_size} values",
+        summary=f"GroupNorm, max pool and the operators after them in one read; a block takes a group of {spec.group_size} values",
         smem_bytes=extremes + threads // 32 * 16,
         max_registers=register_limit(threads, min_blocks), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
         applied=items, prepare=prepare, finish=finish, width=width, io_widths=tuple(sorted({width, access, *_parameter_width(pooled_width, window)})),
@@ -229,8 +229,8 @@ def _parameter_width(pooled_width: int, window: Window) -> tuple[int, ...]:
 def _two_reads(spec: FusedSpec, window: Window, source: str, apply_before: bool, producer_bias: str | None) -> PoolKernel:
     before_pool, _, after_pool = _split_at_pool(spec)
     prepare = prepare_function(spec, apply_before, producer_bias)
-    finish = finish_function(spec, before_pool, "normalise_value", "The norm and what follows it up to the pool. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.")
-    follow = follow_function(spec, after_pool, "follow_value", "What follows the pool.")
+    finish = finish_function(spec, before_pool, "normalise_value", "The norm and the operators up to the pool. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.")
+    follow = follow_function(spec, after_pool, "follow_value", "The operators after the pool.")
     width = vector_width(spec.precision, spec.group_size)
     uniform = vector_width(spec.precision, spec.group_size, spec.spatial)
     width = uniform if uniform * spec.precision.itemsize >= 8 else width
@@ -257,7 +257,7 @@ def _two_reads(spec: FusedSpec, window: Window, source: str, apply_before: bool,
     return PoolKernel(
         name="group_norm_pool", template="norm/group_norm_pool_stream.cu.j2", entry="group_norm_pool", arguments=launch_arguments(source, operands),
         constants=(*constants, *norm_constants(spec, items)),
-        summary=f"GroupNorm, max pool and what follows in two reads; a block takes a group of {spec.group_size} values", smem_bytes=threads // 32 * 16,
+        summary=f"GroupNorm, max pool and the operators after them in two reads; a block takes a group of {spec.group_size} values", smem_bytes=threads // 32 * 16,
         max_registers=register_limit(threads, min_blocks), threads=threads, blocks=groups, input=names[0], output=names[1], operands=operands,
         applied=items, prepare=prepare, finish=finish, follow=follow, width=width, io_widths=(width,), channel_mode=channel_mode(spec.spatial, width),
         groups=groups, min_blocks=min_blocks, **tensor_types(spec, source), vectors=vectors, ragged=group_vectors % (threads * vectors) != 0,
@@ -276,7 +276,7 @@ def _windows(
     constants = (
         *shape_constants(spec),
         *_window_constants(window, False),
-        Constant("kPieces", str(pieces), "pieces of a group whose statistics are there"),
+        Constant("kPieces", str(pieces), "pieces of a group with statistics"),
         *share_constants(slices, share),
         Constant("kThreads", str(SPLIT_THREADS), "threads of a block"),
         Constant("kWarps", str(SPLIT_THREADS // 32), "kThreads / 32"),
@@ -285,7 +285,7 @@ def _windows(
     )
     return replace(
         alone, arguments=(*alone.arguments, buffer), statistics="reads", constants=(*constants, *norm_constants(spec, alone.applied)),
-        summary=f"GroupNorm, max pool and what follows, with statistics of {pieces} pieces of a group merged; {slices} blocks share a group of {spec.group_size} values",
+        summary=f"GroupNorm, max pool and the operators after them, with statistics of {pieces} pieces of a group merged; {slices} blocks share a group of {spec.group_size} values",
         threads=SPLIT_THREADS, blocks=alone.groups * slices, min_blocks=min_blocks, max_registers=register_limit(SPLIT_THREADS, min_blocks), io_widths=(),
         smem_bytes=SPLIT_THREADS // 32 * 16,
     )  # fmt: skip

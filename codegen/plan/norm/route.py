@@ -1,4 +1,4 @@
-"""GroupNorm and what follows it, as kernels behind a GEMM or a convolution: the types at the boundary and the choice among the kernels."""
+"""GroupNorm and the operators after it it, as kernels behind a GEMM or a convolution: the types at the boundary and the choice among the kernels."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Planner:
         numbers = [Constant("kOutputs", str(outputs), "results")]
         for axis, word in enumerate(AXES):
             numbers += [
-                Constant(f"k{word}", str(window.input[axis]), f"{word.lower()} of what comes in"),
+                Constant(f"k{word}", str(window.input[axis]), f"{word.lower()} of the input"),
                 Constant(f"kPooled{word}", str(window.output[axis]), f"{word.lower()} of the result"),
                 Constant(f"kWindow{word}", str(window.size[axis]), f"{name}'s kernel size"),
                 Constant(f"kStride{word}", str(window.stride[axis]), f"{name}'s stride"),

@@ -88,7 +88,7 @@ def _share(spec: FusedSpec, slices: int, width: int) -> tuple[tuple[Constant, ..
     values = math.prod(spec.producer.output_shape)
     blocks = math.ceil(values // width / ADD_THREADS)
     constants = (
-        Constant("kSlices", str(slices), "parts of K whose sums lie behind each other"),
+        Constant("kSlices", str(slices), "parts of K, each with its own sums"),
         Constant("kWidth", str(width), "values of a thread"),
         Constant("kVectors", str(values // width), ("batch * out_features" if spec.spatial == 1 else f"{values} results") + " / kWidth"),
         Constant("kThreads", str(ADD_THREADS), "threads of a block"),

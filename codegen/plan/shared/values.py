@@ -194,7 +194,7 @@ def prepare_function(spec: FusedSpec, apply_before: bool, producer_bias: str | N
     lines = (f"v = v + {bias.value};  // {spec.producer.operator.name}'s bias",) if bias else ()
     lines += kept_in_front(spec, steps, 0) + statements(spec, steps)
     operands = ((bias,) if bias else ()) + _operands(items)
-    return ValueFunction("prepare_value", "From the producer's value to the norm's input.", lines, operands) if lines else None
+    return ValueFunction("prepare_value", "The norm's input, from the producer's value.", lines, operands) if lines else None
 
 
 def normalise_lines(spec: FusedSpec) -> tuple[str, ...]:

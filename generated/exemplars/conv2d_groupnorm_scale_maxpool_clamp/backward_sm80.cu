@@ -1,6 +1,7 @@
 // conv2d_groupnorm_scale_maxpool_clamp: gradients of everything after the conv2d, one group of one sample at a time
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   mul(shape=(64, 1, 1), init=ones)  # scale
 //   max_pool2d(kernel_size=(4, 4), stride=(4, 4), padding=(0, 0), dilation=(1, 1), ceil_mode=False)  # maxpool
@@ -11,11 +12,12 @@
 //   t0, the conv2d's result, is computed again by torch's library (18.7 GFLOP): no forward holds its 520 MB until then
 //   a block takes a group of 63504 values, one channel after the other, for 2 samples in turn: 1024 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then
-//   sums over samples have an order of their own: the same bits on every run
-//   each window's winner and gradient are noted first; a value then collects those of the windows around it
+//   sums over samples are added in a fixed order: the same bits on every run
+//   each window's maximum and gradient are stored first; a value then sums those of the windows around it
 //   1024 blocks of 256 threads, 0 bytes of shared memory
 //
-// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml
+// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -36,7 +38,7 @@ constexpr int kPoolStrideHeight = 4;  // max_pool2d's stride
 constexpr int kPoolStrideWidth = 4;  // max_pool2d's stride
 constexpr int kPooledHeight = 31;  // (126 - 4) / 4 + 1
 constexpr int kPooledWidth = 31;  // (126 - 4) / 4 + 1
-constexpr int kOutputSize = 3844;  // values of y that a group gives
+constexpr int kOutputSize = 3844;  // values of y from a group
 constexpr float kClampMin = 0.0f;  // clamp's min
 constexpr float kClampMax = 1.0f;  // clamp's max
 constexpr int kPooledSize = 961;  // kPooledHeight * kPooledWidth
@@ -55,26 +57,26 @@ __device__ __forceinline__ float clamp_grad(float v, float lo, float hi) {
   return v >= lo && v <= hi ? 1.0f : 0.0f;
 }
 
-// What follows the norm, up to the pooling.
+// The operators after the norm, up to the pooling.
 __device__ __forceinline__ float after_norm(float v, float scale_c) {
   v = v * scale_c;
   return v;
 }
 
-// Back through what follows the norm: the gradient of v for that of the result, g.
+// Backward through the operators after the norm: the gradient of v, from the result's gradient g.
 __device__ __forceinline__ float after_norm_grad(float v, float g, float scale_c, float& scale_g) {
   scale_g = g * v;
   g = g * scale_c;
   return g;
 }
 
-// Back through what follows max_pool2d: the gradient of v for that of the result, g.
+// Backward through the operators after max_pool2d: the gradient of v, from the result's gradient g.
 __device__ __forceinline__ float after_pool_grad(float v, float g) {
   g = g * clamp_grad(v, kClampMin, kClampMax);
   return g;
 }
 
-// The gradient of the value at `place` in a channel: what the windows give in which it is the largest.
+// Gradient of the value at `place` in a channel: the sum over the windows in which it is the largest.
 __device__ __forceinline__ float collect(const int* winners, const float* windows, int place) {
   const int h = place / kWidth, w = place % kWidth;
   float sum = 0.0f;
@@ -104,7 +106,7 @@ template <int kNumbers>
 __device__ __forceinline__ void block_sum(float (&v)[kNumbers], float* partial) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   warp_sum(v);
-  __syncthreads();  // the sums before may still be read
+  __syncthreads();  // the previous sums may still be read
   if (lane == 0) {
 #pragma unroll
     for (int n = 0; n < kNumbers; ++n) partial[n * kWarps + threadIdx.x / 32] = v[n];
@@ -115,11 +117,11 @@ __device__ __forceinline__ void block_sum(float (&v)[kNumbers], float* partial) 
   warp_sum(v);
 }
 
-// A slab's sum so far, which one thread owns, and one sample more.
+// Adds one sample to a slab's sum, which one thread owns.
 __device__ __forceinline__ void add(float* sum, float v, bool first_sample) { *sum = first_sample ? v : *sum + v; }
 
-// A team goes back through one group of each sample of a slab. Two blocks must fit on an SM: asked for nothing, ptxas would rather spill than use
-// more registers than four leave it.
+// Backward of one group, for each sample of a slab, by one team. The launch bounds ask for two blocks on an SM: without
+// them ptxas spills to fit four.
 __global__ void __launch_bounds__(kThreads, 2) back(
     const float* __restrict__ t0,
     const float* __restrict__ group_norm_weight_data,
@@ -145,8 +147,8 @@ __global__ void __launch_bounds__(kThreads, 2) back(
     const int64_t base = (int64_t{sample} * kNumGroups + group) * kGroupSize;
     const float* const source = t0 + base;
 
-    // Statistics in two walks. The first sums differences from one value of the group, so that a constant group's mean is exact. The second
-    // sums differences from that mean: their own mean is what the first one's rounding left, however large the shift was.
+    // Statistics in two passes. The first sums differences from one value of the group, so that a constant group's mean
+    // is exact. The second sums differences from that mean; their mean is the first pass's rounding error.
     const float shift = source[0];
     float moment[1] = {0.0f};
     for (int i = thread; i < kGroupSize; i += kTeamThreads) {
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 2) back(
     }
     block_sum(moment, partial);
     const float mean = fmaf(moment[0], 1.0f / kGroupSize, shift);
-    float moments[2] = {0.0f, 0.0f};  // of differences, of their squares
+    float moments[2] = {0.0f, 0.0f};  // sums of differences and of their squares
     for (int i = thread; i < kGroupSize; i += kTeamThreads) {
       const float difference = __fsub_rn(source[i], mean);
       moments[0] += difference;
@@ -164,7 +166,8 @@ __global__ void __launch_bounds__(kThreads, 2) back(
     const float mean_rest = moments[0] * (1.0f / kGroupSize);
     const float rstd = rsqrtf(fmaf(-mean_rest, moments[0], moments[1]) * (1.0f / kGroupSize) + kEps);
 
-    // Back to the norm. Its own derivative takes two sums over the group: of the gradient, and of its product with the normalised value.
+    // Backward to the norm's result. The norm's derivative needs two sums over the group: the gradient, and its product
+    // with the normalised value.
     float totals[2] = {0.0f, 0.0f};
     for (int c = 0; c < kGroupChannels; ++c) {
       const float scale_c = scale_data[first + c];
@@ -219,7 +222,7 @@ __global__ void __launch_bounds__(kThreads, 2) back(
       totals[1] = fmaf(gamma, numbers[1], totals[1]);
     }
 
-    // Back through the norm and what comes before it.
+    // Backward through the norm and the operators before it.
     const float mean_scaled = totals[0] * (1.0f / kGroupSize);
     const float mean_product = totals[1] * (1.0f / kGroupSize);
     for (int c = 0; c < kGroupChannels; ++c) {
@@ -242,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, 2) back(
   }
 }
 
-// A parameter's gradient, a value per channel: the slabs' sums in an order of their own.
+// Gradient of a parameter with one value a channel: the slabs' sums, added in a fixed order.
 __global__ void __launch_bounds__(kSumChannels * kSumLanes) add_up(const float* __restrict__ sums, float* __restrict__ gradient) {
   __shared__ float partial[kSumLanes][kSumChannels];
   const int channel = static_cast<int>(blockIdx.x * kSumChannels + threadIdx.x);
@@ -280,7 +283,7 @@ struct DeviceScope {
 }  // namespace
 }  // namespace backward_sm80
 
-// From the gradient of y to those of t0, the conv2d's result, and of the parameters behind it.
+// Computes the gradients of t0, the conv2d's result, and of the parameters behind it, from the gradient of y.
 extern "C" int backward_sm80_launch(
     const float* t0,
     const float* group_norm_weight_data,

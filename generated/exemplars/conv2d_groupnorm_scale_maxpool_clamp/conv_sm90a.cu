@@ -1,6 +1,8 @@
-// conv2d_groupnorm_scale_maxpool_clamp: the whole chain in one kernel that reads x once; the convolution on tensor cores without im2col
+// conv2d_groupnorm_scale_maxpool_clamp: the whole chain in one kernel that reads x once; the convolution on tensor
+//   cores without im2col
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   mul(shape=(64, 1, 1), init=ones)  # scale
 //   max_pool2d(kernel_size=(4, 4), stride=(4, 4), padding=(0, 0), dilation=(1, 1), ceil_mode=False)  # maxpool
@@ -9,11 +11,14 @@
 //
 // Plan for sm_90a on h100:
 //   three fp16 products of scaled operands split in two, promoted; tiles of 64 channels x 128 pixels
-//   a cluster of 2 CTAs takes a sample, a part of its rows each: 2 rounds of 16 strips over 2 warpgroups, one more converts x
-//   pooled values before the norm wait in shared memory (126976 bytes) and are written while the next sample is multiplied
+//   a cluster of 2 CTAs takes a sample, a part of its rows each: 2 rounds of 16 strips over 2 warpgroups, one more
+//     converts x
+//   pooled values before the norm wait in shared memory (126976 bytes) and are written while the next sample is
+//     multiplied
 //   128 blocks of 384 threads, 231664 bytes of shared memory
 //
-// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml
+// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml
 
 #include <cuda_runtime.h>
 #include <cuda_fp16.h>
@@ -52,21 +57,21 @@ constexpr int kLastColumns = 126;  // columns of the tile that exist
 constexpr int kAccumulators = 64;  // 64 channels x 128 pixels / 128 threads
 constexpr int kStrips = 32;  // strips of kWindowHeight conv rows, the last may be short
 constexpr int kUnits = 16;  // strips of a part
-constexpr int kCluster = 2;  // CTAs of a cluster, which share a sample: a part each
+constexpr int kCluster = 2;  // CTAs of a cluster; they share a sample, one part each
 constexpr int kClusters = 64;  // clusters: 128 samples in 2 rounds
 constexpr int kItems = 2;  // samples of a cluster, at most
-constexpr int kMultiplyGroups = 2;  // warpgroups that multiply, each a strip at a time; one more converts x
+constexpr int kMultiplyGroups = 2;  // multiplying warpgroups, one strip each at a time; one more converts x
 constexpr int kThreads = 384;  // 128 x (kMultiplyGroups + 1)
-constexpr int kMultiplyRegisters = 208;  // of a multiplying thread
-constexpr int kConvertRegisters = 88;  // of a converting thread
-constexpr int kRing = 14;  // rows of x in shared memory: what kMultiplyGroups strips read, and a chunk on its way
-constexpr int kRepeats = 2;  // first rows of the ring, kept a second time behind it: a tile's rows are never torn apart
-constexpr int kChunkRows = 4;  // rows that are converted at once
-constexpr int kRawStages = 2;  // chunks on their way from memory
+constexpr int kMultiplyRegisters = 208;  // registers of a multiplying thread
+constexpr int kConvertRegisters = 88;  // registers of a converting thread
+constexpr int kRing = 14;  // rows of x in shared memory: those of kMultiplyGroups strips, and a chunk being converted
+constexpr int kRepeats = 2;  // first rows of the ring, repeated behind it so that a tile's rows stay contiguous
+constexpr int kChunkRows = 4;  // rows of a chunk, which are converted at once
+constexpr int kRawStages = 2;  // chunks in flight from global memory
 constexpr int kRawValues = 4096;  // kInChannels x kChunkRows x kWidth
 constexpr int kConvertBarrier = 4;  // named barrier of the converting warpgroup
 constexpr int kTurnBarrier = 5;  // named barrier of the first multiplying warpgroup's turn
-constexpr int kPixelsAtOnce = 4;  // of them, whose values a thread holds
+constexpr int kPixelsAtOnce = 4;  // pixels of a chunk that a thread holds at once
 constexpr int kChunkPixels = 4;  // pixels of a chunk for each converting thread
 constexpr int kPlanePixels = (kRing + kRepeats) * kPitch;  // pixels of a plane
 constexpr int kPlanes = 2;  // kOctets, high and low parts
@@ -74,18 +79,18 @@ constexpr int kRowThreads = 32;  // threads that write a row of y together
 constexpr int kEntries = 31;  // extremes of a channel in a strip
 constexpr int kSlotPitch = 31;  // values from one channel to the next: odd, for the banks
 constexpr int kSlotValues = kChannels * kSlotPitch;  // extremes of a strip
-constexpr int kStripBarriers = 7;  // strips that the converter may be behind
-constexpr int kSlotsAt = 65536;  // kPlanes x kPlanePixels x 16 bytes
-constexpr int kRawAt = 192512;  // + kUnits x kSlotValues x 4
-constexpr int kSharedAt = 225280;  // + kRawStages x 16384
-constexpr int kSharedBytes = 231664;  // + struct Shared
+constexpr int kStripBarriers = 7;  // strips by which the converter may lag
+constexpr int kSlotsAt = 65536;  // offset of the slots: kPlanes x kPlanePixels x 16 bytes
+constexpr int kRawAt = 192512;  // offset of the raw rows: kSlotsAt + kUnits x kSlotValues x 4
+constexpr int kSharedAt = 225280;  // offset of struct Shared: kRawAt + kRawStages x 16384
+constexpr int kSharedBytes = 231664;  // bytes of shared memory
 constexpr int kWeightExponent = 14;  // a channel's largest weight is scaled to 16384 .. 32768
-constexpr float kInputScale = 64.0f;  // x is scaled by it before it becomes fp16
-constexpr float kLargestInput = 1023.0f;  // kInputScale x it is below fp16's 65504
-constexpr float kSmallestInput = 0.00390625f;  // a sample, or a thread's part of one, whose largest value is below it would lose digits to fp16's range
+constexpr float kInputScale = 64.0f;  // scale of x before its conversion to fp16
+constexpr float kLargestInput = 1023.0f;  // largest |x|: kInputScale times it is below fp16's 65504
+constexpr float kSmallestInput = 0.00390625f;  // least maximum of a sample or of a thread's part of it, for fp16's range
 constexpr float kWeightScale = 16384.0f;  // 2 ^ kWeightExponent
 constexpr float kLostShare = 0.26516503f;  // sqrt(kInChannels * kTaps) * 2 * kWeightScale * kInputScale * 2^-26
-constexpr float kAllowedLoss = 2.0e-7f;  // of what operands lose to fp16's range, beside a group's spread
+constexpr float kAllowedLoss = 2.0e-7f;  // allowed loss to fp16's range, relative to a group's spread
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 constexpr float kClampMin = 0.0f;  // clamp's min
 constexpr float kClampMax = 1.0f;  // clamp's max
@@ -95,65 +100,85 @@ __device__ __forceinline__ float clamp(float v, float lo, float hi) {
   return v < lo ? lo : (v > hi ? hi : v);
 }
 
-// From the producer's value to the norm's input.
+// The norm's input, from the producer's value.
 __device__ __forceinline__ float prepare_value(float v, float c_conv_bias) {
   v = v + c_conv_bias;  // conv2d's bias
   return v;
 }
 
-// From a value before the norm to the result; the mean and `factor` carry the channel's sign, as `v` does.
+// The result, from a value before the norm; `v`, the mean and `factor` carry the channel's sign.
 __device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float factor, float offset) {
   v = fmaf(__fsub_rn(v, mean) - mean_rest, factor, offset);
   v = clamp(v, kClampMin, kClampMax);  // clamp(min=0.0, max=1.0)
   return v;
 }
 
-// --- instructions: one wrapper each (PTX ISA 9.0, 9.7.9 and 9.7.13 to 9.7.16) ---
+// --- instructions: one function each (PTX ISA 9.0, sections 9.7.9 and 9.7.13 to 9.7.16) ---
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+// Makes new barriers visible to the cluster and to the copy engine.
+__device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
+// Arrives, and announces bytes that the barrier's phase waits for.
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
+
+// Whether the barrier's phase of this parity has ended; the hardware waits a while for it.
+__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
+  while (!try_wait(barrier, parity)) {
   }
 }
+
+// Overloads for barriers as objects in shared memory.
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) { barrier_init(shared_address(barrier), arrivals); }
+__device__ __forceinline__ void arrive(uint64_t* barrier) { arrive(shared_address(barrier)); }
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) { expect_bytes(shared_address(barrier), bytes); }
+__device__ __forceinline__ void wait(uint64_t* barrier, int parity, const char* name) { wait(shared_address(barrier), parity, name); }
 
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
+
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The address of `p`'s counterpart in CTA `rank` of the cluster.
-__device__ __forceinline__ uint32_t remote_address(const void* p, int rank) {
+
+// The address of the same place in CTA `rank` of the cluster.
+__device__ __forceinline__ uint32_t remote_address(uint32_t address, int rank) {
   uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
-// Stores four numbers and credits their 16 bytes to a barrier beside them; both addresses are of the same CTA.
+// Stores four numbers and credits their 16 bytes to a barrier; both addresses are of the same CTA.
 __device__ __forceinline__ void store_remote(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], { %1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d),
                "r"(barrier)
                : "memory");
 }
+
 __device__ __forceinline__ void max_remote(uint32_t to, uint32_t v) {
   asm volatile("red.relaxed.cluster.shared::cluster.max.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
 }
 
-// Ordinary stores before this are seen by the tensor cores after the next barrier.
-__device__ __forceinline__ void fence_operands() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders ordinary accesses to shared memory before later ones of the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
@@ -163,17 +188,14 @@ template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void sync_group(int group) { named_barrier(group + 1, 128); }
 
-// The two multiplying warpgroups take turns at the tensor cores: while one multiplies, the other takes in its accumulators.
+// Turns of the two multiplying warpgroups at the tensor cores: while one multiplies, the other reads its accumulators.
 __device__ __forceinline__ void wait_for_turn(int group) { named_barrier(kTurnBarrier + group, 256); }
 __device__ __forceinline__ void pass_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(kTurnBarrier + 1 - group) : "memory"); }
 
-// The one arrival that a barrier waits for, and the bytes that are still to come.
-__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
 // Copies a run of bytes into shared memory and credits them to the barrier; all three are multiples of 16.
 __device__ __forceinline__ void copy_run(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
@@ -183,25 +205,33 @@ __device__ __forceinline__ void copy_run(void* to, const void* from, int bytes, 
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Waits for the multiplications and pins the accumulators, which the compiler would otherwise read early.
-__device__ __forceinline__ void wgmma_wait(float (&d)[kAccumulators]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+f"(d[i])::"memory");
+// Waits until at most kPending groups are in flight.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// A place in this CTA's shared memory as descriptors hold it: in units of 16 bytes, without the bits that tell the cluster's CTAs apart.
+// Keeps the compiler from reading accumulators before this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Address in this CTA's shared memory for descriptors: in units of 16 bytes, without the bits that tell the cluster's
+// CTAs apart.
 __device__ __forceinline__ uint32_t operand_address(const void* p) { return (shared_address(p) & 0x3FFFF) >> 4; }
 
-// Pixels from `start` on, 8 channels each, and those `distance` further on for the second half of K; both in units of 16 bytes. 8 pixels are a
-// core matrix (128 bytes), and the next 8 follow: a tile may start at any pixel. `distance` must be positive.
+// Matrix descriptor of pixels of 8 channels: those from `start` on for the first half of K, those `distance` further
+// for the second, in units of 16 bytes. 8 pixels are a core matrix of 128 bytes, so a tile may start at any pixel.
+// `distance` must be positive.
 __device__ __forceinline__ uint64_t pixels(uint32_t start, uint32_t distance) {
   constexpr uint64_t kNextCore = static_cast<uint64_t>(128 >> 4) << 32;
   return kNextCore | (distance << 16 | start);
 }
 
-// d (64 channels x 128 pixels, fp32) += a (64 x 16) b (16 x 128), or = where `accumulate` is false; a's halves along K are two fragments.
+// Matrix product: d (64 x 128, fp32) += a (64 x 16) b (16 x 128), or = if `accumulate` is false. d is in flight until
+// wgmma_wait. a: two registers for each half of its 16 columns, b: a matrix descriptor.
 __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t (&first)[2], const uint32_t (&second)[2], uint64_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
@@ -222,21 +252,20 @@ __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t 
       : "r"(first[0]), "r"(first[1]), "r"(second[0]), "r"(second[1]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// Two values as a pair of operands, rounded to nearest; the first in the lower half.
+// Packs two values, rounded to nearest, into a 32-bit word.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
+
+// Unpacks the two values of a 32-bit word.
 __device__ __forceinline__ float2 unpack(uint32_t word) {
   return __half22float2(*reinterpret_cast<const __half2*>(&word));
 }
 
 // --- the work of a CTA, and its shared memory ---
 
-__device__ __forceinline__ float to_float(float v) { return v; }
-__device__ __forceinline__ float from_float(float v) { return v; }
-
-// The tensors, as torch lays them out.
+// Tensors in torch's layout.
 struct Arguments {
   const float* x;
   const float* weight;
@@ -247,47 +276,51 @@ struct Arguments {
   float* y;
 };
 
-// Values of a set: their number, their mean as `mean` and the `rest` that rounding left, and the sum of squared differences from it.
+// Moments of a set of values: count, mean (`mean` plus its rounding error `mean_rest`), and the sum m2 of squared
+// differences from the mean.
 struct Moments {
-  float count, mean, rest, m2;
+  float count;
+  float mean;
+  float mean_rest;
+  float m2;
 };
 
-// From a value before the norm to the end of the affine operators: fmaf((v - mean) - rest, factor, offset).
+// Coefficients of the norm and the affine operators after it: fmaf((v - mean) - mean_rest, factor, offset).
 struct alignas(16) Coefficients {
-  float mean, rest, factor, offset;
+  float mean, mean_rest, factor, offset;
 };
 
-// What a multiplying warpgroup knows of one of its 64 rows.
+// A multiplying warpgroup's data of one of its 64 rows.
 struct alignas(16) Channel {
-  float sign;     // -1 where what follows the norm falls with its value
-  float unscale;  // from accumulators to values of the convolution
+  float sign;     // -1 where the operators after the norm decrease, else 1
+  float unscale;  // factor from accumulators to the convolution's values
   float c_conv_bias;
 };
 
-// What lies behind x's operand planes, the constant pixels and the slots of extremes.
+// Shared memory behind x's operand planes, the constant pixels and the slots of extremes.
 struct Shared {
   Channel channels[kMultiplyGroups][64];
   Coefficients coefficients[kMultiplyGroups][kChannels];
-  Moments moments[2][kChannels / kMerged][kCluster][kMultiplyGroups];  // of the sample being multiplied and the one before
+  Moments moments[2][kChannels / kMerged][kCluster][kMultiplyGroups];  // of the current sample and the previous one
   uint64_t row_ready[kRing];
   uint64_t strip_done[kStripBarriers];
   uint64_t moments_ready[2];
   uint64_t raw_ready[kRawStages];
-  uint32_t largest[kItems];  // the bits of the largest |x| of each sample
-  uint32_t limit[kItems];  // the bits of what it may be: beyond, parts lose too much beside the spread of a group, or its squares are beyond fp32
+  uint32_t largest[kItems];  // bits of the largest |x| of each sample
+  uint32_t limit[kItems];  // bits of its limit, by a group's spread; 0 if squares exceed fp32's range
 };
 static_assert(kSharedAt + sizeof(Shared) <= kSharedBytes, "the plan reserves too little shared memory");
 
-// The rows of a sample that a CTA takes: conv rows from `first_row` on in `strips` strips, of which `pooled` give a row of y.
+// A CTA's part of a sample: conv rows from `first_row` on in `strips` strips, of which `pooled` give a row of y.
 struct Part {
   int first_row, rows, strips, pooled;
   __device__ __forceinline__ int input_rows() const { return rows + kKernelHeight - 1; }
   __device__ __forceinline__ int strip_rows(int strip) const { return max(0, min(kWindowHeight, rows - strip * kWindowHeight)); }
-  // A strip's end frees the rows above the next strip; the last one's end frees all.
+  // Rows that the end of a strip frees: those above the next strip, or all after the last.
   __device__ __forceinline__ int freed_rows(int strip) const { return strip + 1 < strips ? kWindowHeight : input_rows() - strip * kWindowHeight; }
 };
 
-// The CTAs of a cluster take turns at the parts, which differ in length.
+// Part of a CTA: the CTAs of a cluster rotate, since parts differ in length.
 __device__ __forceinline__ Part part_of(int rank, int item) {
   const int first = (rank + item) % kCluster * kUnits;
   return {first * kWindowHeight, min(kOutHeight - first * kWindowHeight, kUnits * kWindowHeight), min(kStrips - first, kUnits),
@@ -295,7 +328,7 @@ __device__ __forceinline__ Part part_of(int rank, int item) {
 }
 
 struct Work {
-  int rank, sample, step, items, channel;  // of the cluster; its first sample and the distance to the next; samples; first output channel
+  int rank, sample, step, items, channel;  // rank in the cluster, first sample, step, number of samples, first channel
 
   __device__ __forceinline__ Work() {
     rank = cluster_rank();
@@ -313,9 +346,9 @@ extern __shared__ __align__(128) unsigned char memory[];
 __device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(memory + kSharedAt); }
 __device__ __forceinline__ float* slot_of(int strip) { return reinterpret_cast<float*>(memory + kSlotsAt) + strip * kSlotValues; }
 
-// --- the converting warpgroup: rows of x become planes of 8 channels a pixel ---
+// --- the converting warpgroup: turns rows of x into planes of 8 channels a pixel ---
 
-// A chunk of rows of one sample: those from `row` of the CTA's part on.
+// A chunk of rows of one sample, from `row` of the CTA's part on.
 struct Chunk {
   int item, row;
 
@@ -327,7 +360,7 @@ struct Chunk {
   }
 };
 
-// One pixel, 8 channels of it, into the planes: scaled and split into a high and a low part.
+// Stores 8 channels of a pixel in the planes, scaled and split into a high and a low part.
 __device__ __forceinline__ void store_pixel(const float (&v)[8], int slot, int column, float& largest) {
   uint4* to = reinterpret_cast<uint4*>(memory) + slot * kPitch + column;
   uint32_t high[4], low[4];
@@ -348,7 +381,7 @@ __device__ __forceinline__ void store_pixel(const float (&v)[8], int slot, int c
   }
 }
 
-// The ring's row `rows` behind row `slot`; a chunk is shorter than the ring.
+// Slot of the ring that lies `rows` rows behind `slot`; a chunk is shorter than the ring.
 __device__ __forceinline__ int slot_behind(int slot, int rows) {
   const int next = slot + rows;
   return next < kRing ? next : next - kRing;
@@ -356,7 +389,7 @@ __device__ __forceinline__ int slot_behind(int slot, int rows) {
 
 __device__ __forceinline__ float* raw_stage(int stage) { return reinterpret_cast<float*>(memory + kRawAt) + stage * kRawValues; }
 
-// The converting warps ask the copy engine for a chunk, every fourth channel each: issuing a copy takes long. Channels lie one behind the other.
+// Starts the copies of a chunk, one a channel; each converting warp issues every fourth, since issuing takes long.
 __device__ __forceinline__ void fetch_chunk(const float* x, const Work& work, const Chunk& chunk, int stage) {
   if (threadIdx.x % 32 != 0) return;
   const int warp = threadIdx.x % 128 / 32;
@@ -371,14 +404,14 @@ __device__ __forceinline__ void fetch_chunk(const float* x, const Work& work, co
   for (int c = warp; c < kInChannels; c += 4) copy_run(to + c * kChunkRows * kWidth, from + c * kInPlane, bytes, ready);
 }
 
-// From a stage into the ring; the chunk's first row is row `stream` of all that this CTA converts.
+// Converts a stage into the ring; the chunk's first row is row `stream` of all rows that this CTA converts.
 __device__ __forceinline__ void convert_chunk(const Work& work, const Chunk& chunk, int stage, int stream, float& largest) {
   const int rows = chunk.rows(work);
   const int first_slot = stream % kRing;
   const float* from = raw_stage(stage);
 #pragma unroll 1
   for (int first = 0; first < kChunkPixels; first += kPixelsAtOnce) {
-    float v[kPixelsAtOnce][8];  // all loads before the first store: their latencies overlap
+    float v[kPixelsAtOnce][8];  // all loads precede the first store, so that their latencies overlap
 #pragma unroll
     for (int i = 0; i < kPixelsAtOnce; ++i) {
       const int pixel = threadIdx.x % 128 + (first + i) * 128;
@@ -396,13 +429,13 @@ __device__ __forceinline__ void convert_chunk(const Work& work, const Chunk& chu
   }
 }
 
-// Room in the ring: rows that no strip reads any more, as the multiplying warpgroups report their strips.
+// Free room in the ring, as the multiplying warpgroups report finished strips.
 struct Room {
-  int freed = 0, done = 0, item = 0, strip = 0;  // rows; strips seen to be done, and the next one
+  int freed = 0, done = 0, item = 0, strip = 0;  // freed rows; finished strips; sample and strip to wait for next
 
   __device__ __forceinline__ void wait_for(int rows, const Work& work) {
     while (rows > freed + kRing) {
-      wait(&shared().strip_done[done % kStripBarriers], done / kStripBarriers & 1);
+      wait(&shared().strip_done[done % kStripBarriers], done / kStripBarriers & 1, "strip done");
       const Part part = work.part(item);
       freed += part.freed_rows(strip);
       ++done;
@@ -414,7 +447,7 @@ struct Room {
   }
 };
 
-// Converts every row that this CTA's strips read, in order, as the ring has room.
+// Converts all rows that this CTA's strips read, in order, as the ring has room.
 __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
   Shared& s = shared();
   const int lane = threadIdx.x % 32;
@@ -430,13 +463,13 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
     const int rows = chunk.rows(work);
     const Chunk next = chunk.next(work);
     room.wait_for(stream + rows, work);
-    wait(&s.raw_ready[stage], phase);
+    wait(&s.raw_ready[stage], phase, "raw rows ready");
     convert_chunk(work, chunk, stage, stream, largest);
-    fence_operands();
+    fence_async();
     __syncwarp();
-    if (lane < rows) arrive(&s.row_ready[slot_behind(stream % kRing, lane)]);  // a lane for each row
+    if (lane < rows) arrive(&s.row_ready[slot_behind(stream % kRing, lane)]);  // one lane a row
 
-    named_barrier(kConvertBarrier, 128);  // every thread has read the stage
+    named_barrier(kConvertBarrier, 128);  // all threads have read the stage
     if (ahead.exists(work)) {
       fetch_chunk(x, work, ahead, stage);
       ahead = ahead.next(work);
@@ -447,11 +480,12 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
     }
     stream += rows;
     if (next.item != chunk.item) {
-      // Whoever reads it after the last sample knows whether fp16's range was enough. The maximum of bits is that of values.
-      // A thread that saw faint values alone tells of infinity: one far value must not hide that the others lost digits.
+      // The largest |x| tells, after the last sample, whether fp16's range was sufficient. Bits of magnitudes order
+      // like values.
+      // A thread with faint values only reports infinity: one far value must not hide the digits that others lost.
       const bool faint = largest > 0.0f && largest < kSmallestInput;
       const uint32_t bits = __reduce_max_sync(0xffffffffu, faint ? 0x7f800000u : __float_as_uint(largest));
-      if (lane < kCluster) max_remote(remote_address(&s.largest[chunk.item], lane), bits);
+      if (lane < kCluster) max_remote(remote_address(shared_address(&s.largest[chunk.item]), lane), bits);
       largest = 0.0f;
     }
     chunk = next;
@@ -460,14 +494,14 @@ __device__ __forceinline__ void convert_rows(const float* x, const Work& work) {
 
 // --- weights: fragments of 8 along K, in registers for the whole kernel ---
 
-// 2^e of a channel with the largest weight `largest`: brings it to 2^kWeightExponent or up to twice that. Infinite weights stay infinite, and below
-// 2^-64 they count for nothing beside eps.
+// Scale of a channel's weights, a power of two that brings the largest to [2^kWeightExponent, 2^(kWeightExponent + 1)).
+// Infinite weights stay infinite; weights below 2^-64 are negligible beside eps.
 __device__ __forceinline__ float weight_scale(float largest) {
   const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
   return __uint_as_float(static_cast<uint32_t>(127 + kWeightExponent - max(exponent, -64)) << 23);
 }
 
-// A lane's rows of the fragment: lane / 4 of its warp's 16, and 8 more.
+// A lane's rows of the fragment: row lane / 4 of its warp's 16, and 8 further down.
 __device__ __forceinline__ int row_of(int h) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * h; }
 
 __device__ __forceinline__ void load_weights(const Arguments& a, const Work& work, Channel* channels,
@@ -477,13 +511,13 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
   for (int h = 0; h < 2; ++h) {
     const int index = row_of(h);
     const int channel = index;
-    const float c_gamma = to_float(a.p_gamma[channel]);
-    const float c_scale = to_float(a.p_scale[channel]);
+    const float c_gamma = a.p_gamma[channel];
+    const float c_scale = a.p_scale[channel];
     Channel own;
     own.sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
-    own.c_conv_bias = to_float(a.p_conv_bias[channel]);
+    own.c_conv_bias = a.p_conv_bias[channel];
 
-    // A fragment's register holds two neighbouring input channels of one output channel.
+    // Each register of a fragment holds two neighbouring input channels of one output channel.
     const float* from = a.weight + (channel * kInChannels + lane % 4 * 2) * kTaps;
     float values[kHalves][2];
 #pragma unroll
@@ -491,7 +525,7 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
 #pragma unroll
       for (int next = 0; next < 2; ++next) {
         const int at = half / kTaps * 8 + next;
-        values[half][next] = to_float(from[at * kTaps + half % kTaps]);
+        values[half][next] = from[at * kTaps + half % kTaps];
       }
     }
     float largest = 0.0f;
@@ -500,7 +534,7 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
     const float scale = weight_scale(largest);
-    own.unscale = 1.0f / (scale * kInputScale);  // powers of two: exact
+    own.unscale = 1.0f / (scale * kInputScale);  // exact: powers of two
     const float factor = own.sign * scale;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
@@ -516,24 +550,26 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
 
 // --- statistics ---
 
-// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
-// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+// Scale for values whose squares exceed fp32's range. Statistics are then formed of the values times kShrink, a power
+// of two: a sum of squares above 2^128 becomes one above 2^-32, and every sum of squares stays below 2^128.
 constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
 constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
-// Adds `v` to `sum`, and what rounding loses of it to `rest`: many equal small terms behind a large one would all be rounded the same way.
+// Adds `v` to `sum` and the rounding error to `rest`: otherwise many equal small terms after a large one would all be
+// rounded the same way.
 __device__ __forceinline__ void accumulate(float& sum, float& rest, float v) {
   const float next = __fadd_rn(sum, v);
   const float part = __fsub_rn(next, sum);
   rest += __fsub_rn(sum, __fsub_rn(next, part)) + __fsub_rn(v, part);
   sum = next;
 }
-// The sum in one number; an infinite one has no rest.
+// Sum and rest as one number; an infinite sum has no rest.
 __device__ __forceinline__ float whole(float sum, float rest) { return isinf(sum) ? sum : sum + rest; }
 
-// Moments of the union of sets (Chan, Golub and LeVeque, 1983), in the order in which they are stored: the same bits on every run. The mean of
-// the sets' distances from a first mean is what rounding left of it, so one far set costs the others nothing; equal means stay exact.
-__device__ __forceinline__ Moments merge(const Moments* sets, int count) {
+// Moments of the union of many sets (Chan, Golub and LeVeque, 1983), merged in storage order: the same bits on every
+// run. Distances from the first mean correct the union's mean, so that one far set costs the others nothing; equal
+// means stay exact.
+__device__ __forceinline__ Moments merge_sets(const Moments* sets, int count) {
   int first = 0;
   while (first + 1 < count && sets[first].count == 0.0f) ++first;
   const float origin = sets[first].mean;
@@ -546,24 +582,24 @@ __device__ __forceinline__ Moments merge(const Moments* sets, int count) {
   float left = 0.0f, m2 = 0.0f, m2_rest = 0.0f;
   for (int i = first; i < count; ++i) {
     if (sets[i].count == 0.0f) continue;
-    const float delta = __fsub_rn(sets[i].mean, mean) + sets[i].rest;
+    const float delta = __fsub_rn(sets[i].mean, mean) + sets[i].mean_rest;
     left = fmaf(sets[i].count, delta, left);
     accumulate(m2, m2_rest, fmaf(sets[i].count * delta, delta, sets[i].m2));
   }
-  const float rest = left / total;
-  return {total, mean, rest, fmaf(-rest, left, whole(m2, m2_rest))};
+  const float mean_rest = left / total;
+  return {total, mean, mean_rest, fmaf(-mean_rest, left, whole(m2, m2_rest))};
 }
 
-// 1 over the standard deviation of a group. A negative m2 is that of values kShrink times as large.
+// Inverse standard deviation of a group. A negative m2 belongs to the values times kShrink.
 __device__ __forceinline__ float rstd_of(const Moments& group) {
   return group.m2 < 0.0f ? kShrink / sqrtf(-group.m2 * (1.0f / kGroupSize)) : 1.0f / sqrtf(group.m2 * (1.0f / kGroupSize) + kEps);
 }
 
-// What a channel's values meet after the norm's statistics are known.
+// A channel's coefficients, from the statistics of its group.
 __device__ __forceinline__ Coefficients coefficients_of(const Moments& group, int channel, const Arguments& a) {
-  const float c_gamma = to_float(a.p_gamma[channel]);
-  const float c_beta = to_float(a.p_beta[channel]);
-  const float c_scale = to_float(a.p_scale[channel]);
+  const float c_gamma = a.p_gamma[channel];
+  const float c_beta = a.p_beta[channel];
+  const float c_scale = a.p_scale[channel];
   const float sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
   float factor = rstd_of(group);
   float offset = 0.0f;
@@ -571,35 +607,39 @@ __device__ __forceinline__ Coefficients coefficients_of(const Moments& group, in
   offset = c_beta;
   factor *= c_scale;  // mul(shape=(64, 1, 1), init=ones)
   offset *= c_scale;
-  return {sign * group.mean, sign * group.rest, sign * factor, offset};
+  return {sign * group.mean, sign * group.mean_rest, sign * factor, offset};
 }
 
-// What a lane has seen of one sample: the values of each of its two channels.
+// A lane's running moments of one sample, for each of its two channels.
 struct Tally {
   float values;
-  float mean[2], rest[2], m2[2], m2_rest[2];
+  float mean[2], mean_rest[2], m2[2], m2_rest[2];
 };
 
-// Moments of the union of `count` values, of which b's are `share`, by differences of means alone: their rounding is as small as the spread.
+// Moments of the union of two sets by Chan's formula: `count` values, of which b's are `share`. Only differences of
+// means are rounded, and those are as small as the spread.
 __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b, float count, float share) {
-  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
-  const float mean = fmaf(d, share, a.mean);
-  return {count, mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * (a.count * share) * all};
+  const float delta = __fsub_rn(b.mean, a.mean);
+  const float delta_rest = b.mean_rest - a.mean_rest;
+  const float both = delta + delta_rest;
+  const float mean = fmaf(delta, share, a.mean);
+  return {count, mean, a.mean_rest + fmaf(delta_rest, share, fmaf(delta, share, __fsub_rn(a.mean, mean))), a.m2 + b.m2 + both * (a.count * share) * both};
 }
 
-// The same; an empty `b` changes nothing.
+// Moments of the union of two sets; an empty `b` changes nothing.
 __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
   return merge(a, b, count, a.count == 0.0f ? 1.0f : __fdividef(b.count, count));
 }
 
-// The moments of kLanes lanes, merged in their order by distances kFirst, 2 kFirst and so on; all of them receive the same bits.
+// Merges the moments of kLanes lanes in their order, by distances kFirst, 2 kFirst and so on; all lanes receive the
+// same bits.
 template <int kFirst, int kLanes>
 __device__ __forceinline__ Moments lane_merge(Moments own) {
 #pragma unroll
   for (int bit = kFirst; bit < kLanes; bit *= 2) {
     const Moments other = {__shfl_xor_sync(0xffffffffu, own.count, bit), __shfl_xor_sync(0xffffffffu, own.mean, bit),
-                           __shfl_xor_sync(0xffffffffu, own.rest, bit), __shfl_xor_sync(0xffffffffu, own.m2, bit)};
+                           __shfl_xor_sync(0xffffffffu, own.mean_rest, bit), __shfl_xor_sync(0xffffffffu, own.m2, bit)};
     own = threadIdx.x & bit ? merge(other, own) : merge(own, other);
   }
   return own;
@@ -607,15 +647,15 @@ __device__ __forceinline__ Moments lane_merge(Moments own) {
 
 // --- one tile: multiply, then statistics and extremes from the accumulators ---
 
-constexpr int kTileOctets = kTileColumns / 8;  // columns come in eights: a lane holds two neighbours, 2 (lane % 4) and the next, of two channels
+constexpr int kTileOctets = kTileColumns / 8;  // groups of 8 columns; a lane holds two, of two channels
 
-// Of column 8 j + 2 (lane % 4) + next of a tile with `columns` columns: does it exist?
+// Whether column 8 j + 2 (lane % 4) + next exists in a tile with `columns` columns.
 __device__ __forceinline__ bool exists(int j, int next, int columns) {
   return 8 * j + 8 <= kLastColumns || 8 * j + static_cast<int>(threadIdx.x) % 4 * 2 + next < columns;
 }
 
-// acc = weights x pixels of the tile whose first pixel is at `tile`, in units of 16 bytes. Corrections come first: the tensor core truncates,
-// and loses less while the sum is small.
+// Product of a tile: acc = weights x pixels from `tile` on, an address in units of 16 bytes.
+// Corrections come first: the tensor core truncates, and loses less while the sum is small.
 __device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], uint32_t tile, const uint32_t (&high)[kHalves][2],
                                               const uint32_t (&low)[kHalves][2], int group) {
   wait_for_turn(group);
@@ -635,20 +675,21 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], uint3
   wgmma(acc, high[6], high[7], pixels(tile + 256, 1), true);  // high 2,0, high 2,1
   wgmma(acc, high[8], low[8], pixels(tile + 258, 2048), true);  // high 2,2, low 2,2 low x
   wgmma_commit();
-  pass_turn(group);  // issuing takes as long as multiplying: the tensor cores are nearly free
-  wgmma_wait(acc);
+  pass_turn(group);  // issuing takes as long as multiplying, so the tensor cores are nearly idle now
+  wgmma_wait<0>();
+  pin(acc);
 }
 
-// Values of a channel that this lane holds of a tile.
+// Number of a channel's values of a tile in this lane.
 __device__ __forceinline__ float values_of(int columns) {
   const int whole = min(columns, kTileColumns);
   return (whole / 8 * 2 + min(max(whole % 8 - static_cast<int>(threadIdx.x) % 4 * 2, 0), 2));
 }
 
-// Octets that exist in every tile and whose number is a power of two: the mean of equal values is then exact.
+// Octets that exist in every tile: a power of two, so that the mean of equal values is exact.
 constexpr int kSureOctets = 4;
 
-// The mean of a lane's part of kSureOctets octets: near enough that differences from it keep their bits, whatever one value is.
+// Reference value: the mean of a lane's part of kSureOctets octets. Differences from it keep their bits.
 __device__ __forceinline__ float reference(const float (&acc)[kAccumulators], int h) {
   float sums[kSureOctets];
 #pragma unroll
@@ -661,10 +702,11 @@ __device__ __forceinline__ float reference(const float (&acc)[kAccumulators], in
   return sums[0] * (0.5f / kSureOctets);
 }
 
-// Extremes of columns that meet in a lane: two neighbours.
+// Number of extremes in a lane: two neighbouring columns share one.
 constexpr int kLaneExtremes = kTileOctets;
 
-// Two walks over a tile: a mean, then differences from it, whose own mean corrects it; tiles are merged in the order in which they come.
+// Adds a tile to the tally, in two passes: a reference mean, then differences from it, whose mean corrects it. Tiles
+// are merged in their order.
 __device__ __forceinline__ void take_tile(const float (&acc)[kAccumulators], int columns, float (&extremes)[kLaneExtremes][2], Tally& tally) {
   const float values = values_of(columns);
   const float inverse = __fdividef(1.0f, fmaxf(values, 1.0f));
@@ -687,14 +729,14 @@ __device__ __forceinline__ void take_tile(const float (&acc)[kAccumulators], int
     const float correction = left * inverse;
     float whole_mean = mean, rest = 0.0f;
     accumulate(whole_mean, rest, correction);
-    const Moments all = merge({tally.values, tally.mean[h], tally.rest[h], 0.0f}, {values, whole_mean, rest, fmaf(-correction, left, even + odd)}, count, share);
-    tally.mean[h] = all.mean, tally.rest[h] = all.rest;
+    const Moments all = merge({tally.values, tally.mean[h], tally.mean_rest[h], 0.0f}, {values, whole_mean, rest, fmaf(-correction, left, even + odd)}, count, share);
+    tally.mean[h] = all.mean, tally.mean_rest[h] = all.mean_rest;
     accumulate(tally.m2[h], tally.m2_rest[h], all.m2);
   }
   tally.values = count;
 }
 
-// Extremes of a strip's columns -> its slot. Lanes that are neighbours exchange one channel each, so that four columns meet.
+// Stores a strip's extremes in its slot. Neighbouring lanes exchange one channel each, to combine four columns.
 __device__ __forceinline__ void store_extremes(float* slot, const float (&extremes)[kLaneExtremes][2]) {
   const int quad = threadIdx.x % 4;
   const int h = quad % 2;
@@ -708,21 +750,21 @@ __device__ __forceinline__ void store_extremes(float* slot, const float (&extrem
   }
 }
 
-// --- a sample that is finished: publish its moments, merge them, write its rows ---
+// --- end of a sample: publish its moments, merge them, write its rows ---
 
-// Hands this warpgroup's moments of a sample to every CTA of the cluster, itself included.
+// Publishes this warpgroup's moments of a sample to every CTA of the cluster, itself included.
 __device__ __forceinline__ void publish_moments(const Channel* channels, const Tally& tally, const Work& work, int item, int group) {
   Shared& s = shared();
   Moments both[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int channel = row_of(h);
-    Moments own = lane_merge<1, 4>({tally.values, tally.mean[h], tally.rest[h], whole(tally.m2[h], tally.m2_rest[h])});
-    // From accumulators to the norm's input.
+    Moments own = lane_merge<1, 4>({tally.values, tally.mean[h], tally.mean_rest[h], whole(tally.m2[h], tally.m2_rest[h])});
+    // Conversion from accumulators to the norm's input.
     const float unscale = channels[channel].unscale;
-    own.mean *= unscale, own.rest *= unscale, own.m2 *= unscale * unscale;
-    accumulate(own.mean, own.rest, channels[channel].sign * channels[channel].c_conv_bias);
-    own.mean *= channels[channel].sign, own.rest *= channels[channel].sign;
+    own.mean *= unscale, own.mean_rest *= unscale, own.m2 *= unscale * unscale;
+    accumulate(own.mean, own.mean_rest, channels[channel].sign * channels[channel].c_conv_bias);
+    own.mean *= channels[channel].sign, own.mean_rest *= channels[channel].sign;
     own = lane_merge<4, 4 * kMerged>(own);
     both[h] = own;
   }
@@ -731,18 +773,19 @@ __device__ __forceinline__ void publish_moments(const Channel* channels, const T
     const int channel = row_of(h);
     const Moments& own = both[h];
     const int set = channel / kMerged;
-    // The lanes that share the set share the CTAs.
+    // The lanes that share a set divide the CTAs among them.
     const int to = threadIdx.x % (4 * kMerged);
     if (to < kCluster) {
-      store_remote(remote_address(&s.moments[item % 2][set][work.rank][group], to), own.count, own.mean, own.rest, own.m2,
-                   remote_address(&s.moments_ready[item % 2], to));
+      store_remote(remote_address(shared_address(&s.moments[item % 2][set][work.rank][group]), to), own.count, own.mean, own.mean_rest, own.m2,
+                   remote_address(shared_address(&s.moments_ready[item % 2]), to));
     }
   }
   if (threadIdx.x == 0) expect_bytes(&s.moments_ready[item % 2], static_cast<int>(sizeof(s.moments[0])));
 }
 
-// How large |x| of a sample may be, so that what its parts and those of this channel's weights lose does not show beside the group's spread, wherever
-// either meets zeros: 2^-26 a product, of a weight's scale for each x, of x's scale for each weight. Nothing, where squares exceed fp32's range.
+// Lowers the limit for a sample's |x| so that losses of split operands stay invisible beside the group's spread. Losses
+// are 2^-26 a product, of a weight's scale for each x and of x's scale for each weight. The limit is 0 if squares
+// exceed fp32's range.
 __device__ __forceinline__ void note_limit(const Moments& group, float unscale, uint32_t* noted) {
   const float lost = unscale * kLostShare * rstd_of(group);
   const float limit = (kAllowedLoss / lost - 1.0f / kInputScale) * kWeightScale;
@@ -750,30 +793,31 @@ __device__ __forceinline__ void note_limit(const Moments& group, float unscale, 
   if (bits < __float_as_uint(kLargestInput)) atomicMin(noted, bits);
 }
 
-// Each warpgroup merges for itself, when it first needs the result.
+// Merges a sample's moments; each warpgroup does so for itself when it first needs the result.
 __device__ __forceinline__ void finish_statistics(const Work& work, int item, int group, const Arguments& a) {
   Shared& s = shared();
-  wait(&s.moments_ready[item % 2], item / 2 & 1);
+  wait(&s.moments_ready[item % 2], item / 2 & 1, "moments ready");
   const int channel = threadIdx.x % 128;
   if (channel < kChannels) {
-    const Moments total = merge(&s.moments[item % 2][channel / kGroupChannels * kSetsOfGroup][0][0], kSetsOfGroup * kCluster * kMultiplyGroups);
+    const Moments total = merge_sets(&s.moments[item % 2][channel / kGroupChannels * kSetsOfGroup][0][0], kSetsOfGroup * kCluster * kMultiplyGroups);
     note_limit(total, s.channels[group][channel].unscale, &s.limit[item]);
     Coefficients own = coefficients_of(total, channel, a);
-    // The slots hold accumulators, so the mean becomes one: less the bias, over the scale, which is a power of two.
+    // The slots hold accumulators, so the mean is converted to their unit: less the bias, divided by the scale, a power
+    // of two.
     const Channel& units = s.channels[group][channel];
-    accumulate(own.mean, own.rest, -units.sign * units.c_conv_bias);
-    const float rest = own.rest;
-    own.rest = 0.0f;
-    accumulate(own.mean, own.rest, rest);
-    own.mean /= units.unscale, own.rest /= units.unscale, own.factor *= units.unscale;
+    accumulate(own.mean, own.mean_rest, -units.sign * units.c_conv_bias);
+    const float rest = own.mean_rest;
+    own.mean_rest = 0.0f;
+    accumulate(own.mean, own.mean_rest, rest);
+    own.mean /= units.unscale, own.mean_rest /= units.unscale, own.factor *= units.unscale;
     s.coefficients[group][channel] = own;
   }
   sync_group(group);
 }
 
-// Normalises the extremes of a strip and writes them as a row of y; `y` is at the CTA's first channel.
+// Normalises a strip's extremes and writes them as a row of y; `y` points at the CTA's first channel.
 __device__ __forceinline__ void write_row(float* y, const float* slot, const Coefficients* coefficients) {
-  constexpr int kAtOnce = 128 / kRowThreads;  // channels
+  constexpr int kAtOnce = 128 / kRowThreads;  // channels at once
   const int first = threadIdx.x % 128 / kRowThreads;
   for (int column = threadIdx.x % kRowThreads; column < kPooledWidth; column += kRowThreads) {
 #pragma unroll 16
@@ -781,14 +825,15 @@ __device__ __forceinline__ void write_row(float* y, const float* slot, const Coe
       const int channel = i * kAtOnce + first;
       const Coefficients c = coefficients[channel];
       const float v = slot[channel * kSlotPitch + column];
-      y[channel * kPooledPlane + column] = from_float(finish_value(v, c.mean, c.rest, c.factor, c.offset));
+      y[channel * kPooledPlane + column] = finish_value(v, c.mean, c.mean_rest, c.factor, c.offset);
     }
   }
 }
 
-// --- samples beyond fp16's range: the whole chain again with ordinary multiply-adds, slow and right for any value ---
+// --- fallback for samples beyond fp16's range: the chain by fp32 multiply-adds ---
 
-// Of a sample's largest |x|, and what it may be. An infinite x counts as out of range; NaN does not: as an operand it makes the same NaN.
+// Whether a sample's largest |x| exceeds fp16's range or its limit. An infinite x does; NaN does not, since it gives
+// NaN as an operand.
 __device__ __forceinline__ bool out_of_range(float largest, float limit) {
   return largest > kLargestInput || (largest > 0.0f && largest < kSmallestInput) || largest >= limit;
 }
@@ -797,7 +842,7 @@ constexpr int kMultiplyThreads = kMultiplyGroups * 128;
 constexpr int kExactBarrier = kMultiplyGroups + 1;
 static_assert(kMultiplyThreads * sizeof(Moments) <= kSharedAt, "the threads' moments take the place of planes and slots");
 
-// The norm's input at one place; `image` is the sample, `weight` the channel's.
+// The norm's input at one place, from the sample `image` and the channel's `weight`.
 __device__ __forceinline__ float exact_value(const float* image, const float* weight, int row, int column, float c_conv_bias) {
   float v = 0.0f, rest = 0.0f;
 #pragma unroll 1
@@ -813,64 +858,64 @@ __device__ __forceinline__ float exact_value(const float* image, const float* we
   return prepare_value(v, c_conv_bias);
 }
 
-// The multiplying threads of the cluster share the sample's groups.
+// Recomputes a sample; the multiplying threads of the cluster share its groups.
 __device__ __forceinline__ void exact_sample(const Arguments& a, const Work& work, int64_t sample) {
-  Moments* scratch = reinterpret_cast<Moments*>(memory);  // the operand planes are no longer needed
+  Moments* scratch = reinterpret_cast<Moments*>(memory);  // reuses the operand planes, which are no longer needed
   const float* image = a.x + sample * kInChannels * kInPlane;
 #pragma unroll 1
   for (int group = work.rank; group < kChannels / kGroupChannels; group += kCluster) {
     const int first_channel = group * kGroupChannels;
     Moments total;
 #pragma unroll 1
-    for (float times = 1.0f;; times = kShrink) {  // again where squares exceed fp32's range
+    for (float times = 1.0f;; times = kShrink) {  // repeated with kShrink if squares exceed fp32's range
       Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
       float m2_rest = 0.0f;
 #pragma unroll 1
       for (int i = threadIdx.x; i < kGroupSize; i += kMultiplyThreads) {
         const int channel = first_channel + i / (kOutHeight * kOutWidth);
         const int place = i % (kOutHeight * kOutWidth);
-        const float v = times * exact_value(image, a.weight + channel * kInChannels * kTaps, place / kOutWidth, place % kOutWidth, to_float(a.p_conv_bias[channel]));
+        const float v = times * exact_value(image, a.weight + channel * kInChannels * kTaps, place / kOutWidth, place % kOutWidth, a.p_conv_bias[channel]);
         own.count += 1.0f;
-        const float delta = __fsub_rn(v, own.mean) - own.rest;
+        const float delta = __fsub_rn(v, own.mean) - own.mean_rest;
         const float step = delta / own.count;
         const float mean = __fadd_rn(own.mean, step);
-        own.rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
+        own.mean_rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
         own.mean = mean;
-        accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.rest));
+        accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.mean_rest));
       }
       own.m2 = whole(own.m2, m2_rest);
       named_barrier(kExactBarrier, kMultiplyThreads);
       scratch[threadIdx.x] = own;
       named_barrier(kExactBarrier, kMultiplyThreads);
-      total = merge(scratch, kMultiplyThreads);
-      if (times != 1.0f) total = {total.count, total.mean * kGrow, total.rest * kGrow, -total.m2};
+      total = merge_sets(scratch, kMultiplyThreads);
+      if (times != 1.0f) total = {total.count, total.mean * kGrow, total.mean_rest * kGrow, -total.m2};
       if (times != 1.0f || total.m2 < INFINITY) break;
     }
 #pragma unroll 1
     for (int i = threadIdx.x; i < kGroupChannels * kPooledPlane; i += kMultiplyThreads) {
       const int channel = first_channel + i / kPooledPlane;
       const int place = i % kPooledPlane;
-      const float c_gamma = to_float(a.p_gamma[channel]);
-      const float c_scale = to_float(a.p_scale[channel]);
+      const float c_gamma = a.p_gamma[channel];
+      const float c_scale = a.p_scale[channel];
       const float sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
       float best = -INFINITY;
 #pragma unroll 1
       for (int w = 0; w < kWindowHeight * kWindowWidth; ++w) {
         const int row = place / kPooledWidth * kWindowHeight + w / kWindowWidth;
         const int column = place % kPooledWidth * kWindowWidth + w % kWindowWidth;
-        best = fmaxf(best, sign * exact_value(image, a.weight + channel * kInChannels * kTaps, row, column, to_float(a.p_conv_bias[channel])));
+        best = fmaxf(best, sign * exact_value(image, a.weight + channel * kInChannels * kTaps, row, column, a.p_conv_bias[channel]));
       }
       const Coefficients c = coefficients_of(total, channel, a);
       a.y[(sample * kOutChannels + channel) * kPooledPlane + place] =
-          from_float(finish_value(best, c.mean, c.rest, c.factor, c.offset));
+          finish_value(best, c.mean, c.mean_rest, c.factor, c.offset);
     }
   }
 }
 
 // --- the kernel ---
 
-// A multiplying warpgroup takes every kMultiplyGroups-th strip of its CTA's parts, sample after sample. Before it puts a strip's extremes into
-// their slot, it writes out what the slot holds of the sample before.
+// Work of a multiplying warpgroup: every kMultiplyGroups-th strip of its CTA's parts, sample after sample. Before it
+// stores a strip's extremes in their slot, it writes out the previous sample's row that the slot holds.
 __device__ __forceinline__ void multiply_strips(int group, const Work& work, const Arguments& a) {
   Shared& s = shared();
   uint32_t high[kHalves][2];
@@ -884,10 +929,10 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
   };
 
   if (group == 1) pass_turn(group);
-  int stream = 0, strips = 0;  // rows of x, and strips, before this sample's
+  int stream = 0, strips = 0;  // rows of x and strips of all earlier samples
   for (int item = 0; item < work.items; ++item) {
     const Part part = work.part(item);
-    const int waiting = item > 0 ? work.part(item - 1).pooled : 0;  // rows of the sample before that are still to be written
+    const int waiting = item > 0 ? work.part(item - 1).pooled : 0;  // rows of the previous sample still to be written
     bool merged = item == 0;
     Tally tally = {};
     const int turn = item * kUnits % kMultiplyGroups;
@@ -899,31 +944,31 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
 #pragma unroll
       for (int i = 0; i < kLaneExtremes; ++i) extremes[i][0] = extremes[i][1] = -INFINITY;
       for (int row = 0; row < rows; ++row) {
-        const int first = stream + top + row;  // row of x at the tile's top
+        const int first = stream + top + row;  // the tile's first row of x
         const int last = first + kKernelHeight - 1;
         const uint32_t tile = operand_address(memory) + first % kRing * kPitch;
-        wait(&s.row_ready[last % kRing], last / kRing & 1);
+        wait(&s.row_ready[last % kRing], last / kRing & 1, "row ready");
         float acc[kAccumulators];
         multiply_tile(acc, tile, high, low, group);
         take_tile(acc, columns, extremes, tally);
       }
-      for (int row = rows; row < kWindowHeight; ++row) {  // a short strip passes the turns of the rows that it lacks
+      for (int row = rows; row < kWindowHeight; ++row) {  // a short strip passes the turns of its missing rows
         wait_for_turn(group);
         pass_turn(group);
       }
-      if (rows == 0) {  // a part may have fewer strips; rows must be waited for in order all the same
+      if (rows == 0) {  // the part has no such strip; rows are still waited for in order
         const int last = stream + part.input_rows() - 1;
-        wait(&s.row_ready[last % kRing], last / kRing & 1);
+        wait(&s.row_ready[last % kRing], last / kRing & 1, "row ready");
       } else {
-        // A barrier's next phase may not begin before somebody has waited for this one, and tiles wait for their last rows alone.
+        // Tiles wait for their last rows only, but every phase of a barrier must be waited for before the next begins.
         for (int row = threadIdx.x % 32; row < part.freed_rows(strip); row += 32) {
           const int freed = stream + top + row;
-          wait(&s.row_ready[freed % kRing], freed / kRing & 1);
+          wait(&s.row_ready[freed % kRing], freed / kRing & 1, "row ready");
         }
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(&s.strip_done[(strips + strip) % kStripBarriers]);
       }
-      // The sample before is complete in every warpgroup: from here on its slots may be read, and reused.
+      // The previous sample is complete in every warpgroup: from here on its slots may be read and reused.
       if (!merged) finish_statistics(work, item - 1, group, a);
       merged = true;
       if (strip < waiting) {
@@ -932,14 +977,14 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
       }
       if (strip < part.pooled) store_extremes(slot_of(strip), extremes);
     }
-    // Also where this warpgroup had no strip: it frees the moments' place.
+    // Needed even if this warpgroup had no strip: it frees the moments' place.
     if (!merged) finish_statistics(work, item - 1, group, a);
     publish_moments(channels, tally, work, item, group);
     stream += part.input_rows();
     strips += part.strips;
   }
 
-  if (group == 0) wait_for_turn(group);  // the last one that was passed
+  if (group == 0) wait_for_turn(group);  // takes the last turn that was passed
   const int last = work.items - 1;
   finish_statistics(work, last, group, a);
   for (int strip = group; strip < work.part(last).pooled; strip += kMultiplyGroups) {
@@ -951,26 +996,26 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1) conv(c
   Shared& s = shared();
   const Work work;
 
-  // Zeros in the planes (the padding stays so), barriers.
+  // Initialisation: zeros in the planes, of which the padding stays, and barriers.
   uint4* pixels_of = reinterpret_cast<uint4*>(memory);
   for (int i = threadIdx.x; i < kPlanes * kPlanePixels; i += kThreads) pixels_of[i] = make_uint4(0u, 0u, 0u, 0u);
   for (int i = threadIdx.x; i < kItems; i += kThreads) s.largest[i] = 0u;
   for (int i = threadIdx.x; i < kItems; i += kThreads) s.limit[i] = 0x7f800000u;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kRing; ++i) barrier_init(&s.row_ready[i], 4);             // the converting warps
-    for (int i = 0; i < kStripBarriers; ++i) barrier_init(&s.strip_done[i], 4);   // a multiplying warpgroup's
+    for (int i = 0; i < kRing; ++i) barrier_init(&s.row_ready[i], 4);             // arrivals of the converting warps
+    for (int i = 0; i < kStripBarriers; ++i) barrier_init(&s.strip_done[i], 4);   // arrivals of a multiplying warpgroup
     for (int i = 0; i < kRawStages; ++i) barrier_init(&s.raw_ready[i], 1);
     for (int i = 0; i < 2; ++i) barrier_init(&s.moments_ready[i], 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init_done();
   }
-  fence_operands();
+  fence_async();
   cluster_sync();
 
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == kMultiplyGroups) {
     give_registers<kConvertRegisters>();
     convert_rows(a.x, work);
-    cluster_sync();  // the cluster's CTAs may write into each other's shared memory up to here
+    cluster_sync();  // other CTAs may write to this one's shared memory until here
   } else {
     take_registers<kMultiplyRegisters>();
     multiply_strips(group, work, a);
@@ -1000,11 +1045,11 @@ struct DeviceScope {
   }
 };
 
-// Own errors, beside cudaError_t (positive).
+// Error codes beside cudaError_t (positive).
 constexpr int kMisaligned = -1;  // x is no multiple of 16 bytes
 constexpr int kNoClusters = -2;  // the device cannot hold a cluster of this kernel
 
-// Once on each device: shared memory above 48 KB, and whether a cluster fits.
+// Sets the shared-memory limit and checks that a cluster fits, once on each device.
 int prepare(int device, const cudaLaunchConfig_t& config) {
   constexpr int kDevices = 64;
   static std::mutex lock;

@@ -1,6 +1,7 @@
 // conv2d_groupnorm_scale_maxpool_clamp: gradients of everything after torch's conv2d, one group of one sample at a time
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   mul(shape=(64, 1, 1), init=ones)  # scale
 //   max_pool2d(kernel_size=(4, 4), stride=(4, 4), padding=(0, 0), dilation=(1, 1), ceil_mode=False)  # maxpool
@@ -9,10 +10,11 @@
 //
 // Plan for cpu on host:
 //   a thread takes whole groups of a slab of 32 samples: 64 parts
-//   sums over samples are in double precision and in an order of their own, whatever the number of threads
+//   sums over samples are in double precision and in a fixed order, for any number of threads
 //   379.6 KB of scratch a thread, on the heap
 //
-// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml
+// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml
 
 #include <cmath>
 #include <cstdint>
@@ -32,7 +34,7 @@ constexpr int kHeight = 126;  // rows behind the convolution
 constexpr int kWidth = 126;  // columns behind the convolution
 constexpr int kSpatial = 15876;  // kHeight * kWidth
 constexpr int kGroupSize = 63504;  // kGroupChannels * kSpatial
-constexpr int kPiece = 4096;  // values whose statistics are formed at a time: 16 KB, in the first-level cache
+constexpr int kPiece = 4096;  // values of a piece for statistics: 16 KB, in the first-level cache
 constexpr double kEps = 1e-05;  // group_norm's eps
 constexpr int kPoolKernelHeight = 4;  // max_pool2d's kernel_size
 constexpr int kPoolKernelWidth = 4;  // max_pool2d's kernel_size
@@ -40,7 +42,7 @@ constexpr int kPoolStrideHeight = 4;  // max_pool2d's stride
 constexpr int kPoolStrideWidth = 4;  // max_pool2d's stride
 constexpr int kPooledHeight = 31;  // (126 - 4) / 4 + 1
 constexpr int kPooledWidth = 31;  // (126 - 4) / 4 + 1
-constexpr int kOutputSize = 3844;  // values of y that a group gives
+constexpr int kOutputSize = 3844;  // values of y from a group
 constexpr float kClampMin = 0.0f;  // clamp's min
 constexpr float kClampMax = 1.0f;  // clamp's max
 constexpr int kPooledSize = 961;  // kPooledHeight * kPooledWidth
@@ -54,32 +56,33 @@ inline float clamp_grad(float v, float lo, float hi) {
   return v >= lo && v <= hi ? 1.0f : 0.0f;
 }
 
-// What follows the norm, up to the pooling.
+// The operators after the norm, up to the pooling.
 inline float after_norm(float v, float scale_c) {
   v = v * scale_c;
   return v;
 }
 
-// Back through what follows the norm: the gradient of v for that of the result, g.
+// Backward through the operators after the norm: the gradient of v, from the result's gradient g.
 inline float after_norm_grad(float v, float g, float scale_c, float& scale_g) {
   scale_g = g * v;
   g = g * scale_c;
   return g;
 }
 
-// Back through what follows max_pool2d: the gradient of v for that of the result, g.
+// Backward through the operators after max_pool2d: the gradient of v, from the result's gradient g.
 inline float after_pool_grad(float v, float g) {
   g = g * clamp_grad(v, kClampMin, kClampMax);
   return g;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
-  double m2;  // sum of the squared deviations from the mean
+  double m2;  // sum of squared deviations from the mean
 };
 
-// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+// Moments in two passes: the mean of values shifted by one of them, then the deviations. Equal values give exactly
+// their value and 0.
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -96,21 +99,21 @@ inline Moments moments(const float* value, int count) {
   return {mean, m2};
 }
 
-// The moments of two sets together (Chan, Golub, LeVeque).
-inline Moments merge(Moments a, int count_a, Moments b, int count_b) {
+// Moments of the union of two sets (Chan, Golub and LeVeque, 1983).
+inline DoubleMoments merge(DoubleMoments a, int count_a, DoubleMoments b, int count_b) {
   const double share_b = static_cast<double>(count_b) / (count_a + count_b);
   const double delta = b.mean - a.mean;
   return {a.mean + delta * share_b, a.m2 + b.m2 + delta * delta * share_b * count_a};
 }
 
-// One group of one sample: the chain again as far as the derivatives need it, then back.
+// Backward of one group of one sample: recomputes the chain as far as derivatives need it, then goes back.
 inline void run_group(const float* t0, const float* group_norm_weight_data, const float* group_norm_bias_data,
     const float* scale_data, const float* grad_y, float* grad_t0, double* sums, int index, char* scratch) {
   float* const grad = reinterpret_cast<float*>(scratch);  // the gradient of the normalised values
   float* const plane = reinterpret_cast<float*>(grad + kGroupSize);  // one channel behind the norm
   float* const plane_grad = reinterpret_cast<float*>(plane + kSpatial);  // its gradient
   float* const pooled = reinterpret_cast<float*>(plane_grad + kSpatial);  // one channel behind a pooling
-  std::int32_t* const winner = reinterpret_cast<std::int32_t*>(pooled + kPooledSize);  // where each pooled value comes from
+  std::int32_t* const winner = reinterpret_cast<std::int32_t*>(pooled + kPooledSize);  // place of each pooled value
   const int first = index % kNumGroups * kGroupChannels;  // the group's first channel
   double* const group_norm_weight_sum = sums + first;
   double* const group_norm_bias_sum = sums + 1 * kChannels + first;
@@ -118,7 +121,7 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
 
   const float* const value = t0 + std::int64_t{index} * kGroupSize;
 
-  Moments group = moments(value, kPiece);
+  DoubleMoments group = moments(value, kPiece);
   for (int begin = kPiece; begin < kGroupSize; begin += kPiece) {
     const int count = kGroupSize - begin < kPiece ? kGroupSize - begin : kPiece;
     group = merge(group, begin, moments(value + begin, count), count);
@@ -127,7 +130,8 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
   const float mean_rest = static_cast<float>(group.mean - mean);
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
 
-  // Back to the norm. Its own derivative needs two sums over the group: of the gradient, and of its product with the normalised value.
+  // Backward to the norm's result. The norm's derivative needs two sums over the group: the gradient, and its product
+  // with the normalised value.
   double total = 0.0, total_normal = 0.0;
   const float* incoming = grad_y + std::int64_t{index} * kOutputSize;
   for (int c = 0; c < kGroupChannels; ++c) {
@@ -190,7 +194,7 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
     group_norm_bias_sum[c] += group_norm_bias_total;
   }
 
-  // Back through the norm and what comes before it.
+  // Backward through the norm and the operators before it.
   const float mean_grad = static_cast<float>(total / kGroupSize);
   const float mean_product = static_cast<float>(total_normal / kGroupSize);
   float* const target = grad_t0 + std::int64_t{index} * kGroupSize;
@@ -204,7 +208,7 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
   }
 }
 
-// A parameter's gradient, a value per channel: the sums of the slabs, in their order.
+// Gradient of a parameter with one value a channel: the slabs' sums, in their order.
 inline void add_up(const double* sums, float* grad) {
   for (int channel = 0; channel < kChannels; ++channel) {
     double total = 0.0;
@@ -218,8 +222,8 @@ inline void add_up(const double* sums, float* grad) {
 }  // namespace
 }  // namespace chain_backward_cpu
 
-// From the gradient of y to those of t0, torch's conv2d, and of the parameters behind it, on `threads` threads.
-// Returns 0, or -1 for a wrong number of threads, -2 for want of memory.
+// Computes the gradients of t0, torch's conv2d, and of the parameters behind it, from that of y, on `threads` threads.
+// Returns 0, or -1 for a wrong number of threads, -2 if memory is short.
 extern "C" int chain_backward_cpu_launch(const float* t0, const float* group_norm_weight_data, const float* group_norm_bias_data,
     const float* scale_data, const float* grad_y, float* grad_t0, float* group_norm_weight_grad,
     float* group_norm_bias_grad, float* scale_grad, double* sums, int threads, void*) {

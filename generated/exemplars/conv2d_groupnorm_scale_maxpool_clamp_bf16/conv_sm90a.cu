@@ -1,6 +1,8 @@
-// conv2d_groupnorm_scale_maxpool_clamp_bf16: the whole chain in one kernel that reads x once; the convolution on tensor cores without im2col
+// conv2d_groupnorm_scale_maxpool_clamp_bf16: the whole chain in one kernel that reads x once; the convolution on tensor
+//   cores without im2col
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   mul(shape=(64, 1, 1), init=ones)  # scale
 //   max_pool2d(kernel_size=(4, 4), stride=(4, 4), padding=(0, 0), dilation=(1, 1), ceil_mode=False)  # maxpool
@@ -9,11 +11,14 @@
 //
 // Plan for sm_90a on h100:
 //   one bf16 product; tiles of 64 channels x 128 pixels
-//   a cluster of 2 CTAs takes a sample, a part of its rows each: 2 rounds of 16 strips over 3 warpgroups, one more converts x
-//   pooled values before the norm wait in shared memory (126976 bytes) and are written while the next sample is multiplied
+//   a cluster of 2 CTAs takes a sample, a part of its rows each: 2 rounds of 16 strips over 3 warpgroups, one more
+//     converts x
+//   pooled values before the norm wait in shared memory (126976 bytes) and are written while the next sample is
+//     multiplied
 //   128 blocks of 512 threads, 212256 bytes of shared memory
 //
-// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml PRECISION=bf16
+// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml PRECISION=bf16
 
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
@@ -52,35 +57,35 @@ constexpr int kLastColumns = 126;  // columns of the tile that exist
 constexpr int kAccumulators = 64;  // 64 channels x 128 pixels / 128 threads
 constexpr int kStrips = 32;  // strips of kWindowHeight conv rows, the last may be short
 constexpr int kUnits = 16;  // strips of a part
-constexpr int kCluster = 2;  // CTAs of a cluster, which share a sample: a part each
+constexpr int kCluster = 2;  // CTAs of a cluster; they share a sample, one part each
 constexpr int kClusters = 64;  // clusters: 128 samples in 2 rounds
 constexpr int kItems = 2;  // samples of a cluster, at most
-constexpr int kMultiplyGroups = 3;  // warpgroups that multiply, each a strip at a time; one more converts x
+constexpr int kMultiplyGroups = 3;  // multiplying warpgroups, one strip each at a time; one more converts x
 constexpr int kThreads = 512;  // 128 x (kMultiplyGroups + 1)
-constexpr int kMultiplyRegisters = 152;  // of a multiplying thread
-constexpr int kConvertRegisters = 56;  // of a converting thread
-constexpr int kRing = 18;  // rows of x in shared memory: what kMultiplyGroups strips read, and a chunk on its way
-constexpr int kRepeats = 2;  // first rows of the ring, kept a second time behind it: a tile's rows are never torn apart
-constexpr int kChunkRows = 4;  // rows that are converted at once
-constexpr int kRawStages = 4;  // chunks on their way from memory
+constexpr int kMultiplyRegisters = 152;  // registers of a multiplying thread
+constexpr int kConvertRegisters = 56;  // registers of a converting thread
+constexpr int kRing = 18;  // rows of x in shared memory: those of kMultiplyGroups strips, and a chunk being converted
+constexpr int kRepeats = 2;  // first rows of the ring, repeated behind it so that a tile's rows stay contiguous
+constexpr int kChunkRows = 4;  // rows of a chunk, which are converted at once
+constexpr int kRawStages = 4;  // chunks in flight from global memory
 constexpr int kRawValues = 4096;  // kInChannels x kChunkRows x kWidth
 constexpr int kConvertBarrier = 5;  // named barrier of the converting warpgroup
-constexpr int kPixelsAtOnce = 2;  // of them, whose values a thread holds
+constexpr int kPixelsAtOnce = 2;  // pixels of a chunk that a thread holds at once
 constexpr int kChunkPixels = 4;  // pixels of a chunk for each converting thread
 constexpr int kPlanePixels = (kRing + kRepeats) * kPitch;  // pixels of a plane
 constexpr int kPlanes = 1;  // kOctets
-constexpr int kConstantPixels = 128;  // pixels of equal values, for what is added to every column
+constexpr int kConstantPixels = 128;  // pixels of equal values, by which a constant is added to every column
 constexpr int kRowThreads = 32;  // threads that write a row of y together
 constexpr int kEntries = 31;  // extremes of a channel in a strip
 constexpr int kSlotPitch = 31;  // values from one channel to the next: odd, for the banks
 constexpr int kSlotValues = kChannels * kSlotPitch;  // extremes of a strip
-constexpr int kStripBarriers = 8;  // strips that the converter may be behind
-constexpr int kConstantsAt = 40960;  // kPlanes x kPlanePixels x 16 bytes
-constexpr int kSlotsAt = 43008;  // + kConstantPixels x 16
-constexpr int kRawAt = 169984;  // + kUnits x kSlotValues x 4
-constexpr int kSharedAt = 202752;  // + kRawStages x 8192
-constexpr int kSharedBytes = 212256;  // + struct Shared
-constexpr float kConstant = 1.0f;  // of the constant pixels
+constexpr int kStripBarriers = 8;  // strips by which the converter may lag
+constexpr int kConstantsAt = 40960;  // offset of the constant pixels: kPlanes x kPlanePixels x 16 bytes
+constexpr int kSlotsAt = 43008;  // offset of the slots: kConstantsAt + kConstantPixels x 16
+constexpr int kRawAt = 169984;  // offset of the raw rows: kSlotsAt + kUnits x kSlotValues x 4
+constexpr int kSharedAt = 202752;  // offset of struct Shared: kRawAt + kRawStages x 8192
+constexpr int kSharedBytes = 212256;  // bytes of shared memory
+constexpr float kConstant = 1.0f;  // value of the constant pixels
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 constexpr float kClampMin = 0.0f;  // clamp's min
 constexpr float kClampMax = 1.0f;  // clamp's max
@@ -90,62 +95,81 @@ __device__ __forceinline__ float clamp(float v, float lo, float hi) {
   return v < lo ? lo : (v > hi ? hi : v);
 }
 
-// From the producer's value to the norm's input.
+// The norm's input, from the producer's value.
 __device__ __forceinline__ float prepare_value(float v, float c_conv_bias) {
   v = v + c_conv_bias;  // conv2d's bias
   return v;
 }
 
-// From a value before the norm to the result; the mean and `factor` carry the channel's sign, as `v` does.
+// The result, from a value before the norm; `v`, the mean and `factor` carry the channel's sign.
 __device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float factor, float offset) {
   v = fmaf(__fsub_rn(v, mean) - mean_rest, factor, offset);
   v = clamp(v, kClampMin, kClampMax);  // clamp(min=0.0, max=1.0)
   return v;
 }
 
-// --- instructions: one wrapper each (PTX ISA 9.0, 9.7.9 and 9.7.13 to 9.7.16) ---
+// --- instructions: one function each (PTX ISA 9.0, sections 9.7.9 and 9.7.13 to 9.7.16) ---
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
-__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+// Makes new barriers visible to the cluster and to the copy engine.
+__device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
+// Arrives, and announces bytes that the barrier's phase waits for.
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void wait(uint64_t* barrier, int parity) {
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(shared_address(barrier)), "r"(parity)
-                 : "memory");
+
+// Whether the barrier's phase of this parity has ended; the hardware waits a while for it.
+__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
+  while (!try_wait(barrier, parity)) {
   }
 }
+
+// Overloads for barriers as objects in shared memory.
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) { barrier_init(shared_address(barrier), arrivals); }
+__device__ __forceinline__ void arrive(uint64_t* barrier) { arrive(shared_address(barrier)); }
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) { expect_bytes(shared_address(barrier), bytes); }
+__device__ __forceinline__ void wait(uint64_t* barrier, int parity, const char* name) { wait(shared_address(barrier), parity, name); }
 
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
+
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The address of `p`'s counterpart in CTA `rank` of the cluster.
-__device__ __forceinline__ uint32_t remote_address(const void* p, int rank) {
+
+// The address of the same place in CTA `rank` of the cluster.
+__device__ __forceinline__ uint32_t remote_address(uint32_t address, int rank) {
   uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(p)), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
 }
-// Stores four numbers and credits their 16 bytes to a barrier beside them; both addresses are of the same CTA.
+// Stores four numbers and credits their 16 bytes to a barrier; both addresses are of the same CTA.
 __device__ __forceinline__ void store_remote(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], { %1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d),
                "r"(barrier)
                : "memory");
 }
 
-// Ordinary stores before this are seen by the tensor cores after the next barrier.
-__device__ __forceinline__ void fence_operands() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders ordinary accesses to shared memory before later ones of the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
@@ -155,13 +179,10 @@ template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 __device__ __forceinline__ void sync_group(int group) { named_barrier(group + 1, 128); }
 
-// The one arrival that a barrier waits for, and the bytes that are still to come.
-__device__ __forceinline__ void expect_bytes(uint64_t* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
 // Copies a run of bytes into shared memory and credits them to the barrier; all three are multiples of 16.
 __device__ __forceinline__ void copy_run(void* to, const void* from, int bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)), "l"(from), "r"(bytes),
@@ -169,39 +190,35 @@ __device__ __forceinline__ void copy_run(void* to, const void* from, int bytes, 
                : "memory");
 }
 
-// Over the four lanes that hold the columns of one channel: their sum, and the middle of their two inner values; NaN is left out of the latter.
-__device__ __forceinline__ float quad_sum(float v) {
-  v += __shfl_xor_sync(0xffffffffu, v, 1);
-  return v + __shfl_xor_sync(0xffffffffu, v, 2);
-}
-__device__ __forceinline__ float quad_middle(float v) {
-  const float other = __shfl_xor_sync(0xffffffffu, v, 1);
-  const float low = fminf(v, other), high = fmaxf(v, other);
-  const float lower = fmaxf(low, __shfl_xor_sync(0xffffffffu, low, 2)), upper = fminf(high, __shfl_xor_sync(0xffffffffu, high, 2));
-  return 0.5f * lower + 0.5f * upper;
-}
-
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Waits for the multiplications and pins the accumulators, which the compiler would otherwise read early.
-__device__ __forceinline__ void wgmma_wait(float (&d)[kAccumulators]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-  for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+f"(d[i])::"memory");
+// Waits until at most kPending groups are in flight.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// A place in this CTA's shared memory as descriptors hold it: in units of 16 bytes, without the bits that tell the cluster's CTAs apart.
+// Keeps the compiler from reading accumulators before this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Address in this CTA's shared memory for descriptors: in units of 16 bytes, without the bits that tell the cluster's
+// CTAs apart.
 __device__ __forceinline__ uint32_t operand_address(const void* p) { return (shared_address(p) & 0x3FFFF) >> 4; }
 
-// Pixels from `start` on, 8 channels each, and those `distance` further on for the second half of K; both in units of 16 bytes. 8 pixels are a
-// core matrix (128 bytes), and the next 8 follow: a tile may start at any pixel. `distance` must be positive.
+// Matrix descriptor of pixels of 8 channels: those from `start` on for the first half of K, those `distance` further
+// for the second, in units of 16 bytes. 8 pixels are a core matrix of 128 bytes, so a tile may start at any pixel.
+// `distance` must be positive.
 __device__ __forceinline__ uint64_t pixels(uint32_t start, uint32_t distance) {
   constexpr uint64_t kNextCore = static_cast<uint64_t>(128 >> 4) << 32;
   return kNextCore | (distance << 16 | start);
 }
 
-// d (64 channels x 128 pixels, fp32) += a (64 x 16) b (16 x 128), or = where `accumulate` is false; a's halves along K are two fragments.
+// Matrix product: d (64 x 128, fp32) += a (64 x 16) b (16 x 128), or = if `accumulate` is false. d is in flight until
+// wgmma_wait. a: two registers for each half of its 16 columns, b: a matrix descriptor.
 __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t (&first)[2], const uint32_t (&second)[2], uint64_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
@@ -222,21 +239,36 @@ __device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t 
       : "r"(first[0]), "r"(first[1]), "r"(second[0]), "r"(second[1]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// Two values as a pair of operands, rounded to nearest; the first in the lower half.
+// Packs two values, rounded to nearest, into a 32-bit word.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
+
+// Unpacks the two values of a 32-bit word.
 __device__ __forceinline__ float2 unpack(uint32_t word) {
   return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+
+// The sum over the four lanes that hold a row's columns.
+__device__ __forceinline__ float quad_sum(float v) {
+  v += __shfl_xor_sync(0xffffffffu, v, 1);
+  return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+// Mean of the two inner values of the four lanes of a row; NaN is left out.
+__device__ __forceinline__ float quad_middle(float v) {
+  const float other = __shfl_xor_sync(0xffffffffu, v, 1);
+  const float low = fminf(v, other), high = fmaxf(v, other);
+  const float lower = fmaxf(low, __shfl_xor_sync(0xffffffffu, low, 2)), upper = fminf(high, __shfl_xor_sync(0xffffffffu, high, 2));
+  return 0.5f * lower + 0.5f * upper;
 }
 
 // --- the work of a CTA, and its shared memory ---
 
 __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
-__device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
 
-// The tensors, as torch lays them out.
+// Tensors in torch's layout.
 struct Arguments {
   const __nv_bfloat16* x;
   const __nv_bfloat16* weight;
@@ -247,46 +279,50 @@ struct Arguments {
   __nv_bfloat16* y;
 };
 
-// Values of a set: their number, their mean as `mean` and the `rest` that rounding left, and the sum of squared differences from it.
+// Moments of a set of values: count, mean (`mean` plus its rounding error `mean_rest`), and the sum m2 of squared
+// differences from the mean.
 struct Moments {
-  float count, mean, rest, m2;
+  float count;
+  float mean;
+  float mean_rest;
+  float m2;
 };
 
-// From a value before the norm to the end of the affine operators: fmaf((v - mean) - rest, factor, offset).
+// Coefficients of the norm and the affine operators after it: fmaf((v - mean) - mean_rest, factor, offset).
 struct alignas(16) Coefficients {
-  float mean, rest, factor, offset;
+  float mean, mean_rest, factor, offset;
 };
 
-// What a multiplying warpgroup knows of one of its 64 rows.
+// A multiplying warpgroup's data of one of its 64 rows.
 struct alignas(16) Channel {
-  float sign;     // -1 where what follows the norm falls with its value
-  float unscale;  // from accumulators to values of the convolution
+  float sign;     // -1 where the operators after the norm decrease, else 1
+  float unscale;  // factor from accumulators to the convolution's values
   float c_conv_bias;
 };
 
-// What lies behind x's operand planes, the constant pixels and the slots of extremes.
+// Shared memory behind x's operand planes, the constant pixels and the slots of extremes.
 struct Shared {
   Channel channels[kMultiplyGroups][64];
   Coefficients coefficients[kMultiplyGroups][kChannels];
-  Moments moments[2][kChannels / kMerged][kCluster][kMultiplyGroups];  // of the sample being multiplied and the one before
+  Moments moments[2][kChannels / kMerged][kCluster][kMultiplyGroups];  // of the current sample and the previous one
   uint64_t row_ready[kRing];
   uint64_t strip_done[kStripBarriers];
   uint64_t moments_ready[2];
   uint64_t raw_ready[kRawStages];
-  uint32_t limit[kItems];  // the bits of what it may be: beyond, a group's squares are beyond fp32
+  uint32_t limit[kItems];  // bits of infinity, or 0 if a group's squares exceed fp32's range
 };
 static_assert(kSharedAt + sizeof(Shared) <= kSharedBytes, "the plan reserves too little shared memory");
 
-// The rows of a sample that a CTA takes: conv rows from `first_row` on in `strips` strips, of which `pooled` give a row of y.
+// A CTA's part of a sample: conv rows from `first_row` on in `strips` strips, of which `pooled` give a row of y.
 struct Part {
   int first_row, rows, strips, pooled;
   __device__ __forceinline__ int input_rows() const { return rows + kKernelHeight - 1; }
   __device__ __forceinline__ int strip_rows(int strip) const { return max(0, min(kWindowHeight, rows - strip * kWindowHeight)); }
-  // A strip's end frees the rows above the next strip; the last one's end frees all.
+  // Rows that the end of a strip frees: those above the next strip, or all after the last.
   __device__ __forceinline__ int freed_rows(int strip) const { return strip + 1 < strips ? kWindowHeight : input_rows() - strip * kWindowHeight; }
 };
 
-// The CTAs of a cluster take turns at the parts, which differ in length.
+// Part of a CTA: the CTAs of a cluster rotate, since parts differ in length.
 __device__ __forceinline__ Part part_of(int rank, int item) {
   const int first = (rank + item) % kCluster * kUnits;
   return {first * kWindowHeight, min(kOutHeight - first * kWindowHeight, kUnits * kWindowHeight), min(kStrips - first, kUnits),
@@ -294,7 +330,7 @@ __device__ __forceinline__ Part part_of(int rank, int item) {
 }
 
 struct Work {
-  int rank, sample, step, items, channel;  // of the cluster; its first sample and the distance to the next; samples; first output channel
+  int rank, sample, step, items, channel;  // rank in the cluster, first sample, step, number of samples, first channel
 
   __device__ __forceinline__ Work() {
     rank = cluster_rank();
@@ -312,9 +348,9 @@ extern __shared__ __align__(128) unsigned char memory[];
 __device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(memory + kSharedAt); }
 __device__ __forceinline__ float* slot_of(int strip) { return reinterpret_cast<float*>(memory + kSlotsAt) + strip * kSlotValues; }
 
-// --- the converting warpgroup: rows of x become planes of 8 channels a pixel ---
+// --- the converting warpgroup: turns rows of x into planes of 8 channels a pixel ---
 
-// A chunk of rows of one sample: those from `row` of the CTA's part on.
+// A chunk of rows of one sample, from `row` of the CTA's part on.
 struct Chunk {
   int item, row;
 
@@ -326,7 +362,7 @@ struct Chunk {
   }
 };
 
-// One pixel, 8 channels of it, into the planes: as it is.
+// Stores 8 channels of a pixel in the planes, unchanged.
 __device__ __forceinline__ void store_pixel(const uint16_t (&v)[8], int slot, int column) {
   uint4* to = reinterpret_cast<uint4*>(memory) + slot * kPitch + column;
   uint32_t high[4];
@@ -340,7 +376,7 @@ __device__ __forceinline__ void store_pixel(const uint16_t (&v)[8], int slot, in
   }
 }
 
-// The ring's row `rows` behind row `slot`; a chunk is shorter than the ring.
+// Slot of the ring that lies `rows` rows behind `slot`; a chunk is shorter than the ring.
 __device__ __forceinline__ int slot_behind(int slot, int rows) {
   const int next = slot + rows;
   return next < kRing ? next : next - kRing;
@@ -348,7 +384,7 @@ __device__ __forceinline__ int slot_behind(int slot, int rows) {
 
 __device__ __forceinline__ uint16_t* raw_stage(int stage) { return reinterpret_cast<uint16_t*>(memory + kRawAt) + stage * kRawValues; }
 
-// The converting warps ask the copy engine for a chunk, every fourth channel each: issuing a copy takes long. Channels lie one behind the other.
+// Starts the copies of a chunk, one a channel; each converting warp issues every fourth, since issuing takes long.
 __device__ __forceinline__ void fetch_chunk(const __nv_bfloat16* x, const Work& work, const Chunk& chunk, int stage) {
   if (threadIdx.x % 32 != 0) return;
   const int warp = threadIdx.x % 128 / 32;
@@ -363,14 +399,14 @@ __device__ __forceinline__ void fetch_chunk(const __nv_bfloat16* x, const Work& 
   for (int c = warp; c < kInChannels; c += 4) copy_run(to + c * kChunkRows * kWidth, from + c * kInPlane, bytes, ready);
 }
 
-// From a stage into the ring; the chunk's first row is row `stream` of all that this CTA converts.
+// Converts a stage into the ring; the chunk's first row is row `stream` of all rows that this CTA converts.
 __device__ __forceinline__ void convert_chunk(const Work& work, const Chunk& chunk, int stage, int stream) {
   const int rows = chunk.rows(work);
   const int first_slot = stream % kRing;
   const uint16_t* from = raw_stage(stage);
 #pragma unroll 1
   for (int first = 0; first < kChunkPixels; first += kPixelsAtOnce) {
-    uint16_t v[kPixelsAtOnce][8];  // all loads before the first store: their latencies overlap
+    uint16_t v[kPixelsAtOnce][8];  // all loads precede the first store, so that their latencies overlap
 #pragma unroll
     for (int i = 0; i < kPixelsAtOnce; ++i) {
       const int pixel = threadIdx.x % 128 + (first + i) * 128;
@@ -388,13 +424,13 @@ __device__ __forceinline__ void convert_chunk(const Work& work, const Chunk& chu
   }
 }
 
-// Room in the ring: rows that no strip reads any more, as the multiplying warpgroups report their strips.
+// Free room in the ring, as the multiplying warpgroups report finished strips.
 struct Room {
-  int freed = 0, done = 0, item = 0, strip = 0;  // rows; strips seen to be done, and the next one
+  int freed = 0, done = 0, item = 0, strip = 0;  // freed rows; finished strips; sample and strip to wait for next
 
   __device__ __forceinline__ void wait_for(int rows, const Work& work) {
     while (rows > freed + kRing) {
-      wait(&shared().strip_done[done % kStripBarriers], done / kStripBarriers & 1);
+      wait(&shared().strip_done[done % kStripBarriers], done / kStripBarriers & 1, "strip done");
       const Part part = work.part(item);
       freed += part.freed_rows(strip);
       ++done;
@@ -406,7 +442,7 @@ struct Room {
   }
 };
 
-// Converts every row that this CTA's strips read, in order, as the ring has room.
+// Converts all rows that this CTA's strips read, in order, as the ring has room.
 __device__ __forceinline__ void convert_rows(const __nv_bfloat16* x, const Work& work) {
   Shared& s = shared();
   const int lane = threadIdx.x % 32;
@@ -421,13 +457,13 @@ __device__ __forceinline__ void convert_rows(const __nv_bfloat16* x, const Work&
     const int rows = chunk.rows(work);
     const Chunk next = chunk.next(work);
     room.wait_for(stream + rows, work);
-    wait(&s.raw_ready[stage], phase);
+    wait(&s.raw_ready[stage], phase, "raw rows ready");
     convert_chunk(work, chunk, stage, stream);
-    fence_operands();
+    fence_async();
     __syncwarp();
-    if (lane < rows) arrive(&s.row_ready[slot_behind(stream % kRing, lane)]);  // a lane for each row
+    if (lane < rows) arrive(&s.row_ready[slot_behind(stream % kRing, lane)]);  // one lane a row
 
-    named_barrier(kConvertBarrier, 128);  // every thread has read the stage
+    named_barrier(kConvertBarrier, 128);  // all threads have read the stage
     if (ahead.exists(work)) {
       fetch_chunk(x, work, ahead, stage);
       ahead = ahead.next(work);
@@ -443,7 +479,7 @@ __device__ __forceinline__ void convert_rows(const __nv_bfloat16* x, const Work&
 
 // --- weights: fragments of 8 along K, in registers for the whole kernel ---
 
-// A lane's rows of the fragment: lane / 4 of its warp's 16, and 8 more.
+// A lane's rows of the fragment: row lane / 4 of its warp's 16, and 8 further down.
 __device__ __forceinline__ int row_of(int h) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + 8 * h; }
 
 __device__ __forceinline__ void load_weights(const Arguments& a, const Work& work, Channel* channels,
@@ -459,7 +495,7 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
     own.sign = copysignf(1.0f, c_gamma) * copysignf(1.0f, c_scale);
     own.c_conv_bias = to_float(a.p_conv_bias[channel]);
 
-    // A fragment's register holds two neighbouring input channels of one output channel.
+    // Each register of a fragment holds two neighbouring input channels of one output channel.
     const __nv_bfloat16* from = a.weight + (channel * kInChannels + lane % 4 * 2) * kTaps;
     float values[kHalves][2];
 #pragma unroll
@@ -484,24 +520,26 @@ __device__ __forceinline__ void load_weights(const Arguments& a, const Work& wor
 
 // --- statistics ---
 
-// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
-// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+// Scale for values whose squares exceed fp32's range. Statistics are then formed of the values times kShrink, a power
+// of two: a sum of squares above 2^128 becomes one above 2^-32, and every sum of squares stays below 2^128.
 constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
 constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
-// Adds `v` to `sum`, and what rounding loses of it to `rest`: many equal small terms behind a large one would all be rounded the same way.
+// Adds `v` to `sum` and the rounding error to `rest`: otherwise many equal small terms after a large one would all be
+// rounded the same way.
 __device__ __forceinline__ void accumulate(float& sum, float& rest, float v) {
   const float next = __fadd_rn(sum, v);
   const float part = __fsub_rn(next, sum);
   rest += __fsub_rn(sum, __fsub_rn(next, part)) + __fsub_rn(v, part);
   sum = next;
 }
-// The sum in one number; an infinite one has no rest.
+// Sum and rest as one number; an infinite sum has no rest.
 __device__ __forceinline__ float whole(float sum, float rest) { return isinf(sum) ? sum : sum + rest; }
 
-// Moments of the union of sets (Chan, Golub and LeVeque, 1983), in the order in which they are stored: the same bits on every run. The mean of
-// the sets' distances from a first mean is what rounding left of it, so one far set costs the others nothing; equal means stay exact.
-__device__ __forceinline__ Moments merge(const Moments* sets, int count) {
+// Moments of the union of many sets (Chan, Golub and LeVeque, 1983), merged in storage order: the same bits on every
+// run. Distances from the first mean correct the union's mean, so that one far set costs the others nothing; equal
+// means stay exact.
+__device__ __forceinline__ Moments merge_sets(const Moments* sets, int count) {
   int first = 0;
   while (first + 1 < count && sets[first].count == 0.0f) ++first;
   const float origin = sets[first].mean;
@@ -514,20 +552,20 @@ __device__ __forceinline__ Moments merge(const Moments* sets, int count) {
   float left = 0.0f, m2 = 0.0f, m2_rest = 0.0f;
   for (int i = first; i < count; ++i) {
     if (sets[i].count == 0.0f) continue;
-    const float delta = __fsub_rn(sets[i].mean, mean) + sets[i].rest;
+    const float delta = __fsub_rn(sets[i].mean, mean) + sets[i].mean_rest;
     left = fmaf(sets[i].count, delta, left);
     accumulate(m2, m2_rest, fmaf(sets[i].count * delta, delta, sets[i].m2));
   }
-  const float rest = left / total;
-  return {total, mean, rest, fmaf(-rest, left, whole(m2, m2_rest))};
+  const float mean_rest = left / total;
+  return {total, mean, mean_rest, fmaf(-mean_rest, left, whole(m2, m2_rest))};
 }
 
-// 1 over the standard deviation of a group. A negative m2 is that of values kShrink times as large.
+// Inverse standard deviation of a group. A negative m2 belongs to the values times kShrink.
 __device__ __forceinline__ float rstd_of(const Moments& group) {
   return group.m2 < 0.0f ? kShrink / sqrtf(-group.m2 * (1.0f / kGroupSize)) : 1.0f / sqrtf(group.m2 * (1.0f / kGroupSize) + kEps);
 }
 
-// What a channel's values meet after the norm's statistics are known.
+// A channel's coefficients, from the statistics of its group.
 __device__ __forceinline__ Coefficients coefficients_of(const Moments& group, int channel, const Arguments& a) {
   const float c_gamma = to_float(a.p_gamma[channel]);
   const float c_beta = to_float(a.p_beta[channel]);
@@ -539,35 +577,39 @@ __device__ __forceinline__ Coefficients coefficients_of(const Moments& group, in
   offset = c_beta;
   factor *= c_scale;  // mul(shape=(64, 1, 1), init=ones)
   offset *= c_scale;
-  return {sign * group.mean, sign * group.rest, sign * factor, offset};
+  return {sign * group.mean, sign * group.mean_rest, sign * factor, offset};
 }
 
-// What a warpgroup has seen of one sample: sums of a lane's two channels, relative to a shift near their mean.
+// A lane's running sums of one sample, for each of its two channels, relative to a shift near the mean.
 struct Tally {
-  float values;  // of a channel, over the four lanes that share it
+  float values;  // values of a channel in the four lanes that share it
   float shift[2], sum[2], square[2];
 };
 
-// Moments of the union of `count` values, of which b's are `share`, by differences of means alone: their rounding is as small as the spread.
+// Moments of the union of two sets by Chan's formula: `count` values, of which b's are `share`. Only differences of
+// means are rounded, and those are as small as the spread.
 __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b, float count, float share) {
-  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
-  const float mean = fmaf(d, share, a.mean);
-  return {count, mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * (a.count * share) * all};
+  const float delta = __fsub_rn(b.mean, a.mean);
+  const float delta_rest = b.mean_rest - a.mean_rest;
+  const float both = delta + delta_rest;
+  const float mean = fmaf(delta, share, a.mean);
+  return {count, mean, a.mean_rest + fmaf(delta_rest, share, fmaf(delta, share, __fsub_rn(a.mean, mean))), a.m2 + b.m2 + both * (a.count * share) * both};
 }
 
-// The same; an empty `b` changes nothing.
+// Moments of the union of two sets; an empty `b` changes nothing.
 __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
   return merge(a, b, count, a.count == 0.0f ? 1.0f : __fdividef(b.count, count));
 }
 
-// The moments of kLanes lanes, merged in their order by distances kFirst, 2 kFirst and so on; all of them receive the same bits.
+// Merges the moments of kLanes lanes in their order, by distances kFirst, 2 kFirst and so on; all lanes receive the
+// same bits.
 template <int kFirst, int kLanes>
 __device__ __forceinline__ Moments lane_merge(Moments own) {
 #pragma unroll
   for (int bit = kFirst; bit < kLanes; bit *= 2) {
     const Moments other = {__shfl_xor_sync(0xffffffffu, own.count, bit), __shfl_xor_sync(0xffffffffu, own.mean, bit),
-                           __shfl_xor_sync(0xffffffffu, own.rest, bit), __shfl_xor_sync(0xffffffffu, own.m2, bit)};
+                           __shfl_xor_sync(0xffffffffu, own.mean_rest, bit), __shfl_xor_sync(0xffffffffu, own.m2, bit)};
     own = threadIdx.x & bit ? merge(other, own) : merge(own, other);
   }
   return own;
@@ -575,14 +617,14 @@ __device__ __forceinline__ Moments lane_merge(Moments own) {
 
 // --- one tile: multiply, then statistics and extremes from the accumulators ---
 
-constexpr int kTileOctets = kTileColumns / 8;  // columns come in eights: a lane holds two neighbours, 2 (lane % 4) and the next, of two channels
+constexpr int kTileOctets = kTileColumns / 8;  // groups of 8 columns; a lane holds two, of two channels
 
-// Of column 8 j + 2 (lane % 4) + next of a tile with `columns` columns: does it exist?
+// Whether column 8 j + 2 (lane % 4) + next exists in a tile with `columns` columns.
 __device__ __forceinline__ bool exists(int j, int next, int columns) {
   return 8 * j + 8 <= kLastColumns || 8 * j + static_cast<int>(threadIdx.x) % 4 * 2 + next < columns;
 }
 
-// acc = weights x pixels of the tile whose first pixel is at `tile`, in units of 16 bytes.
+// Product of a tile: acc = weights x pixels from `tile` on, an address in units of 16 bytes.
 __device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], uint32_t tile, const uint32_t (&high)[kHalves][2], const uint32_t (&shift)[2]) {
   const uint32_t constants = operand_address(memory + kConstantsAt);
   wgmma_fence();
@@ -592,11 +634,12 @@ __device__ __forceinline__ void multiply_tile(float (&acc)[kAccumulators], uint3
   wgmma(acc, high[6], high[7], pixels(tile + 256, 1), true);  // high 2,0, high 2,1
   wgmma(acc, high[8], shift, pixels(tile + 258, constants - (tile + 258)), true);  // high 2,2, shift
   wgmma_commit();
-  wgmma_wait(acc);
+  wgmma_wait<0>();
+  pin(acc);
 }
 
-// The shift of a sample's values in this warpgroup, for each of a lane's channels: near the mean of its first tile. Of the means of its four
-// lanes the outer two are left out, so that one far value does not set it.
+// Finds the shift of a sample's values in this warpgroup, for each of a lane's channels: a number near the mean of its
+// first tile. The outer two of the four lanes' means are left out, so that one far value does not set it.
 __device__ __forceinline__ void find_shift(const float (&acc)[kAccumulators], int columns, Tally& tally, uint32_t (&shift)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -609,8 +652,9 @@ __device__ __forceinline__ void find_shift(const float (&acc)[kAccumulators], in
       sum += exists(j, 1, columns) ? acc[i + 1] : 0.0f;
       count += exists(j, 0, columns) + exists(j, 1, columns);
     }
-    const float mean = quad_middle(sum / count);  // NaN where there is none, which the comparisons leave out
-    // From now on the tensor cores subtract it: its two leading parts times the constant pixels. What they subtract is what is noted.
+    const float mean = quad_middle(sum / count);  // NaN for a lane without values; the comparisons ignore it
+    // From now on the tensor cores subtract the shift, as two leading parts times the constant pixels. The noted shift
+    // is exactly that.
     const float first = unpack(pack(mean * (-1.0f / kConstant), 0.0f)).x;
     const uint32_t parts = pack(first, fmaf(mean, -1.0f / kConstant, -first));
     tally.shift[h] = (unpack(parts).x + unpack(parts).y) * -kConstant;
@@ -618,13 +662,13 @@ __device__ __forceinline__ void find_shift(const float (&acc)[kAccumulators], in
   }
 }
 
-// Extremes of columns that meet in a lane: two neighbours.
+// Number of extremes in a lane: two neighbouring columns share one.
 constexpr int kLaneExtremes = kTileOctets;
 
 __device__ __forceinline__ void take_tile(const float (&acc)[kAccumulators], int columns, float (&extremes)[kLaneExtremes][2], Tally& tally) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float sum = 0.0f, even = 0.0f, odd = 0.0f;  // of the tile first: short sums lose less
+    float sum = 0.0f, even = 0.0f, odd = 0.0f;  // sums of the tile alone: short sums lose less
 #pragma unroll
     for (int i = h * 2; i < kAccumulators; i += 4) {
       const int j = i / 4 % kTileOctets;
@@ -641,7 +685,7 @@ __device__ __forceinline__ void take_tile(const float (&acc)[kAccumulators], int
   tally.values += min(kTileColumns, columns);
 }
 
-// From a value relative to the shift to the norm's input (with the channel's sign): fmaf(v, scale, origin).
+// Conversion of a value relative to the shift into the norm's input times the channel's sign: fmaf(v, scale, origin).
 struct Restore {
   float scale, origin;
   __device__ __forceinline__ Restore(const Channel& channel, float shift) {
@@ -651,7 +695,7 @@ struct Restore {
   __device__ __forceinline__ float operator()(float v) const { return fmaf(v, scale, origin); }
 };
 
-// Extremes of a strip's columns -> its slot. Lanes that are neighbours exchange one channel each, so that four columns meet.
+// Stores a strip's extremes in its slot. Neighbouring lanes exchange one channel each, to combine four columns.
 __device__ __forceinline__ void store_extremes(float* slot, const float (&extremes)[kLaneExtremes][2], const Channel* channels, const Tally& tally) {
   const int quad = threadIdx.x % 4;
   const int h = quad % 2;
@@ -666,9 +710,9 @@ __device__ __forceinline__ void store_extremes(float* slot, const float (&extrem
   }
 }
 
-// --- a sample that is finished: publish its moments, merge them, write its rows ---
+// --- end of a sample: publish its moments, merge them, write its rows ---
 
-// Hands this warpgroup's moments of a sample to every CTA of the cluster, itself included.
+// Publishes this warpgroup's moments of a sample to every CTA of the cluster, itself included.
 __device__ __forceinline__ void publish_moments(const Channel* channels, const Tally& tally, const Work& work, int item, int group) {
   Shared& s = shared();
   Moments both[2];
@@ -689,37 +733,37 @@ __device__ __forceinline__ void publish_moments(const Channel* channels, const T
     const int channel = row_of(h);
     const Moments& own = both[h];
     const int set = channel / kMerged;
-    // The lanes that share the set share the CTAs.
+    // The lanes that share a set divide the CTAs among them.
     const int to = threadIdx.x % (4 * kMerged);
     if (to < kCluster) {
-      store_remote(remote_address(&s.moments[item % 2][set][work.rank][group], to), own.count, own.mean, own.rest, own.m2,
-                   remote_address(&s.moments_ready[item % 2], to));
+      store_remote(remote_address(shared_address(&s.moments[item % 2][set][work.rank][group]), to), own.count, own.mean, own.mean_rest, own.m2,
+                   remote_address(shared_address(&s.moments_ready[item % 2]), to));
     }
   }
   if (threadIdx.x == 0) expect_bytes(&s.moments_ready[item % 2], static_cast<int>(sizeof(s.moments[0])));
 }
 
-// A sample is computed again where a group's squares exceed fp32's range.
+// Marks a sample for recomputation if a group's squares exceed fp32's range.
 __device__ __forceinline__ void note_limit(const Moments& group, uint32_t* noted) {
   if (!(group.m2 < INFINITY)) *noted = 0u;
 }
 
-// Each warpgroup merges for itself, when it first needs the result.
+// Merges a sample's moments; each warpgroup does so for itself when it first needs the result.
 __device__ __forceinline__ void finish_statistics(const Work& work, int item, int group, const Arguments& a) {
   Shared& s = shared();
-  wait(&s.moments_ready[item % 2], item / 2 & 1);
+  wait(&s.moments_ready[item % 2], item / 2 & 1, "moments ready");
   const int channel = threadIdx.x % 128;
   if (channel < kChannels) {
-    const Moments total = merge(&s.moments[item % 2][channel / kGroupChannels * kSetsOfGroup][0][0], kSetsOfGroup * kCluster * kMultiplyGroups);
+    const Moments total = merge_sets(&s.moments[item % 2][channel / kGroupChannels * kSetsOfGroup][0][0], kSetsOfGroup * kCluster * kMultiplyGroups);
     note_limit(total, &s.limit[item]);
     s.coefficients[group][channel] = coefficients_of(total, channel, a);
   }
   sync_group(group);
 }
 
-// Normalises the extremes of a strip and writes them as a row of y; `y` is at the CTA's first channel.
+// Normalises a strip's extremes and writes them as a row of y; `y` points at the CTA's first channel.
 __device__ __forceinline__ void write_row(__nv_bfloat16* y, const float* slot, const Coefficients* coefficients) {
-  constexpr int kAtOnce = 128 / kRowThreads;  // channels
+  constexpr int kAtOnce = 128 / kRowThreads;  // channels at once
   const int first = threadIdx.x % 128 / kRowThreads;
   for (int column = threadIdx.x % kRowThreads; column < kPooledWidth; column += kRowThreads) {
 #pragma unroll 16
@@ -727,18 +771,18 @@ __device__ __forceinline__ void write_row(__nv_bfloat16* y, const float* slot, c
       const int channel = i * kAtOnce + first;
       const Coefficients c = coefficients[channel];
       const float v = slot[channel * kSlotPitch + column];
-      y[channel * kPooledPlane + column] = from_float(finish_value(v, c.mean, c.rest, c.factor, c.offset));
+      y[channel * kPooledPlane + column] = __float2bfloat16_rn(finish_value(v, c.mean, c.mean_rest, c.factor, c.offset));
     }
   }
 }
 
-// --- samples beyond fp32's range when squared: the whole chain again with ordinary multiply-adds, slow and right for any value ---
+// --- fallback for samples beyond fp32's range when squared: the chain by fp32 multiply-adds ---
 
 constexpr int kMultiplyThreads = kMultiplyGroups * 128;
 constexpr int kExactBarrier = kMultiplyGroups + 1;
 static_assert(kMultiplyThreads * sizeof(Moments) <= kSharedAt, "the threads' moments take the place of planes and slots");
 
-// The norm's input at one place; `image` is the sample, `weight` the channel's.
+// The norm's input at one place, from the sample `image` and the channel's `weight`.
 __device__ __forceinline__ float exact_value(const __nv_bfloat16* image, const __nv_bfloat16* weight, int row, int column, float c_conv_bias) {
   float v = 0.0f;
 #pragma unroll 1
@@ -753,16 +797,16 @@ __device__ __forceinline__ float exact_value(const __nv_bfloat16* image, const _
   return prepare_value(v, c_conv_bias);
 }
 
-// The multiplying threads of the cluster share the sample's groups.
+// Recomputes a sample; the multiplying threads of the cluster share its groups.
 __device__ __forceinline__ void exact_sample(const Arguments& a, const Work& work, int64_t sample) {
-  Moments* scratch = reinterpret_cast<Moments*>(memory);  // the operand planes are no longer needed
+  Moments* scratch = reinterpret_cast<Moments*>(memory);  // reuses the operand planes, which are no longer needed
   const __nv_bfloat16* image = a.x + sample * kInChannels * kInPlane;
 #pragma unroll 1
   for (int group = work.rank; group < kChannels / kGroupChannels; group += kCluster) {
     const int first_channel = group * kGroupChannels;
     Moments total;
 #pragma unroll 1
-    for (float times = 1.0f;; times = kShrink) {  // again where squares exceed fp32's range
+    for (float times = 1.0f;; times = kShrink) {  // repeated with kShrink if squares exceed fp32's range
       Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
       float m2_rest = 0.0f;
 #pragma unroll 1
@@ -771,19 +815,19 @@ __device__ __forceinline__ void exact_sample(const Arguments& a, const Work& wor
         const int place = i % (kOutHeight * kOutWidth);
         const float v = times * exact_value(image, a.weight + channel * kInChannels * kTaps, place / kOutWidth, place % kOutWidth, to_float(a.p_conv_bias[channel]));
         own.count += 1.0f;
-        const float delta = __fsub_rn(v, own.mean) - own.rest;
+        const float delta = __fsub_rn(v, own.mean) - own.mean_rest;
         const float step = delta / own.count;
         const float mean = __fadd_rn(own.mean, step);
-        own.rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
+        own.mean_rest += __fsub_rn(step, __fsub_rn(mean, own.mean));
         own.mean = mean;
-        accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.rest));
+        accumulate(own.m2, m2_rest, delta * (__fsub_rn(v, mean) - own.mean_rest));
       }
       own.m2 = whole(own.m2, m2_rest);
       named_barrier(kExactBarrier, kMultiplyThreads);
       scratch[threadIdx.x] = own;
       named_barrier(kExactBarrier, kMultiplyThreads);
-      total = merge(scratch, kMultiplyThreads);
-      if (times != 1.0f) total = {total.count, total.mean * kGrow, total.rest * kGrow, -total.m2};
+      total = merge_sets(scratch, kMultiplyThreads);
+      if (times != 1.0f) total = {total.count, total.mean * kGrow, total.mean_rest * kGrow, -total.m2};
       if (times != 1.0f || total.m2 < INFINITY) break;
     }
 #pragma unroll 1
@@ -802,15 +846,15 @@ __device__ __forceinline__ void exact_sample(const Arguments& a, const Work& wor
       }
       const Coefficients c = coefficients_of(total, channel, a);
       a.y[(sample * kOutChannels + channel) * kPooledPlane + place] =
-          from_float(finish_value(best, c.mean, c.rest, c.factor, c.offset));
+          __float2bfloat16_rn(finish_value(best, c.mean, c.mean_rest, c.factor, c.offset));
     }
   }
 }
 
 // --- the kernel ---
 
-// A multiplying warpgroup takes every kMultiplyGroups-th strip of its CTA's parts, sample after sample. Before it puts a strip's extremes into
-// their slot, it writes out what the slot holds of the sample before.
+// Work of a multiplying warpgroup: every kMultiplyGroups-th strip of its CTA's parts, sample after sample. Before it
+// stores a strip's extremes in their slot, it writes out the previous sample's row that the slot holds.
 __device__ __forceinline__ void multiply_strips(int group, const Work& work, const Arguments& a) {
   Shared& s = shared();
   uint32_t high[kHalves][2];
@@ -822,10 +866,10 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
     return a.y + (work.sample_of(item) * kOutChannels) * kPooledPlane + row * kPooledWidth;
   };
 
-  int stream = 0, strips = 0;  // rows of x, and strips, before this sample's
+  int stream = 0, strips = 0;  // rows of x and strips of all earlier samples
   for (int item = 0; item < work.items; ++item) {
     const Part part = work.part(item);
-    const int waiting = item > 0 ? work.part(item - 1).pooled : 0;  // rows of the sample before that are still to be written
+    const int waiting = item > 0 ? work.part(item - 1).pooled : 0;  // rows of the previous sample still to be written
     bool merged = item == 0;
     Tally tally = {};
     uint32_t shift[2] = {0u, 0u};
@@ -838,31 +882,31 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
 #pragma unroll
       for (int i = 0; i < kLaneExtremes; ++i) extremes[i][0] = extremes[i][1] = -INFINITY;
       for (int row = 0; row < rows; ++row) {
-        const int first = stream + top + row;  // row of x at the tile's top
+        const int first = stream + top + row;  // the tile's first row of x
         const int last = first + kKernelHeight - 1;
         const uint32_t tile = operand_address(memory) + first % kRing * kPitch;
-        wait(&s.row_ready[last % kRing], last / kRing & 1);
+        wait(&s.row_ready[last % kRing], last / kRing & 1, "row ready");
         float acc[kAccumulators];
         multiply_tile(acc, tile, high, shift);
         if (tally.values == 0.0f) {
           find_shift(acc, columns, tally, shift);
-          multiply_tile(acc, tile, high, shift);  // again, so that equal values stay equal: the tensor cores round their own way
+          multiply_tile(acc, tile, high, shift);  // repeated with the shift: equal values stay equal
         }
         take_tile(acc, columns, extremes, tally);
       }
-      if (rows == 0) {  // a part may have fewer strips; rows must be waited for in order all the same
+      if (rows == 0) {  // the part has no such strip; rows are still waited for in order
         const int last = stream + part.input_rows() - 1;
-        wait(&s.row_ready[last % kRing], last / kRing & 1);
+        wait(&s.row_ready[last % kRing], last / kRing & 1, "row ready");
       } else {
-        // A barrier's next phase may not begin before somebody has waited for this one, and tiles wait for their last rows alone.
+        // Tiles wait for their last rows only, but every phase of a barrier must be waited for before the next begins.
         for (int row = threadIdx.x % 32; row < part.freed_rows(strip); row += 32) {
           const int freed = stream + top + row;
-          wait(&s.row_ready[freed % kRing], freed / kRing & 1);
+          wait(&s.row_ready[freed % kRing], freed / kRing & 1, "row ready");
         }
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(&s.strip_done[(strips + strip) % kStripBarriers]);
       }
-      // The sample before is complete in every warpgroup: from here on its slots may be read, and reused.
+      // The previous sample is complete in every warpgroup: from here on its slots may be read and reused.
       if (!merged) finish_statistics(work, item - 1, group, a);
       merged = true;
       if (strip < waiting) {
@@ -871,7 +915,7 @@ __device__ __forceinline__ void multiply_strips(int group, const Work& work, con
       }
       if (strip < part.pooled) store_extremes(slot_of(strip), extremes, channels, tally);
     }
-    // Also where this warpgroup had no strip: it frees the moments' place.
+    // Needed even if this warpgroup had no strip: it frees the moments' place.
     if (!merged) finish_statistics(work, item - 1, group, a);
     publish_moments(channels, tally, work, item, group);
     stream += part.input_rows();
@@ -889,27 +933,27 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads, 1) conv(c
   Shared& s = shared();
   const Work work;
 
-  // Zeros in the planes (the padding stays so), the constant pixels, barriers.
+  // Initialisation: zeros in the planes, of which the padding stays, constant pixels, and barriers.
   uint4* pixels_of = reinterpret_cast<uint4*>(memory);
   for (int i = threadIdx.x; i < kPlanes * kPlanePixels; i += kThreads) pixels_of[i] = make_uint4(0u, 0u, 0u, 0u);
   const uint32_t pair = pack(kConstant, kConstant);
   for (int i = threadIdx.x; i < kConstantPixels; i += kThreads) pixels_of[kConstantsAt / 16 + i] = make_uint4(pair, pair, pair, pair);
   for (int i = threadIdx.x; i < kItems; i += kThreads) s.limit[i] = 0x7f800000u;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kRing; ++i) barrier_init(&s.row_ready[i], 4);             // the converting warps
-    for (int i = 0; i < kStripBarriers; ++i) barrier_init(&s.strip_done[i], 4);   // a multiplying warpgroup's
+    for (int i = 0; i < kRing; ++i) barrier_init(&s.row_ready[i], 4);             // arrivals of the converting warps
+    for (int i = 0; i < kStripBarriers; ++i) barrier_init(&s.strip_done[i], 4);   // arrivals of a multiplying warpgroup
     for (int i = 0; i < kRawStages; ++i) barrier_init(&s.raw_ready[i], 1);
     for (int i = 0; i < 2; ++i) barrier_init(&s.moments_ready[i], 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_init_done();
   }
-  fence_operands();
+  fence_async();
   cluster_sync();
 
   const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == kMultiplyGroups) {
     give_registers<kConvertRegisters>();
     convert_rows(a.x, work);
-    cluster_sync();  // the cluster's CTAs may write into each other's shared memory up to here
+    cluster_sync();  // other CTAs may write to this one's shared memory until here
   } else {
     take_registers<kMultiplyRegisters>();
     multiply_strips(group, work, a);
@@ -939,11 +983,11 @@ struct DeviceScope {
   }
 };
 
-// Own errors, beside cudaError_t (positive).
+// Error codes beside cudaError_t (positive).
 constexpr int kMisaligned = -1;  // x is no multiple of 16 bytes
 constexpr int kNoClusters = -2;  // the device cannot hold a cluster of this kernel
 
-// Once on each device: shared memory above 48 KB, and whether a cluster fits.
+// Sets the shared-memory limit and checks that a cluster fits, once on each device.
 int prepare(int device, const cudaLaunchConfig_t& config) {
   constexpr int kDevices = 64;
   static std::mutex lock;

@@ -1,6 +1,7 @@
 // conv2d_groupnorm_scale_maxpool_clamp_bf16: everything after torch's conv2d, one group of one sample at a time
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   mul(shape=(64, 1, 1), init=ones)  # scale
 //   max_pool2d(kernel_size=(4, 4), stride=(4, 4), padding=(0, 0), dilation=(1, 1), ceil_mode=False)  # maxpool
@@ -9,11 +10,12 @@
 //
 // Plan for cpu on host:
 //   a thread takes whole groups: 2048 of 63504 values (248.1 KB as float)
-//   the group's values stay in a float scratch array, so that what comes before the norm is computed once
+//   the group's values stay in a float scratch array, so that operators before the norm are computed once
 //   windows share no row: values are normalised as they are pooled and the normalised tensor is never written
 //   248.6 KB of scratch a thread, on its stack
 //
-// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml PRECISION=bf16
+// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp.yaml PRECISION=bf16
 
 #include <cmath>
 #include <cstdint>
@@ -28,7 +30,7 @@ constexpr int kGroupChannels = 4;  // channels / kNumGroups
 constexpr int kWidth = 126;  // columns behind the convolution
 constexpr int kSpatial = 15876;  // height * kWidth
 constexpr int kGroupSize = 63504;  // kGroupChannels * kSpatial
-constexpr int kPiece = 4096;  // values whose statistics are formed at a time: 16 KB, in the first-level cache
+constexpr int kPiece = 4096;  // values of a piece for statistics: 16 KB, in the first-level cache
 constexpr double kEps = 1e-05;  // group_norm's eps
 constexpr int kPoolKernelHeight = 4;  // max_pool2d's kernel_size
 constexpr int kPoolKernelWidth = 4;  // max_pool2d's kernel_size
@@ -36,12 +38,12 @@ constexpr int kPoolStrideHeight = 4;  // max_pool2d's stride
 constexpr int kPoolStrideWidth = 4;  // max_pool2d's stride
 constexpr int kPooledHeight = 31;  // (126 - 4) / 4 + 1
 constexpr int kPooledWidth = 31;  // (126 - 4) / 4 + 1
-constexpr int kRow = 126;  // columns that windows slide over: kWidth and what they reach beyond it
-constexpr int kOutputSize = 3844;  // values of y that a group gives
+constexpr int kRow = 126;  // columns that windows slide over: kWidth and the margin
+constexpr int kOutputSize = 3844;  // values of y from a group
 constexpr float kClampMin = 0.0f;  // clamp's min
 constexpr float kClampMax = 1.0f;  // clamp's max
 
-// bfloat16 is the upper half of a float.
+// bfloat16 to float: the upper half of its bits.
 inline float load(std::uint16_t bits) {
   const std::uint32_t wide = std::uint32_t{bits} << 16;
   float v;
@@ -49,7 +51,7 @@ inline float load(std::uint16_t bits) {
   return v;
 }
 
-// To the nearest bfloat16, ties to even; NaN stays NaN.
+// Float to the nearest bfloat16, ties to even; NaN stays NaN.
 inline std::uint16_t store(float v) {
   std::uint32_t bits;
   std::memcpy(&bits, &v, sizeof bits);
@@ -62,20 +64,20 @@ inline float clamp(float v, float lo, float hi) {
   return v < lo ? lo : (v > hi ? hi : v);
 }
 
-// What follows the norm, up to the pooling.
+// The operators after the norm, up to the pooling.
 inline float after_norm(float v, float scale_c) {
   v = v * scale_c;
   return v;
 }
 
-// What follows max_pool2d.
+// The operators after max_pool2d.
 inline float after_pool(float v) {
   v = clamp(v, kClampMin, kClampMax);
   return v;
 }
 
-// A float as an integer of the same order, NaN above all else, so that the maximum of integers is PyTorch's of floats, NaN included. It is one
-// instruction without a branch, in a vector or not, which a comparison that minds NaN is not.
+// A float as an integer of the same order, NaN above all else: the maximum of the integers is PyTorch's maximum of the
+// floats. An integer maximum is one instruction; a float comparison that respects NaN is not.
 inline std::int32_t ordered(float v) {
   std::int32_t bits;
   std::memcpy(&bits, &v, sizeof bits);
@@ -94,13 +96,14 @@ inline std::int32_t maximum(std::int32_t a, std::int32_t b) {
   return a > b ? a : b;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
-  double m2;  // sum of the squared deviations from the mean
+  double m2;  // sum of squared deviations from the mean
 };
 
-// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+// Moments in two passes: the mean of values shifted by one of them, then the deviations. Equal values give exactly
+// their value and 0.
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -117,8 +120,8 @@ inline Moments moments(const float* value, int count) {
   return {mean, m2};
 }
 
-// The moments of two sets together (Chan, Golub, LeVeque).
-inline Moments merge(Moments a, int count_a, Moments b, int count_b) {
+// Moments of the union of two sets (Chan, Golub and LeVeque, 1983).
+inline DoubleMoments merge(DoubleMoments a, int count_a, DoubleMoments b, int count_b) {
   const double share_b = static_cast<double>(count_b) / (count_a + count_b);
   const double delta = b.mean - a.mean;
   return {a.mean + delta * share_b, a.m2 + b.m2 + delta * delta * share_b * count_a};
@@ -137,13 +140,13 @@ inline void run_group(const std::uint16_t* t0, const std::uint16_t* group_norm_w
     value[i] = load(source[i]);
   }
 
-  Moments group = moments(value, kPiece);
+  DoubleMoments group = moments(value, kPiece);
   for (int begin = kPiece; begin < kGroupSize; begin += kPiece) {
     const int count = kGroupSize - begin < kPiece ? kGroupSize - begin : kPiece;
     group = merge(group, begin, moments(value + begin, count), count);
   }
   const float mean = static_cast<float>(group.mean);
-  const float mean_rest = static_cast<float>(group.mean - mean);  // what rounding took: it matters where the mean is large against the spread
+  const float mean_rest = static_cast<float>(group.mean - mean);  // rounding error of a large mean
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
 
   std::uint16_t* target = y + std::int64_t{index} * kOutputSize;

@@ -1,6 +1,7 @@
 // conv2d_groupnorm_scale_maxpool_clamp_small: everything after torch's conv2d, one group of one sample at a time
 //
-//   conv2d(in_channels=3, out_channels=16, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=3, out_channels=16, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=8, eps=1e-05, affine=True)  # group_norm
 //   mul(shape=(16, 1, 1), init=ones)  # scale
 //   max_pool2d(kernel_size=(2, 2), stride=(2, 2), padding=(0, 0), dilation=(1, 1), ceil_mode=False)  # maxpool
@@ -12,7 +13,8 @@
 //   rows are short: a channel is normalised once into scratch, then pooled
 //   3.633 KB of scratch a thread, on its stack
 //
-// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml
+// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml
 
 #include <cmath>
 #include <cstdint>
@@ -34,8 +36,8 @@ constexpr int kPoolStrideHeight = 2;  // max_pool2d's stride
 constexpr int kPoolStrideWidth = 2;  // max_pool2d's stride
 constexpr int kPooledHeight = 15;  // (30 - 2) / 2 + 1
 constexpr int kPooledWidth = 15;  // (30 - 2) / 2 + 1
-constexpr int kRow = 30;  // columns that windows slide over: kWidth and what they reach beyond it
-constexpr int kOutputSize = 450;  // values of y that a group gives
+constexpr int kRow = 30;  // columns that windows slide over: kWidth and the margin
+constexpr int kOutputSize = 450;  // values of y from a group
 constexpr float kClampMin = 0.0f;  // clamp's min
 constexpr float kClampMax = 1.0f;  // clamp's max
 
@@ -44,20 +46,20 @@ inline float clamp(float v, float lo, float hi) {
   return v < lo ? lo : (v > hi ? hi : v);
 }
 
-// What follows the norm, up to the pooling.
+// The operators after the norm, up to the pooling.
 inline float after_norm(float v, float scale_c) {
   v = v * scale_c;
   return v;
 }
 
-// What follows max_pool2d.
+// The operators after max_pool2d.
 inline float after_pool(float v) {
   v = clamp(v, kClampMin, kClampMax);
   return v;
 }
 
-// A float as an integer of the same order, NaN above all else, so that the maximum of integers is PyTorch's of floats, NaN included. It is one
-// instruction without a branch, in a vector or not, which a comparison that minds NaN is not.
+// A float as an integer of the same order, NaN above all else: the maximum of the integers is PyTorch's maximum of the
+// floats. An integer maximum is one instruction; a float comparison that respects NaN is not.
 inline std::int32_t ordered(float v) {
   std::int32_t bits;
   std::memcpy(&bits, &v, sizeof bits);
@@ -76,13 +78,14 @@ inline std::int32_t maximum(std::int32_t a, std::int32_t b) {
   return a > b ? a : b;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
-  double m2;  // sum of the squared deviations from the mean
+  double m2;  // sum of squared deviations from the mean
 };
 
-// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+// Moments in two passes: the mean of values shifted by one of them, then the deviations. Equal values give exactly
+// their value and 0.
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -108,9 +111,9 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
 
   const float* const value = t0 + std::int64_t{index} * kGroupSize;
 
-  const Moments group = moments(value, kGroupSize);
+  const DoubleMoments group = moments(value, kGroupSize);
   const float mean = static_cast<float>(group.mean);
-  const float mean_rest = static_cast<float>(group.mean - mean);  // what rounding took: it matters where the mean is large against the spread
+  const float mean_rest = static_cast<float>(group.mean - mean);  // rounding error of a large mean
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
 
   float* target = y + std::int64_t{index} * kOutputSize;

@@ -1,6 +1,8 @@
-// conv2d_groupnorm_scale_maxpool_clamp_small: gradients of everything after torch's conv2d, one group of one sample at a time
+// conv2d_groupnorm_scale_maxpool_clamp_small: gradients of everything after torch's conv2d, one group of one sample at
+//   a time
 //
-//   conv2d(in_channels=3, out_channels=16, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=3, out_channels=16, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=8, eps=1e-05, affine=True)  # group_norm
 //   mul(shape=(16, 1, 1), init=ones)  # scale
 //   max_pool2d(kernel_size=(2, 2), stride=(2, 2), padding=(0, 0), dilation=(1, 1), ceil_mode=False)  # maxpool
@@ -9,10 +11,11 @@
 //
 // Plan for cpu on host:
 //   a thread takes whole groups of a slab of 16 samples: 64 parts
-//   sums over samples are in double precision and in an order of their own, whatever the number of threads
+//   sums over samples are in double precision and in a fixed order, for any number of threads
 //   15.82 KB of scratch a thread, on its stack
 //
-// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml
+// Generated from specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_scale_maxpool_clamp_small.yaml
 
 #include <cmath>
 #include <cstdint>
@@ -36,7 +39,7 @@ constexpr int kPoolStrideHeight = 2;  // max_pool2d's stride
 constexpr int kPoolStrideWidth = 2;  // max_pool2d's stride
 constexpr int kPooledHeight = 15;  // (30 - 2) / 2 + 1
 constexpr int kPooledWidth = 15;  // (30 - 2) / 2 + 1
-constexpr int kOutputSize = 450;  // values of y that a group gives
+constexpr int kOutputSize = 450;  // values of y from a group
 constexpr float kClampMin = 0.0f;  // clamp's min
 constexpr float kClampMax = 1.0f;  // clamp's max
 constexpr int kPooledSize = 225;  // kPooledHeight * kPooledWidth
@@ -49,32 +52,33 @@ inline float clamp_grad(float v, float lo, float hi) {
   return v >= lo && v <= hi ? 1.0f : 0.0f;
 }
 
-// What follows the norm, up to the pooling.
+// The operators after the norm, up to the pooling.
 inline float after_norm(float v, float scale_c) {
   v = v * scale_c;
   return v;
 }
 
-// Back through what follows the norm: the gradient of v for that of the result, g.
+// Backward through the operators after the norm: the gradient of v, from the result's gradient g.
 inline float after_norm_grad(float v, float g, float scale_c, float& scale_g) {
   scale_g = g * v;
   g = g * scale_c;
   return g;
 }
 
-// Back through what follows max_pool2d: the gradient of v for that of the result, g.
+// Backward through the operators after max_pool2d: the gradient of v, from the result's gradient g.
 inline float after_pool_grad(float v, float g) {
   g = g * clamp_grad(v, kClampMin, kClampMax);
   return g;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
-  double m2;  // sum of the squared deviations from the mean
+  double m2;  // sum of squared deviations from the mean
 };
 
-// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+// Moments in two passes: the mean of values shifted by one of them, then the deviations. Equal values give exactly
+// their value and 0.
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -91,14 +95,14 @@ inline Moments moments(const float* value, int count) {
   return {mean, m2};
 }
 
-// One group of one sample: the chain again as far as the derivatives need it, then back.
+// Backward of one group of one sample: recomputes the chain as far as derivatives need it, then goes back.
 inline void run_group(const float* t0, const float* group_norm_weight_data, const float* group_norm_bias_data,
     const float* scale_data, const float* grad_y, float* grad_t0, double* sums, int index) {
   alignas(64) float grad[kGroupSize];  // the gradient of the normalised values
   alignas(64) float plane[kSpatial];  // one channel behind the norm
   alignas(64) float plane_grad[kSpatial];  // its gradient
   alignas(64) float pooled[kPooledSize];  // one channel behind a pooling
-  alignas(64) std::int32_t winner[kPooledSize];  // where each pooled value comes from
+  alignas(64) std::int32_t winner[kPooledSize];  // place of each pooled value
   const int first = index % kNumGroups * kGroupChannels;  // the group's first channel
   double* const group_norm_weight_sum = sums + first;
   double* const group_norm_bias_sum = sums + 1 * kChannels + first;
@@ -106,12 +110,13 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
 
   const float* const value = t0 + std::int64_t{index} * kGroupSize;
 
-  const Moments group = moments(value, kGroupSize);
+  const DoubleMoments group = moments(value, kGroupSize);
   const float mean = static_cast<float>(group.mean);
   const float mean_rest = static_cast<float>(group.mean - mean);
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
 
-  // Back to the norm. Its own derivative needs two sums over the group: of the gradient, and of its product with the normalised value.
+  // Backward to the norm's result. The norm's derivative needs two sums over the group: the gradient, and its product
+  // with the normalised value.
   double total = 0.0, total_normal = 0.0;
   const float* incoming = grad_y + std::int64_t{index} * kOutputSize;
   for (int c = 0; c < kGroupChannels; ++c) {
@@ -174,7 +179,7 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
     group_norm_bias_sum[c] += group_norm_bias_total;
   }
 
-  // Back through the norm and what comes before it.
+  // Backward through the norm and the operators before it.
   const float mean_grad = static_cast<float>(total / kGroupSize);
   const float mean_product = static_cast<float>(total_normal / kGroupSize);
   float* const target = grad_t0 + std::int64_t{index} * kGroupSize;
@@ -188,7 +193,7 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
   }
 }
 
-// A parameter's gradient, a value per channel: the sums of the slabs, in their order.
+// Gradient of a parameter with one value a channel: the slabs' sums, in their order.
 inline void add_up(const double* sums, float* grad) {
   for (int channel = 0; channel < kChannels; ++channel) {
     double total = 0.0;
@@ -202,7 +207,7 @@ inline void add_up(const double* sums, float* grad) {
 }  // namespace
 }  // namespace chain_backward_cpu
 
-// From the gradient of y to those of t0, torch's conv2d, and of the parameters behind it, on `threads` threads.
+// Computes the gradients of t0, torch's conv2d, and of the parameters behind it, from that of y, on `threads` threads.
 // Returns 0, or -1 for a wrong number of threads.
 extern "C" int chain_backward_cpu_launch(const float* t0, const float* group_norm_weight_data, const float* group_norm_bias_data,
     const float* scale_data, const float* grad_y, float* grad_t0, float* group_norm_weight_grad,

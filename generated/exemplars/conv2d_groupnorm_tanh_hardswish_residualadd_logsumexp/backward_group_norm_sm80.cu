@@ -1,6 +1,8 @@
-// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: GroupNorm and what follows; a block reads a group of 63504 values twice
+// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: GroupNorm and the operators after it; a block reads a group of
+//   63504 values twice
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   tanh()  # tanh
 //   hardswish()  # hard_swish
@@ -11,7 +13,8 @@
 // Plan for sm_80 on h100:
 //   2048 blocks of 1024 threads, 512 bytes of shared memory
 //
-// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
+// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -29,12 +32,12 @@ constexpr int kVectors = 4;  // accesses that a thread has in flight
 constexpr int kThreads = 1024;  // threads of a block, which takes a group
 constexpr int kWarps = 32;  // kThreads / 32
 constexpr int kChunk = 4096;  // kThreads x kVectors: accesses of a block in flight
-constexpr int kLastChunk = 12288;  // where the group's last chunk starts
+constexpr int kLastChunk = 12288;  // first access of the group's last chunk
 constexpr int kBlocks = 2048;  // 128 samples x kNumGroups
 constexpr int kMinBlocks = 1;  // blocks that must fit on an SM
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 
-// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+// Early launch on Hopper: waits for the previous kernel's results, then allows the next kernel to launch.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -69,7 +72,8 @@ __device__ __forceinline__ float hardswish(float v) {
   return v * (clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f);
 }
 
-// The norm and what follows it. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.
+// The norm and the operators after it. __fsub_rn is never fused with a product before it: a value equal to the mean
+// gives 0.
 __device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float rstd, float c_gamma, float c_beta) {
   const float conv_kept = v;
   v = (__fsub_rn(v, mean) - mean_rest) * rstd;
@@ -80,7 +84,7 @@ __device__ __forceinline__ float finish_value(float v, float mean, float mean_re
   return v;
 }
 
-// finish_value on kWidth consecutive values, the first of which is the group's `index`-th.
+// Applies finish_value to kWidth consecutive values, from the group's value `index` on.
 __device__ __forceinline__ void finish(
     float (&v)[kWidth],
     int first_channel,
@@ -99,13 +103,14 @@ __device__ __forceinline__ void finish(
   }
 }
 
-// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
-// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+// Scale for values whose squares exceed fp32's range. Statistics are then formed of the values times kShrink, a power
+// of two: a sum of squares above 2^128 becomes one above 2^-32, and every sum of squares stays below 2^128.
 constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
 constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
-// Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
-// from it. Where that sum exceeds fp32's range, m2 is that of the values times kShrink, and negative.
+// Moments of a set of values: count, mean (`mean` plus its rounding error `mean_rest`), and the sum m2 of squared
+// differences from the mean.
+// A negative m2 belongs to the values times kShrink: the sum of the values themselves exceeds fp32's range.
 struct Moments {
   float count;
   float mean;
@@ -113,8 +118,8 @@ struct Moments {
   float m2;
 };
 
-// Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error of two units in the last place scales differences of
-// means alone: where `a` is empty, the share is 1 exactly.
+// Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error, two units in the last place,
+// only scales a difference of means. For an empty `a` the share is exactly 1.
 __device__ __forceinline__ Moments merge_alike(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
   const float share = a.count == 0.0f ? 1.0f : __fdividef(b.count, count);
@@ -129,7 +134,7 @@ __device__ __forceinline__ Moments shrunk(const Moments& v) {
   return {v.count, v.mean * kShrink, v.mean_rest * kShrink, v.m2 < 0.0f ? -v.m2 : v.m2 * kShrink * kShrink};
 }
 
-// The same, whatever the sizes of the values.
+// Merge for values of any magnitude.
 __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   Moments both = merge_alike(a, b);
   if (a.m2 < 0.0f || b.m2 < 0.0f || !(both.m2 < INFINITY)) {
@@ -139,7 +144,7 @@ __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   return both;
 }
 
-// Lane 0 receives the moments of the warp's values.
+// Merges a warp's moments; lane 0 receives the result.
 __device__ __forceinline__ Moments warp_merge(Moments own) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
@@ -150,7 +155,7 @@ __device__ __forceinline__ Moments warp_merge(Moments own) {
   return own;
 }
 
-// Every thread receives the moments of the block's values.
+// Merges a block's moments; every thread receives the result.
 __device__ __forceinline__ Moments block_merge(Moments own) {
   __shared__ Moments partial[kWarps];
   own = warp_merge(own);
@@ -165,7 +170,7 @@ __device__ __forceinline__ Moments block_merge(Moments own) {
   return partial[0];
 }
 
-// A block normalises a group that registers cannot hold: it reads the group twice, the second time from the L2 cache.
+// Norm of groups beyond registers, one block a group: it reads the group twice, the second time from the L2 cache.
 __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     const float* __restrict__ input,
     const float* __restrict__ p_gamma,
@@ -176,8 +181,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
   const int64_t base = static_cast<int64_t>(blockIdx.x) * kGroupSize;
   const float* group_values = input + base;
 
-  // Statistics: two passes over each chunk's registers, differences from its first value, then from its mean, whose own mean corrects it.
-  // Chunks are merged.
+  // Statistics in two passes over each chunk's registers: differences from its first value, then from its mean, whose
+  // mean corrects it. Chunks are merged.
   Moments own = {0.0f, 0.0f, 0.0f, 0.0f};
   for (int first = static_cast<int>(threadIdx.x); first < kGroupVectors; first += kChunk) {
     float v[kVectors][kWidth];
@@ -245,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
   const float mean_rest = total.mean_rest;
   const float rstd = total.m2 < 0.0f ? rsqrtf(-total.m2 * (1.0f / kGroupSize)) * kShrink : rsqrtf(total.m2 * (1.0f / kGroupSize) + kEps);
 
-  // Normalise and store, backwards: what was read last is the likeliest to be cached.
+  // Normalise and store in reverse order: the values read last are most likely cached.
   for (int first = kLastChunk + static_cast<int>(threadIdx.x); first >= 0; first -= kChunk) {
     float v[kVectors][kWidth];
 #pragma unroll

@@ -1,6 +1,7 @@
-// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: back through: logsumexp over the channels of a position
+// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: backward of: logsumexp over the channels of a position
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   tanh()  # tanh
 //   hardswish()  # hard_swish
@@ -9,9 +10,10 @@
 //   x (128, 8, 128, 128) -> y (128, 1, 126, 126), fp32
 //
 // Plan for cpu on host:
-//   the folded values are computed again
+//   the reduced values are recomputed
 //
-// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
+// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
 
 #include <cmath>
 #include <cstdint>
@@ -47,7 +49,7 @@ inline float exponential(float v) {
 constexpr int kSpan = kPlane < 256 ? kPlane : 256;  // positions at a time
 constexpr int kSpans = (kPlane + kSpan - 1) / kSpan;
 
-// The channels of kSpan neighbouring positions of a sample.
+// Backward of the reduction, for kSpan neighbouring positions of a sample.
 inline void run(const float* input, const float* grad_result, float* grad_input, int item) {
   const int first = item % kSpans * kSpan;
   const int count = kPlane - first < kSpan ? kPlane - first : kSpan;
@@ -95,7 +97,8 @@ inline void run(const float* input, const float* grad_result, float* grad_input,
 }  // namespace
 }  // namespace channel_logsumexp_backward_cpu
 
-// Back through: logsumexp over the channels of a position, on `threads` threads. Returns 0, or -1 for a wrong number of threads.
+// Backward of: logsumexp over the channels of a position, on `threads` threads. Returns 0, or -1 for a wrong number of
+// threads.
 extern "C" int channel_logsumexp_backward_cpu_launch(const float* input, const float* grad_result, float* grad_input, int threads, void*) {
   using namespace channel_logsumexp_backward_cpu;
   if (threads < 1) return -1;

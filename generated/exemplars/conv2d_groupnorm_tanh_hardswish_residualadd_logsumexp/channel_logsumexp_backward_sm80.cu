@@ -1,6 +1,7 @@
-// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: back through: logsumexp over the channels of a position
+// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: backward of: logsumexp over the channels of a position
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   tanh()  # tanh
 //   hardswish()  # hard_swish
@@ -9,10 +10,11 @@
 //   x (128, 8, 128, 128) -> y (128, 1, 126, 126), fp32
 //
 // Plan for sm_80 on h100:
-//   the folded values are computed again
+//   the reduced values are recomputed
 //   7938 blocks of 256 threads, 0 bytes of shared memory
 //
-// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
+// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -30,14 +32,14 @@ __device__ __forceinline__ float exponential(float v) {
   return expf(v);
 }
 
-using Folded = float2;  // the largest value, and the sum of e^(value - largest)
+using Folded = float2;  // the largest value and the sum of e^(value - largest)
 
 __device__ __forceinline__ Folded start() { return make_float2(-INFINITY, 0.0f); }
 
-// e^(v - top), 1 for equal infinities.
+// Exponential e^(v - top), 1 for equal infinities.
 __device__ __forceinline__ float share(float v, float top) { return exponential(v == top ? 0.0f : v - top); }
 
-// One exponential a value. A NaN fails every comparison and goes into the sum.
+// Adds a value with one exponential. A NaN fails every comparison and enters the sum.
 __device__ __forceinline__ void fold(Folded& own, float v) {
   const bool rises = v > own.x;
   const float e = rises ? share(own.x, v) : share(v, own.x);
@@ -45,7 +47,7 @@ __device__ __forceinline__ void fold(Folded& own, float v) {
   own.x = rises ? v : own.x;
 }
 
-// A thread takes a position.
+// Backward of the reduction, one position a thread.
 __global__ void __launch_bounds__(kThreads) back(
     const float* __restrict__ input,
     const float* __restrict__ grad_result,
@@ -83,7 +85,7 @@ struct DeviceScope {
 }  // namespace
 }  // namespace channel_logsumexp_backward_sm80
 
-// Back through: logsumexp over the channels of a position.
+// Backward of: logsumexp over the channels of a position.
 extern "C" int channel_logsumexp_backward_sm80_launch(
     const float* input,
     const float* grad_result,

@@ -1,6 +1,7 @@
 // conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: logsumexp over the channels of a position
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   tanh()  # tanh
 //   hardswish()  # hard_swish
@@ -10,7 +11,8 @@
 //
 // Plan for cpu on host:
 //
-// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
+// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
 
 #include <cmath>
 #include <cstdint>
@@ -43,8 +45,8 @@ inline float exponential(float v) {
   return v < -87.33654f ? 0.0f : (v <= 88.72283f ? power : v + INFINITY);  // v + INFINITY keeps NaN
 }
 
-// A float as an integer of the same order, NaN above all else, so that the maximum of integers is PyTorch's of floats, NaN included. It is one
-// instruction without a branch, in a vector or not, which a comparison that minds NaN is not.
+// A float as an integer of the same order, NaN above all else: the maximum of the integers is PyTorch's maximum of the
+// floats. An integer maximum is one instruction; a float comparison that respects NaN is not.
 inline std::int32_t ordered(float v) {
   std::int32_t bits;
   std::memcpy(&bits, &v, sizeof bits);
@@ -66,12 +68,12 @@ inline std::int32_t maximum(std::int32_t a, std::int32_t b) {
 constexpr int kSpan = kPlane < 256 ? kPlane : 256;  // positions at a time
 constexpr int kSpans = (kPlane + kSpan - 1) / kSpan;
 
-// Folds the channels of kSpan neighbouring positions of a sample.
+// Reduces the channels of kSpan neighbouring positions of a sample.
 inline void run(const float* input, float* output, int item) {
   const int first = item % kSpans * kSpan;
   const int count = kPlane - first < kSpan ? kPlane - first : kSpan;
   const float* const values = input + std::int64_t{item / kSpans} * kChannels * kPlane + first;
-  std::int32_t best[kSpan];  // NaN above all else
+  std::int32_t best[kSpan];  // maximum, NaN above all else
   for (int i = 0; i < count; ++i) {
     best[i] = ordered(-INFINITY);
   }

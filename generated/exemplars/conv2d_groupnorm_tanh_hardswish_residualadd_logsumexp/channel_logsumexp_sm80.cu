@@ -1,6 +1,7 @@
 // conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: logsumexp over the channels of a position
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   tanh()  # tanh
 //   hardswish()  # hard_swish
@@ -11,7 +12,8 @@
 // Plan for sm_80 on h100:
 //   1985 blocks of 256 threads, 0 bytes of shared memory
 //
-// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
+// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -46,7 +48,7 @@ __device__ __forceinline__ float exponential(float v) {
   return expf(v);
 }
 
-// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+// Early launch on Hopper: waits for the previous kernel's results, then allows the next kernel to launch.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -54,14 +56,14 @@ __device__ __forceinline__ void await_previous_kernel() {
 #endif
 }
 
-using Folded = float2;  // the largest value, and the sum of e^(value - largest)
+using Folded = float2;  // the largest value and the sum of e^(value - largest)
 
 __device__ __forceinline__ Folded start() { return make_float2(-INFINITY, 0.0f); }
 
-// e^(v - top), 1 for equal infinities.
+// Exponential e^(v - top), 1 for equal infinities.
 __device__ __forceinline__ float share(float v, float top) { return exponential(v == top ? 0.0f : v - top); }
 
-// One exponential a value. A NaN fails every comparison and goes into the sum.
+// Adds a value with one exponential. A NaN fails every comparison and enters the sum.
 __device__ __forceinline__ void fold(Folded& own, float v) {
   const bool rises = v > own.x;
   const float e = rises ? share(own.x, v) : share(v, own.x);
@@ -71,7 +73,7 @@ __device__ __forceinline__ void fold(Folded& own, float v) {
 
 __device__ __forceinline__ float result(Folded own) { return own.x + logf(own.y); }
 
-// A thread folds the channels of kWidth neighbouring positions.
+// Reduces the channels; a thread takes kWidth neighbouring positions.
 __global__ void __launch_bounds__(kThreads) fold_columns(const float* __restrict__ input, float* __restrict__ output) {
   await_previous_kernel();
   const int lane = threadIdx.x;

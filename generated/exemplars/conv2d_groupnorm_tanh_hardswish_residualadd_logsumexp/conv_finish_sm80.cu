@@ -1,6 +1,8 @@
-// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: merges a group's statistics, then normalises the 63504 values that were kept of it, and what follows
+// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: merges a group's statistics, normalises its 63504 kept values
+//   and applies the operators after the norm
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   tanh()  # tanh
 //   hardswish()  # hard_swish
@@ -11,7 +13,8 @@
 // Plan for sm_80 on h100:
 //   2048 blocks of 256 threads, 0 bytes of shared memory
 //
-// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
+// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -31,7 +34,7 @@ constexpr int kWarps = 8;  // kThreads / 32
 constexpr int kBlocks = 2048;  // 128 samples x kNumGroups
 constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 
-// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+// Early launch on Hopper: waits for the previous kernel's results, then allows the next kernel to launch.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -58,7 +61,7 @@ __device__ __forceinline__ float hardswish(float v) {
   return v * (clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f);
 }
 
-// The norm and what follows it, for a value that was kept.
+// The norm and the operators after it, for a kept value.
 __device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float rstd, float c_gamma, float c_beta) {
   const float conv_kept = v;
   v = (__fsub_rn(v, mean) - mean_rest) * rstd;
@@ -69,7 +72,7 @@ __device__ __forceinline__ float finish_value(float v, float mean, float mean_re
   return v;
 }
 
-// finish_value on kVector consecutive values, the first of which is the group's `index`-th.
+// Applies finish_value to kVector consecutive values, from the group's value `index` on.
 __device__ __forceinline__ void finish(
     float (&v)[kVector],
     int first_channel,
@@ -88,13 +91,14 @@ __device__ __forceinline__ void finish(
   }
 }
 
-// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
-// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+// Scale for values whose squares exceed fp32's range. Statistics are then formed of the values times kShrink, a power
+// of two: a sum of squares above 2^128 becomes one above 2^-32, and every sum of squares stays below 2^128.
 constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
 constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
-// Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
-// from it. Where that sum exceeds fp32's range, m2 is that of the values times kShrink, and negative.
+// Moments of a set of values: count, mean (`mean` plus its rounding error `mean_rest`), and the sum m2 of squared
+// differences from the mean.
+// A negative m2 belongs to the values times kShrink: the sum of the values themselves exceeds fp32's range.
 struct Moments {
   float count;
   float mean;
@@ -102,8 +106,8 @@ struct Moments {
   float m2;
 };
 
-// Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error of two units in the last place scales differences of
-// means alone: where `a` is empty, the share is 1 exactly.
+// Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error, two units in the last place,
+// only scales a difference of means. For an empty `a` the share is exactly 1.
 __device__ __forceinline__ Moments merge_alike(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
   const float share = a.count == 0.0f ? 1.0f : __fdividef(b.count, count);
@@ -118,7 +122,7 @@ __device__ __forceinline__ Moments shrunk(const Moments& v) {
   return {v.count, v.mean * kShrink, v.mean_rest * kShrink, v.m2 < 0.0f ? -v.m2 : v.m2 * kShrink * kShrink};
 }
 
-// The same, whatever the sizes of the values.
+// Merge for values of any magnitude.
 __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   Moments both = merge_alike(a, b);
   if (a.m2 < 0.0f || b.m2 < 0.0f || !(both.m2 < INFINITY)) {
@@ -128,7 +132,7 @@ __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   return both;
 }
 
-// Lane 0 receives the moments of the warp's values.
+// Merges a warp's moments; lane 0 receives the result.
 __device__ __forceinline__ Moments warp_merge(Moments own) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
@@ -139,7 +143,7 @@ __device__ __forceinline__ Moments warp_merge(Moments own) {
   return own;
 }
 
-// Every thread receives the moments of the block's values.
+// Merges a block's moments; every thread receives the result.
 __device__ __forceinline__ Moments block_merge(Moments own) {
   __shared__ Moments partial[kWarps];
   own = warp_merge(own);
@@ -154,7 +158,8 @@ __device__ __forceinline__ Moments block_merge(Moments own) {
   return partial[0];
 }
 
-// A block takes a group: it merges the moments of the parts of its channels, then normalises what was kept of each pooling window.
+// A block takes a group: it merges the moments of its channels' parts, then normalises the value kept of each pooling
+// window.
 __global__ void __launch_bounds__(kThreads) conv_finish(
     const float* __restrict__ kept,
     const float4* __restrict__ statistics,

@@ -1,6 +1,8 @@
-// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: the convolution on tensor cores without im2col, in one read of x: statistics, and one value of each pooling window
+// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: the convolution on tensor cores without im2col, in one read of
+//   x: statistics, and one value of each pooling window
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   tanh()  # tanh
 //   hardswish()  # hard_swish
@@ -9,11 +11,13 @@
 //   x (128, 8, 128, 128) -> y (128, 1, 126, 126), fp32
 //
 // Plan for sm_80 on h100:
-//   three fp16 products of scaled operands split in two; a warp keeps the weights of 32 channels in registers and multiplies 32 pixels at a time
+//   three fp16 products of scaled operands split in two; a warp keeps the weights of 32 channels in registers and
+//     multiplies 32 pixels at a time
 //   a block takes parts of a sample in turn: 6 of 126 rows of y, 8 rows of x
 //   264 blocks of 128 threads, 75424 bytes of shared memory
 //
-// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
+// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
 
 #include <cuda_runtime.h>
 #include <cuda_fp16.h>
@@ -43,14 +47,14 @@ constexpr int kChannelWarps = 2;  // warps beside each other along the output ch
 constexpr int kColumnWarps = 2;  // warps that share a part's units
 constexpr int kThreads = 128;  // 32 x kChannelWarps x kColumnWarps
 constexpr int kMinBlocks = 2;  // blocks of an SM: 255 registers a thread
-constexpr int kRowTiles = 2;  // 16 output channels each: what one instruction multiplies
+constexpr int kRowTiles = 2;  // tiles of 16 output channels, the rows of one instruction
 constexpr int kChannels = 64;  // output channels of a block: 16 x kRowTiles x kChannelWarps
 constexpr int kOctets = 1;  // planes of 8 input channels: kInChannels / 8, rounded up
 constexpr int kHalves = kOctets * kTaps;  // halves of an instruction's K: a filter tap of 8 input channels each
 constexpr int kSteps = (kHalves + 1) / 2;  // instructions along K
-constexpr int kTileOctets = 4;  // 8 pixels each
+constexpr int kTileOctets = 4;  // octets of pixels in a tile
 constexpr int kTileColumns = 32;  // columns of a tile
-constexpr int kUsedColumns = 32;  // of them, those that belong to it: whole windows
+constexpr int kUsedColumns = 32;  // columns of a tile that belong to whole windows
 constexpr int kColumnTiles = 4;  // tiles beside each other
 constexpr int kLastColumns = 30;  // columns of the last tile that exist
 constexpr int kStrips = 126;  // strips of a sample: kWindowHeight conv rows each, the last may be short
@@ -61,24 +65,24 @@ constexpr int kPartRows = 8;  // rows of x of a part: kPartStrips x kWindowHeigh
 constexpr int kPitch = 128;  // pixels of a row in shared memory: kWidth
 constexpr int kPartPixels = kPartRows * kPitch;  // pixels of a plane
 constexpr int kPlanePixels = 1026;  // kPartPixels + 2 that the last tile reads and drops
-constexpr int kLoads = 4;  // pixels that a thread has on their way
-constexpr int kLowPlanes = kOctets * kPlanePixels;  // the low parts lie behind the high ones
-constexpr int kZeroPixel = 2052;  // behind the planes: what an odd number of taps leaves over of K
+constexpr int kLoads = 4;  // pixels that a thread has in flight
+constexpr int kLowPlanes = kOctets * kPlanePixels;  // first plane of the low parts, behind the high ones
+constexpr int kZeroPixel = 2052;  // index of the zero pixel behind the planes; pads an odd number of taps
 constexpr int kPiecePitch = 33;  // values from one channel's to the next's: odd, for the banks
 constexpr int kTileWindows = 32;  // pooling windows of a unit
 constexpr int kWindowPieces = 1;  // extremes of a window
-constexpr int kSharedAt = 32848;  // the planes and the zero pixel, 16 bytes a pixel
+constexpr int kSharedAt = 32848;  // offset of struct Shared: planes and zero pixel, 16 bytes a pixel
 constexpr int kSharedBytes = 75424;  // + struct Shared
-constexpr float kFirstScale = 64.0f;  // x is scaled by it before it becomes fp16, where that suits the part
-constexpr float kLargestFirst = 1023.0f;  // kFirstScale x it is below fp16's 65504
-constexpr float kSmallestFirst = 0.00390625f;  // a part whose largest value is below it would lose digits to fp16's range
-constexpr int kTargetExponent = 14;  // other scales bring the largest value to 2^14 or up to twice that
-constexpr int kLargestExponent = 48;  // beyond 2^48, or below 2^-48, scales would leave fp32's range: such parts are multiplied in fp32
+constexpr float kFirstScale = 64.0f;  // first scale of x before its conversion to fp16, if it suits the part
+constexpr float kLargestFirst = 1023.0f;  // largest |x|: kFirstScale times it is below fp16's 65504
+constexpr float kSmallestFirst = 0.00390625f;  // least maximum of a part, for fp16's range
+constexpr int kTargetExponent = 14;  // exponent to which other scales bring the largest value: [2^14, 2^15)
+constexpr int kLargestExponent = 48;  // exponent range of a part's maximum; parts beyond are multiplied in fp32
 constexpr float kFaint = 0.015625f;  // 2^-6: scaled values below lose too many bits
-constexpr int kFaintLimit = kInChannels * kPartPixels / 8;  // with more such values of x a part gets a scale of its own, or is multiplied in fp32
-constexpr int kFaintWeights = kInChannels * kTaps / 8;  // with more such values in a channel of the weight x is multiplied in fp32
+constexpr int kFaintLimit = kInChannels * kPartPixels / 8;  // faint values that a part may have without its own scale
+constexpr int kFaintWeights = kInChannels * kTaps / 8;  // faint weights that a channel may have without fp32
 
-// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+// Early launch on Hopper: waits for the previous kernel's results, then allows the next kernel to launch.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -88,47 +92,49 @@ __device__ __forceinline__ void await_previous_kernel() {
 
 // --- instructions and numbers ---
 
-// Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l / 4 of each.
+// Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l
+// / 4 of each.
 __device__ __forceinline__ void load_matrices(uint32_t (&values)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
                : "r"(row));
 }
 
-// sums (16x8) += a (16x16) b (16x8)
+// Matrix product: sums (16x8) += a (16x16) b (16x8).
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Two values as a pair of operands, rounded to nearest; the first in the lower half.
+// Packs two values, rounded to nearest, into a word of operands, the first in the lower half.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 __device__ __forceinline__ float2 unpack(uint32_t word) { return __half22float2(*reinterpret_cast<const __half2*>(&word)); }
 
-// Of a positive number: its exponent, and the number 2^e, whose inverse is exact.
+// Exponent of a positive number, and the power 2^e, whose inverse is exact.
 __device__ __forceinline__ int exponent_of(float v) { return static_cast<int>(__float_as_uint(v) >> 23) - 127; }
 __device__ __forceinline__ float power_of_two(int e) { return __uint_as_float(static_cast<uint32_t>(127 + e) << 23); }
 __device__ __forceinline__ float inverse_power(float power) { return __uint_as_float(0x7f000000u - __float_as_uint(power)); }
 
-// Whether scales can bring values, of which this is the largest, into fp16's range. Infinity is out of range; NaN never is the largest, and as
-// an operand it makes the same NaN.
+// Whether a scale can bring values with this largest magnitude into fp16's range. Infinity is out of range. NaN is
+// never the largest, and as an operand it gives NaN anyway.
 __device__ __forceinline__ bool fits_scales(float largest) { return largest == 0.0f || abs(exponent_of(largest)) <= kLargestExponent; }
 
-// Whether a scaled value loses more to fp16's range than the precision allows. Where many do, one far value has set the scale, and it may meet zeros
-// alone: what carries the result would be lost.
+// Whether a scaled value loses more to fp16's range than the precision allows. If many do, one far value has set the
+// scale; that value may meet only zeros, and the values that decide the result would be lost.
 __device__ __forceinline__ bool is_faint(float scaled) { return scaled != 0.0f && fabsf(scaled) < kFaint; }
 
-// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
-// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+// Scale for values whose squares exceed fp32's range. Statistics are then formed of the values times kShrink, a power
+// of two: a sum of squares above 2^128 becomes one above 2^-32, and every sum of squares stays below 2^128.
 constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
 constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
-// Moments of a set of values: their count, their mean as `mean` and the `mean_rest` that rounding left, and the sum of squared differences
-// from it. Where that sum exceeds fp32's range, m2 is that of the values times kShrink, and negative.
+// Moments of a set of values: count, mean (`mean` plus its rounding error `mean_rest`), and the sum m2 of squared
+// differences from the mean.
+// A negative m2 belongs to the values times kShrink: the sum of the values themselves exceeds fp32's range.
 struct Moments {
   float count;
   float mean;
@@ -136,8 +142,8 @@ struct Moments {
   float m2;
 };
 
-// Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error of two units in the last place scales differences of
-// means alone: where `a` is empty, the share is 1 exactly.
+// Moments of the union of two sets (Chan, Golub and LeVeque, 1983). The share's error, two units in the last place,
+// only scales a difference of means. For an empty `a` the share is exactly 1.
 __device__ __forceinline__ Moments merge_alike(const Moments& a, const Moments& b) {
   const float count = a.count + b.count;
   const float share = a.count == 0.0f ? 1.0f : __fdividef(b.count, count);
@@ -152,7 +158,7 @@ __device__ __forceinline__ Moments shrunk(const Moments& v) {
   return {v.count, v.mean * kShrink, v.mean_rest * kShrink, v.m2 < 0.0f ? -v.m2 : v.m2 * kShrink * kShrink};
 }
 
-// The same, whatever the sizes of the values.
+// Merge for values of any magnitude.
 __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   Moments both = merge_alike(a, b);
   if (a.m2 < 0.0f || b.m2 < 0.0f || !(both.m2 < INFINITY)) {
@@ -162,30 +168,31 @@ __device__ __forceinline__ Moments merge(const Moments& a, const Moments& b) {
   return both;
 }
 
-// --- shared memory: x's planes, 8 channels of 16 bits a pixel; behind them, this ---
+// --- shared memory: x's planes (8 channels of 16 bits a pixel), then struct Shared ---
 
-// What turns accumulators of a channel into the norm's input, which carries the channel's sign: the largest value of a window then decides.
+// Factors that turn a channel's accumulators into the norm's input times the channel's sign: pooling then keeps the
+// largest value.
 struct Channel {
-  float sign;  // -1 where what follows the norm falls with its value
-  float scale;  // takes the weights' scale out again; with the sign
-  float origin;  // the bias, with the sign
+  float sign;  // -1 where the operators after the norm decrease, else 1
+  float scale;  // inverse of the weights' scale, with the sign
+  float origin;  // bias, with the sign
 };
 
 struct Shared {
   Moments moments[kUnits][kChannels];
   Channel channels[kChannels];
-  float extremes[kThreads / 32][16 * kRowTiles * kPiecePitch];  // of a warp's unit
-  uint32_t largest[2][kThreads / 32];  // the bits of the largest |x| that a warp has brought, at its first and its second attempt
-  uint32_t faint[2][kThreads / 32];  // how many of its values were faint
+  float extremes[kThreads / 32][16 * kRowTiles * kPiecePitch];  // extremes of a warp's unit
+  uint32_t largest[2][kThreads / 32];  // bits of each warp's largest |x|, at the first and second attempt
+  uint32_t faint[2][kThreads / 32];  // number of faint values that each warp has loaded
 };
 static_assert(kSharedAt + sizeof(Shared) <= kSharedBytes, "the plan reserves too little shared memory");
 
 extern __shared__ __align__(128) unsigned char memory[];
 __device__ __forceinline__ Shared& shared() { return *reinterpret_cast<Shared*>(memory + kSharedAt); }
 
-// --- x: the rows of a part, from channels beside each other in memory to 8 channels in a pixel ---
+// --- x: a part's rows, converted from planes of one channel to pixels of 8 channels ---
 
-// Pixel `pixel` of the planes of a part whose rows start at `first_row`.
+// Values of pixel `pixel` in a part that starts at row `first_row`.
 __device__ __forceinline__ void load_pixel(float (&v)[8], const float* __restrict__ image, int first_row, int pixel) {
   const int place = pixel;
   const int row = first_row + place / kPitch;
@@ -195,13 +202,13 @@ __device__ __forceinline__ void load_pixel(float (&v)[8], const float* __restric
   for (int e = 0; e < 8; ++e) v[e] = from[e * kInPlane];
 }
 
-// What a thread has met of a part: the largest |x|, and how many values its operands cannot carry beside zero.
+// A thread's summary of a part: the largest |x|, and the number of nonzero values that operands cannot carry.
 struct Brought {
   float largest;
   uint32_t faint;
 };
 
-// Brings the part's rows, multiplied by `scale`.
+// Loads the part's rows, multiplied by `scale`.
 __device__ __forceinline__ Brought bring_rows(const float* __restrict__ image, int first_row, float scale) {
   uint4* planes = reinterpret_cast<uint4*>(memory);
   Brought own = {0.0f, 0u};
@@ -231,7 +238,8 @@ __device__ __forceinline__ Brought bring_rows(const float* __restrict__ image, i
   return own;
 }
 
-// What the block's threads have met. __syncthreads() stands between the two; `attempt` tells apart what different scales have left.
+// Block-wide summary, in two halves with a __syncthreads() between. `attempt` keeps the numbers of different scales
+// apart.
 __device__ __forceinline__ void note(Shared& s, Brought own, int attempt) {
   const uint32_t largest = __reduce_max_sync(0xffffffffu, __float_as_uint(own.largest));
   const uint32_t faint = __reduce_add_sync(0xffffffffu, own.faint);
@@ -253,13 +261,14 @@ __device__ __forceinline__ Brought noted(const Shared& s, int attempt) {
 
 // --- weights: fragments in registers for the whole kernel ---
 
-// Output channel of the block in row lane / 4 + 8 h of this warp's fragment m.
+// Output channel in row lane / 4 + 8 h of this warp's fragment m, counted from the block's first.
 __device__ __forceinline__ int row_of(int m, int h) {
   return threadIdx.x / 32 % kChannelWarps * 16 * kRowTiles + m * 16 + h * 8 + threadIdx.x % 32 / 4;
 }
 
-// A fragment's register i holds two neighbouring input channels, those of a lane's place in its quad, of row i % 2 and half 2 step + i / 2 of K.
-// The weights go through shared memory, whose planes are not in use yet. Returns whether they have scales; otherwise x is multiplied in fp32.
+// Loads the weights through shared memory, whose planes are still unused. Register i of a fragment holds two
+// neighbouring input channels, by the lane's place in its quad, of row i % 2 and half 2 step + i / 2 of K. Returns
+// whether the weights have scales; otherwise x is multiplied in fp32.
 __device__ __forceinline__ bool load_weights(
     uint32_t (&high)[kRowTiles][kSteps][4],
     uint32_t (&low)[kRowTiles][kSteps][4],
@@ -274,7 +283,7 @@ __device__ __forceinline__ bool load_weights(
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row_of(m, h);
-      const int channel = threadIdx.x % 4 * 2;  // the first of two, in its plane
+      const int channel = threadIdx.x % 4 * 2;  // first of two channels in the plane
       auto value = [&](int half, int next) {
         const int in = half / kTaps * 8 + channel + next;
         return half < kHalves ? staged[row * kChannelValues + in * kTaps + half % kTaps] : float{0};
@@ -308,7 +317,7 @@ __device__ __forceinline__ bool load_weights(
   return __syncthreads_and(fits);
 }
 
-// What the block's channels need: a thread each.
+// Fills the block's Channel entries, one a thread.
 __device__ __forceinline__ void load_channels(const float* __restrict__ p_conv_bias) {
   if (threadIdx.x >= kChannels) return;
   Channel& own = shared().channels[threadIdx.x];
@@ -318,19 +327,20 @@ __device__ __forceinline__ void load_channels(const float* __restrict__ p_conv_b
   own.origin = own.sign * p_conv_bias[channel];
 }
 
-// --- a tile: 16 kRowTiles channels x 8 kTileOctets pixels. Of every 8 columns a lane holds two neighbours, of two channels in each fragment ---
+// --- a tile: 16 kRowTiles channels x 8 kTileOctets pixels; a lane holds 2 of 8 columns of 2 channels a fragment ---
 
-using Tile = float[kRowTiles][kTileOctets][4];  // of fragment m and octet j: two columns of row lane / 4, then of row lane / 4 + 8
+using Tile = float[kRowTiles][kTileOctets][4];  // [fragment][octet][2 columns of rows lane / 4 and lane / 4 + 8]
 
-// Where the pixels of half `half` of K lie, from the tile's first one on.
+// Offset of the pixels of half `half` of K from the tile's first pixel.
 __device__ __forceinline__ constexpr int offset_of(int half) {
   return half % kTaps / kKernelWidth * kPitch + half % kTaps % kKernelWidth;
 }
 
-// The right operands of instruction `step`: 8 pixels in two halves of K each. An ldmatrix reads them for two octets; lanes 8 to 15 and 24 to 31 name
-// the pixels of the second half. What an odd number of taps leaves over is the zero pixel.
+// Loads the right operands of instruction `step`, 8 pixels in two halves of K each, for two octets by one ldmatrix.
+// Lanes 8 to 15 and 24 to 31
+// pass the pixels of the second half. An odd number of taps is padded by the zero pixel.
 __device__ __forceinline__ void load_pixels(uint32_t (&pixels)[kTileOctets][2], uint32_t tile, int step) {
-  constexpr int kNextOctets = 16;  // from two octets to the next two
+  constexpr int kNextOctets = 16;  // distance from two octets to the next two
   const uint32_t second = threadIdx.x / 8 % 2;
 #pragma unroll
   for (int j = 0; j < kTileOctets; j += 2) {
@@ -346,7 +356,7 @@ __device__ __forceinline__ void load_pixels(uint32_t (&pixels)[kTileOctets][2], 
   }
 }
 
-// acc += weights x pixels
+// Product of one step: acc += weights x pixels.
 __device__ __forceinline__ void multiply_step(Tile& acc, const uint32_t (&weights)[kRowTiles][kSteps][4], int step, const uint32_t (&pixels)[kTileOctets][2]) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
@@ -355,8 +365,8 @@ __device__ __forceinline__ void multiply_step(Tile& acc, const uint32_t (&weight
   }
 }
 
-// acc = weights x pixels of the tile; `tile` is the address of this lane's pixel. Corrections come first: the tensor core truncates, and loses less
-// while the sum is small.
+// Product of a tile: acc = weights x pixels; `tile` is the address of this lane's pixel. Corrections come first: the
+// tensor core truncates, and loses less while the sum is small.
 __device__ __forceinline__ void multiply_tile(
     Tile& acc,
     uint32_t tile,
@@ -383,8 +393,8 @@ __device__ __forceinline__ void multiply_tile(
   }
 }
 
-// The same tile by fp32 multiply-adds straight from global memory: slow, and right for whatever values there are. `row` and `column` are those of
-// the tile's first conv position.
+// Recomputes the tile by fp32 multiply-adds from global memory: slow, and correct for all values. `row` and `column`
+// are the tile's first conv position.
 __device__ __forceinline__ void exact_tile(Tile& acc, const float* __restrict__ image, const float* __restrict__ weight, int row, int column) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
@@ -422,7 +432,7 @@ __device__ __forceinline__ void exact_tile(Tile& acc, const float* __restrict__ 
   }
 }
 
-// Accumulators -> the norm's input, with the channel's sign. `unscale` takes x's scale out again.
+// Turns accumulators into the norm's input times the channel's sign. `unscale` is the inverse of x's scale.
 __device__ __forceinline__ void transform_tile(Tile& acc, const Channel* channels, bool exact, float unscale) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
@@ -444,9 +454,9 @@ __device__ __forceinline__ void transform_tile(Tile& acc, const Channel* channel
 
 // --- a unit: statistics and extremes of a tile's columns in the rows of a strip ---
 
-constexpr int kSureColumns = kUsedColumns < kLastColumns ? kUsedColumns : kLastColumns;  // they exist in every tile
+constexpr int kSureColumns = kUsedColumns < kLastColumns ? kUsedColumns : kLastColumns;  // columns of every tile
 
-// Of column 8 j + 2 (lane % 4) + next of a tile of which `columns` columns exist: does it?
+// Whether column 8 j + 2 (lane % 4) + next of a tile exists; `columns` of them do.
 __device__ __forceinline__ bool exists(int j, int next, int columns) {
   return 8 * j + 8 <= kSureColumns || 8 * j + static_cast<int>(threadIdx.x) % 4 * 2 + next < columns;
 }
@@ -457,17 +467,18 @@ __device__ __forceinline__ float quad_sum(float v) {
   return v + __shfl_xor_sync(0xffffffffu, v, 2);
 }
 
-// What a lane has seen of a unit: the largest values of its columns, and sums of differences from a reference that its quad shares.
+// A lane's summary of a unit: the largest values of its columns, and sums of differences from a reference that its quad
+// shares.
 struct Seen {
   float extremes[kRowTiles][2][kTileColumns / 4];
   float reference[kRowTiles][2], sum[kRowTiles][2], square[kRowTiles][2];
 };
 
-// Octets of the first row that exist in every tile. Their number is a power of two: the mean of equal values is exact.
+// Octets of the first row that exist in every tile: a power of two, so that the mean of equal values is exact.
 constexpr int kSureOctets = 2;
 
-// The mean of 8 kSureOctets values of a channel: n values that are taken as differences from it lose at most what 1 + n / (8 kSureOctets) times
-// their own spread would, whatever they are.
+// Reference value: the mean of 8 kSureOctets values of a channel. Differences of n values from it lose at most as much
+// as values with 1 + n / (8 kSureOctets) times their spread would.
 __device__ __forceinline__ float reference_of(const float (&fragments)[kTileOctets][4], int h) {
   float sums[kSureOctets];
 #pragma unroll
@@ -524,8 +535,9 @@ __device__ __forceinline__ void shrink(Tile& acc) {
   }
 }
 
-// The moments of a unit of `count` values a channel, without the channel's sign. `times`: 1, or kShrink where the values were multiplied by it; then
-// only what exceeded fp32's range is replaced. Returns whether anything of the warp's does.
+// Moments of a unit of `count` values a channel, without the channel's sign. `times` is 1, or kShrink if the values
+// were multiplied by it; then only moments that exceeded fp32's range are replaced. Returns whether any of the warp's
+// exceed it.
 __device__ __forceinline__ bool store_moments(Moments* moments, const Channel* channels, const Seen& seen, float count, float times) {
   bool beyond = false;
 #pragma unroll
@@ -551,8 +563,8 @@ __device__ __forceinline__ bool store_moments(Moments* moments, const Channel* c
   return __any_sync(0xffffffffu, beyond);
 }
 
-// The extremes of a unit meet in shared memory; a value of each window leaves, without the channel's sign. `kept` is at the unit's sample and row of
-// y, `first_window` its first column there.
+// Combines a unit's extremes in shared memory and stores one value of each window, without the channel's sign. `kept`
+// points at the unit's sample and row of y; `first_window` is its first column there.
 __device__ __forceinline__ void store_extremes(float* __restrict__ kept, float* scratch, const Channel* channels, const Seen& seen, int first_window) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -583,7 +595,8 @@ __device__ __forceinline__ void store_extremes(float* __restrict__ kept, float* 
 
 // --- the kernel ---
 
-// A block takes parts in turn: it brings their rows of x, its warps take their units, and the units' moments become the part's.
+// A block takes parts in turn: it loads their rows of x, its warps compute their units, and the units' moments are
+// merged.
 __global__ void __launch_bounds__(kThreads, kMinBlocks) conv(
     const float* __restrict__ x,
     const float* __restrict__ weight,
@@ -594,7 +607,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) conv(
   Shared& s = shared();
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;
-  const int pixel = lane / 16 * 8 + lane % 8;  // of a tile's first two octets: the one that this lane names to ldmatrix
+  const int pixel = lane / 16 * 8 + lane % 8;  // pixel of a tile's first two octets that this lane passes to ldmatrix
   uint32_t high[kRowTiles][kSteps][4];
   uint32_t low[kRowTiles][kSteps][4];
   const bool weights_fit = load_weights(high, low, weight);
@@ -628,7 +641,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) conv(
       const int column = unit % kColumnTiles * kUsedColumns;
       const int rows = min(kWindowHeight, kOutHeight - first_row - strip * kWindowHeight);
       const int columns = min(kUsedColumns, kOutWidth - column);
-      // Where squares exceed fp32's range, a unit's moments are taken once more, of values kShrink times as large.
+      // If squares exceed fp32's range, the unit's moments are recomputed with the values times kShrink.
 #pragma unroll 1
       for (float times = 1.0f;; times = kShrink) {
         uint32_t tile = static_cast<uint32_t>(__cvta_generic_to_shared(memory)) + (strip * kWindowHeight * kPitch + column + pixel) * 16;
@@ -686,9 +699,9 @@ struct DeviceScope {
   }
 };
 
-constexpr int kDoesNotFit = -2;  // own error, beside cudaError_t (positive): no block of this kernel fits on an SM
+constexpr int kDoesNotFit = -2;  // error code beside cudaError_t (positive): no block fits on an SM
 
-// Once on each device: shared memory above 48 KB, and the number of blocks that run at the same time.
+// Sets the shared-memory limit and counts concurrent blocks, once on each device.
 int prepare(int device, int& blocks) {
   constexpr int kDevices = 64;
   static std::mutex lock;

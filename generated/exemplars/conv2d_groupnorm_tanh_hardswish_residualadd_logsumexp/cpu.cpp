@@ -1,6 +1,8 @@
-// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: everything after torch's conv2d, one group of one sample at a time
+// conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp: everything after torch's conv2d, one group of one sample at a
+//   time
 //
-//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1), groups=1, bias=True)  # conv
+//   conv2d(in_channels=8, out_channels=64, kernel_size=(3, 3), stride=(1, 1), padding=(0, 0), dilation=(1, 1),
+//     groups=1, bias=True)  # conv
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
 //   tanh()  # tanh
 //   hardswish()  # hard_swish
@@ -11,7 +13,8 @@
 // Plan for cpu on host:
 //   a thread takes whole groups: 2048 of 63504 values (248.1 KB as float)
 //
-// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit. Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
+// Generated from specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml; do not edit.
+// Again: make generate SPEC=specs/conv2d_groupnorm_tanh_hardswish_residualadd_logsumexp.yaml
 
 #include <cmath>
 #include <cstdint>
@@ -25,7 +28,7 @@ constexpr int kNumGroups = 16;  // group_norm's num_groups
 constexpr int kGroupChannels = 4;  // channels / kNumGroups
 constexpr int kSpatial = 15876;  // 126 * 126, behind the convolution
 constexpr int kGroupSize = 63504;  // kGroupChannels * kSpatial
-constexpr int kPiece = 4096;  // values whose statistics are formed at a time: 16 KB, in the first-level cache
+constexpr int kPiece = 4096;  // values of a piece for statistics: 16 KB, in the first-level cache
 constexpr double kEps = 1e-05;  // group_norm's eps
 
 // e^v - 1 for v <= 0, error at most 4 units.
@@ -64,7 +67,7 @@ inline float hardswish(float v) {
   return v * (clamp(v + 3.0f, 0.0f, 6.0f) * 0.166666667f);
 }
 
-// What follows the norm.
+// The operators after the norm.
 inline float after_norm(float v, float conv_kept) {
   v = hyperbolic_tangent(v);
   v = hardswish(v);
@@ -72,13 +75,14 @@ inline float after_norm(float v, float conv_kept) {
   return v;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
-  double m2;  // sum of the squared deviations from the mean
+  double m2;  // sum of squared deviations from the mean
 };
 
-// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+// Moments in two passes: the mean of values shifted by one of them, then the deviations. Equal values give exactly
+// their value and 0.
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -95,8 +99,8 @@ inline Moments moments(const float* value, int count) {
   return {mean, m2};
 }
 
-// The moments of two sets together (Chan, Golub, LeVeque).
-inline Moments merge(Moments a, int count_a, Moments b, int count_b) {
+// Moments of the union of two sets (Chan, Golub and LeVeque, 1983).
+inline DoubleMoments merge(DoubleMoments a, int count_a, DoubleMoments b, int count_b) {
   const double share_b = static_cast<double>(count_b) / (count_a + count_b);
   const double delta = b.mean - a.mean;
   return {a.mean + delta * share_b, a.m2 + b.m2 + delta * delta * share_b * count_a};
@@ -108,13 +112,13 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
 
   const float* const value = t0 + std::int64_t{index} * kGroupSize;
 
-  Moments group = moments(value, kPiece);
+  DoubleMoments group = moments(value, kPiece);
   for (int begin = kPiece; begin < kGroupSize; begin += kPiece) {
     const int count = kGroupSize - begin < kPiece ? kGroupSize - begin : kPiece;
     group = merge(group, begin, moments(value + begin, count), count);
   }
   const float mean = static_cast<float>(group.mean);
-  const float mean_rest = static_cast<float>(group.mean - mean);  // what rounding took: it matters where the mean is large against the spread
+  const float mean_rest = static_cast<float>(group.mean - mean);  // rounding error of a large mean
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
 
   float* const target = y + std::int64_t{index} * kGroupSize;

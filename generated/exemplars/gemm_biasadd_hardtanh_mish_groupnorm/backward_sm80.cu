@@ -11,10 +11,11 @@
 //   t0, the linear's result, is computed again by torch's library (137 GFLOP): no forward holds its 33.6 MB until then
 //   a warp takes a group of 32 values, for 32 samples in turn: 8192 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then
-//   sums over samples have an order of their own: the same bits on every run
+//   sums over samples are added in a fixed order: the same bits on every run
 //   1024 blocks of 256 threads, 0 bytes of shared memory
 //
-// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml
+// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit.
+// Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -48,7 +49,8 @@ __device__ __forceinline__ float divide(float a, float b) {
   return __fdividef(a, b);
 }
 
-// t + v (1 - t^2) sigmoid(v) with t = tanh(log(1 + e^v)) = n / (n + 2): 1 - t^2 = 4 (1 + e^v)^2 / (n + 2)^2; 1 from v = 20 on.
+// t + v (1 - t^2) sigmoid(v) with t = tanh(log(1 + e^v)) = n / (n + 2): 1 - t^2 = 4 (1 + e^v)^2 / (n + 2)^2; 1 from v =
+// 20 on.
 __device__ __forceinline__ float mish_grad(float v) {
   const float c = v > 20.0f ? 20.0f : v;
   const float e = exponential(c);
@@ -67,14 +69,15 @@ __device__ __forceinline__ float hardtanh_grad(float v, float lo, float hi) {
   return v > lo && v < hi ? 1.0f : 0.0f;
 }
 
-// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20 on, n / (n + 2) rounds to 1.
+// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20
+// on, n / (n + 2) rounds to 1.
 __device__ __forceinline__ float mish(float v) {
   const float e = exponential(v > 20.0f ? 20.0f : v);
   const float n = e * (e + 2.0f);
   return v * divide(n, n + 2.0f);
 }
 
-// What comes before the norm.
+// The operators before the norm.
 __device__ __forceinline__ float before_norm(float v, float bias_c) {
   v = v + bias_c;
   v = hardtanh(v, kHardtanhMinVal, kHardtanhMaxVal);
@@ -82,7 +85,7 @@ __device__ __forceinline__ float before_norm(float v, float bias_c) {
   return v;
 }
 
-// Back through what comes before the norm: the gradient of v for that of the result, g.
+// Backward through the operators before the norm: the gradient of v, from the result's gradient g.
 __device__ __forceinline__ float before_norm_grad(float v, float g, float bias_c, float& bias_g) {
   const float v1 = v + bias_c;
   const float v2 = hardtanh(v1, kHardtanhMinVal, kHardtanhMaxVal);
@@ -102,11 +105,11 @@ __device__ __forceinline__ void warp_sum(float (&v)[kNumbers]) {
   }
 }
 
-// A slab's sum so far, which one thread owns, and one sample more.
+// Adds one sample to a slab's sum, which one thread owns.
 __device__ __forceinline__ void add(float* sum, float v, bool first_sample) { *sum = first_sample ? v : *sum + v; }
 
-// A team goes back through one group of each sample of a slab. Two blocks must fit on an SM: asked for nothing, ptxas would rather spill than use
-// more registers than four leave it.
+// Backward of one group, for each sample of a slab, by one team. The launch bounds ask for two blocks on an SM: without
+// them ptxas spills to fit four.
 __global__ void __launch_bounds__(kThreads, 2) back(
     const float* __restrict__ t0,
     const float* __restrict__ bias_data,
@@ -127,8 +130,8 @@ __global__ void __launch_bounds__(kThreads, 2) back(
     const int64_t base = (int64_t{sample} * kNumGroups + group) * kGroupSize;
     const float* const source = t0 + base;
 
-    // Statistics in two walks. The first sums differences from one value of the group, so that a constant group's mean is exact. The second
-    // sums differences from that mean: their own mean is what the first one's rounding left, however large the shift was.
+    // Statistics in two passes. The first sums differences from one value of the group, so that a constant group's mean
+    // is exact. The second sums differences from that mean; their mean is the first pass's rounding error.
     const float shift = before_norm(source[0], bias_data[first]);
     float moment[1] = {0.0f};
     for (int i = thread; i < kGroupSize; i += kTeamThreads) {
@@ -136,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, 2) back(
     }
     warp_sum(moment);
     const float mean = fmaf(moment[0], 1.0f / kGroupSize, shift);
-    float moments[2] = {0.0f, 0.0f};  // of differences, of their squares
+    float moments[2] = {0.0f, 0.0f};  // sums of differences and of their squares
     for (int i = thread; i < kGroupSize; i += kTeamThreads) {
       const float difference = __fsub_rn(before_norm(source[i], bias_data[first + i]), mean);
       moments[0] += difference;
@@ -146,7 +149,8 @@ __global__ void __launch_bounds__(kThreads, 2) back(
     const float mean_rest = moments[0] * (1.0f / kGroupSize);
     const float rstd = rsqrtf(fmaf(-mean_rest, moments[0], moments[1]) * (1.0f / kGroupSize) + kEps);
 
-    // Back to the norm. Its own derivative takes two sums over the group: of the gradient, and of its product with the normalised value.
+    // Backward to the norm's result. The norm's derivative needs two sums over the group: the gradient, and its product
+    // with the normalised value.
     float totals[2] = {0.0f, 0.0f};
     for (int i = thread; i < kGroupSize; i += kTeamThreads) {
       const float normal = (__fsub_rn(before_norm(source[i], bias_data[first + i]), mean) - mean_rest) * rstd;
@@ -159,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, 2) back(
     }
     warp_sum(totals);
 
-    // Back through the norm and what comes before it.
+    // Backward through the norm and the operators before it.
     const float mean_scaled = totals[0] * (1.0f / kGroupSize);
     const float mean_product = totals[1] * (1.0f / kGroupSize);
     for (int i = thread; i < kGroupSize; i += kTeamThreads) {
@@ -174,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, 2) back(
   }
 }
 
-// A parameter's gradient, a value per channel: the slabs' sums in an order of their own.
+// Gradient of a parameter with one value a channel: the slabs' sums, added in a fixed order.
 __global__ void __launch_bounds__(kSumChannels * kSumLanes) add_up(const float* __restrict__ sums, float* __restrict__ gradient) {
   __shared__ float partial[kSumLanes][kSumChannels];
   const int channel = static_cast<int>(blockIdx.x * kSumChannels + threadIdx.x);
@@ -212,7 +216,7 @@ struct DeviceScope {
 }  // namespace
 }  // namespace backward_sm80
 
-// From the gradient of y to those of t0, the linear's result, and of the parameters behind it.
+// Computes the gradients of t0, the linear's result, and of the parameters behind it, from the gradient of y.
 extern "C" int backward_sm80_launch(
     const float* t0,
     const float* bias_data,

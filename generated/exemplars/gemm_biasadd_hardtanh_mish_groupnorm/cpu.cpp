@@ -9,10 +9,11 @@
 //
 // Plan for cpu on host:
 //   a thread takes whole groups: 262144 of 32 values (0.125 KB as float)
-//   the group's values stay in a float scratch array, so that what comes before the norm is computed once
+//   the group's values stay in a float scratch array, so that operators before the norm are computed once
 //   0.125 KB of scratch a thread, on its stack
 //
-// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml
+// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit.
+// Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml
 
 #include <cmath>
 #include <cstdint>
@@ -59,14 +60,15 @@ inline float divide(float a, float b) {
   return a / b;
 }
 
-// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20 on, n / (n + 2) rounds to 1.
+// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20
+// on, n / (n + 2) rounds to 1.
 inline float mish(float v) {
   const float e = exponential(v > 20.0f ? 20.0f : v);
   const float n = e * (e + 2.0f);
   return v * divide(n, n + 2.0f);
 }
 
-// What comes before the norm.
+// The operators before the norm.
 inline float before_norm(float v, float bias_c) {
   v = v + bias_c;
   v = hardtanh(v, kHardtanhMinVal, kHardtanhMaxVal);
@@ -74,13 +76,14 @@ inline float before_norm(float v, float bias_c) {
   return v;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
-  double m2;  // sum of the squared deviations from the mean
+  double m2;  // sum of squared deviations from the mean
 };
 
-// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+// Moments in two passes: the mean of values shifted by one of them, then the deviations. Equal values give exactly
+// their value and 0.
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -109,9 +112,9 @@ inline void run_group(const float* t0, const float* bias_data, const float* grou
     value[i] = before_norm(source[i], bias_data[first + i]);
   }
 
-  const Moments group = moments(value, kGroupSize);
+  const DoubleMoments group = moments(value, kGroupSize);
   const float mean = static_cast<float>(group.mean);
-  const float mean_rest = static_cast<float>(group.mean - mean);  // what rounding took: it matters where the mean is large against the spread
+  const float mean_rest = static_cast<float>(group.mean - mean);  // rounding error of a large mean
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
 
   float* const target = y + std::int64_t{index} * kGroupSize;

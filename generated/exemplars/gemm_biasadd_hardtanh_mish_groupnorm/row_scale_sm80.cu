@@ -1,4 +1,5 @@
-// gemm_biasadd_hardtanh_mish_groupnorm: a power of two for each row of x and W that brings its largest value to [2^14, 2^15); NaN where fp16 parts cannot hold the row
+// gemm_biasadd_hardtanh_mish_groupnorm: a power of two for each row of x and W that brings its largest value to [2^14,
+//   2^15); NaN where fp16 parts cannot hold the row
 //
 //   linear(in_features=8192, out_features=8192, bias=True)  # gemm
 //   add(shape=(8192,), init=randn)  # bias
@@ -10,7 +11,8 @@
 // Plan for sm_80 on h100:
 //   9216 blocks of 256 threads, 0 bytes of shared memory
 //
-// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml
+// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit.
+// Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -20,15 +22,15 @@ namespace {
 
 constexpr int kBatch = 1024;  // rows of x
 constexpr int kInFeatures = 8192;  // values in a row of x or W
-constexpr int kBlocks = 9216;  // batch + out_features: one block for each row of x, then of W
-constexpr int kThreads = 256;  // each block
-constexpr int kVector = 4;  // values in one load: the most that in_features allows, 16 bytes at most
+constexpr int kBlocks = 9216;  // batch + out_features: one block a row of x, then of W
+constexpr int kThreads = 256;  // threads of a block
+constexpr int kVector = 4;  // values of one load: the most that in_features allows
 constexpr int kVectors = 2048;  // in_features / vector
-constexpr int kSmallLimit = 8;  // in_features / 1024, at least 4: more values too small to split and the row is given up
-constexpr int kNearLimit = 512;  // in_features / 16, at least 256: values near the largest without which no value may be too small
+constexpr int kSmallLimit = 8;  // in_features / 1024, at least 4: with more small values a row is refused
+constexpr int kNearLimit = 512;  // in_features / 16, at least 256: near values that excuse small ones
 constexpr int kVectorsPerThread = (kVectors + kThreads - 1) / kThreads;  // 8
 
-// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+// Early launch on Hopper: waits for the previous kernel's results, then allows the next kernel to launch.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -44,7 +46,7 @@ __device__ __forceinline__ void load(const float* from, float (&v)[4]) {
   v[3] = t.w;
 }
 
-// The largest of one number from each thread.
+// Block-wide maximum of one number from each thread.
 __device__ __forceinline__ uint32_t block_max(uint32_t v) {
   __shared__ uint32_t partial[kThreads / 32];
   v = __reduce_max_sync(0xffffffffu, v);
@@ -54,13 +56,13 @@ __device__ __forceinline__ uint32_t block_max(uint32_t v) {
   return __reduce_max_sync(0xffffffffu, lane < kThreads / 32 ? partial[lane] : 0u);
 }
 
-// How many values of a row are near its largest, and how many are too small to be split exactly.
+// Numbers of values in a row near its largest, and of values too small to be split exactly.
 struct Counts {
   uint32_t near;
   uint32_t small;
 };
 
-// The sum of one pair from each thread.
+// Block-wide sum of one pair from each thread.
 __device__ __forceinline__ Counts block_sum(Counts v) {
   __shared__ Counts partial[kThreads / 32];
   v = {__reduce_add_sync(0xffffffffu, v.near), __reduce_add_sync(0xffffffffu, v.small)};
@@ -71,28 +73,31 @@ __device__ __forceinline__ Counts block_sum(Counts v) {
   return {__reduce_add_sync(0xffffffffu, v.near), __reduce_add_sync(0xffffffffu, v.small)};
 }
 
-// The power of two that brings the magnitude with these bits to [2^14, 2^15), at most 2^126; 1 for zero. 2^14 has exponent field 141.
+// The power of two that brings the magnitude with these bits to [2^14, 2^15), at most 2^126; 1 for zero. 2^14 has
+// exponent field 141.
 __device__ __forceinline__ float scale_for(uint32_t largest) {
   return largest == 0 ? 1.0f : __uint_as_float(min(141 + 127 - (largest >> 23), 127u + 126u) << 23);
 }
 
-// After scaling, the largest value is below 2^15, and near values are 2^4 or more. Below a quarter, fp16's smallest step cuts into the 22
-// bits that two parts should keep: such a value loses up to 2^-25, whatever its size. Zeros lose nothing.
+// Counts a scaled value. The largest value of a row is below 2^15, and near values are 2^4 or more. A value below 1/4
+// loses up to 2^-25 in two fp16 parts, whatever its size: fp16's smallest step cuts into their 22 bits. Zeros lose
+// nothing.
 __device__ __forceinline__ void count(Counts& counts, float v, float scale) {
   const float magnitude = fabsf(v) * scale;
   counts.near += magnitude >= 16.0f;
   counts.small += v != 0.0f && magnitude < 0.25f;
 }
 
-// Small values are harmless in a row with many near ones: a loss is 2^-29 of a near value, 1/32 of what fp32 itself may round off in that
-// value's product, so it shows only where the small values meet larger factors than all the near values together. A row with small values and
-// few near ones is given up: factors that are zero opposite the few would leave nothing but the losses.
+// Whether a row may be split. Small values are harmless beside many near ones: a loss is 2^-29 of a near value, 1/32 of
+// fp32's own rounding of that value's product. It shows only if the small values meet larger factors than all near
+// values together. A row with small values and few near ones is refused: if those few met zeros, only the losses would
+// remain.
 __device__ __forceinline__ bool splits(const Counts& counts) {
   return counts.small == 0 || (counts.small <= kSmallLimit && counts.near >= kNearLimit);
 }
 
-// One block reads one row of x or W, keeps it in registers and writes its scale: NaN where the row holds an infinity or
-// a NaN, or where parts of fp16 would lose its small values.
+// Finds the scale of each row of x and W: a block reads one row, keeps it in registers and writes its power of two. NaN
+// marks a row with an infinity or a NaN, or with small values that fp16 parts would lose.
 __global__ void __launch_bounds__(kThreads) row_scale(
     const float* __restrict__ x,
     const float* __restrict__ p_gemm_weight,
@@ -108,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) row_scale(
     load(values + vector * kVector, held[i]);
   }
 
-  uint32_t largest = 0;  // magnitudes compare as integers, infinity and NaN above all numbers
+  uint32_t largest = 0;  // bits of the largest magnitude; as integers, infinity and NaN exceed all numbers
 #pragma unroll
   for (int i = 0; i < kVectorsPerThread; ++i) {
 #pragma unroll

@@ -1,4 +1,5 @@
-// gemm_biasadd_hardtanh_mish_groupnorm_tf32: gradients of everything after torch's linear, one group of one sample at a time
+// gemm_biasadd_hardtanh_mish_groupnorm_tf32: gradients of everything after torch's linear, one group of one sample at a
+//   time
 //
 //   linear(in_features=8192, out_features=8192, bias=True)  # gemm
 //   add(shape=(8192,), init=randn)  # bias
@@ -9,10 +10,11 @@
 //
 // Plan for cpu on host:
 //   a thread takes whole groups of a slab of 1024 samples: 256 parts
-//   sums over samples are in double precision and in an order of their own, whatever the number of threads
+//   sums over samples are in double precision and in a fixed order, for any number of threads
 //   0.25 KB of scratch a thread, on its stack
 //
-// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml PRECISION=tf32
+// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit.
+// Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml PRECISION=tf32
 
 #include <cmath>
 #include <cstdint>
@@ -58,7 +60,8 @@ inline float divide(float a, float b) {
   return a / b;
 }
 
-// t + v (1 - t^2) sigmoid(v) with t = tanh(log(1 + e^v)) = n / (n + 2): 1 - t^2 = 4 (1 + e^v)^2 / (n + 2)^2; 1 from v = 20 on.
+// t + v (1 - t^2) sigmoid(v) with t = tanh(log(1 + e^v)) = n / (n + 2): 1 - t^2 = 4 (1 + e^v)^2 / (n + 2)^2; 1 from v =
+// 20 on.
 inline float mish_grad(float v) {
   const float c = v > 20.0f ? 20.0f : v;
   const float e = exponential(c);
@@ -77,14 +80,15 @@ inline float hardtanh_grad(float v, float lo, float hi) {
   return v > lo && v < hi ? 1.0f : 0.0f;
 }
 
-// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20 on, n / (n + 2) rounds to 1.
+// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20
+// on, n / (n + 2) rounds to 1.
 inline float mish(float v) {
   const float e = exponential(v > 20.0f ? 20.0f : v);
   const float n = e * (e + 2.0f);
   return v * divide(n, n + 2.0f);
 }
 
-// What comes before the norm.
+// The operators before the norm.
 inline float before_norm(float v, float bias_c) {
   v = v + bias_c;
   v = hardtanh(v, kHardtanhMinVal, kHardtanhMaxVal);
@@ -92,7 +96,7 @@ inline float before_norm(float v, float bias_c) {
   return v;
 }
 
-// Back through what comes before the norm: the gradient of v for that of the result, g.
+// Backward through the operators before the norm: the gradient of v, from the result's gradient g.
 inline float before_norm_grad(float v, float g, float bias_c, float& bias_g) {
   const float v1 = v + bias_c;
   const float v2 = hardtanh(v1, kHardtanhMinVal, kHardtanhMaxVal);
@@ -102,13 +106,14 @@ inline float before_norm_grad(float v, float g, float bias_c, float& bias_g) {
   return g;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
-  double m2;  // sum of the squared deviations from the mean
+  double m2;  // sum of squared deviations from the mean
 };
 
-// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+// Moments in two passes: the mean of values shifted by one of them, then the deviations. Equal values give exactly
+// their value and 0.
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -125,7 +130,7 @@ inline Moments moments(const float* value, int count) {
   return {mean, m2};
 }
 
-// One group of one sample: the chain again as far as the derivatives need it, then back.
+// Backward of one group of one sample: recomputes the chain as far as derivatives need it, then goes back.
 inline void run_group(const float* t0, const float* bias_data, const float* groupnorm_weight_data, const float* grad_y,
     float* grad_t0, double* sums, int index) {
   alignas(64) float value[kGroupSize];  // the group's values before the norm
@@ -141,12 +146,13 @@ inline void run_group(const float* t0, const float* bias_data, const float* grou
     value[i] = before_norm(source[i], bias_data[first + i]);
   }
 
-  const Moments group = moments(value, kGroupSize);
+  const DoubleMoments group = moments(value, kGroupSize);
   const float mean = static_cast<float>(group.mean);
   const float mean_rest = static_cast<float>(group.mean - mean);
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
 
-  // Back to the norm. Its own derivative needs two sums over the group: of the gradient, and of its product with the normalised value.
+  // Backward to the norm's result. The norm's derivative needs two sums over the group: the gradient, and its product
+  // with the normalised value.
   double total = 0.0, total_normal = 0.0;
   const float* const incoming = grad_y + std::int64_t{index} * kGroupSize;
 #pragma omp simd reduction(+ : total, total_normal)
@@ -160,7 +166,7 @@ inline void run_group(const float* t0, const float* bias_data, const float* grou
     total_normal += static_cast<double>(grad[i]) * normal;
   }
 
-  // Back through the norm and what comes before it.
+  // Backward through the norm and the operators before it.
   const float mean_grad = static_cast<float>(total / kGroupSize);
   const float mean_product = static_cast<float>(total_normal / kGroupSize);
   float* const target = grad_t0 + std::int64_t{index} * kGroupSize;
@@ -174,7 +180,7 @@ inline void run_group(const float* t0, const float* bias_data, const float* grou
   }
 }
 
-// A parameter's gradient, a value per channel: the sums of the slabs, in their order.
+// Gradient of a parameter with one value a channel: the slabs' sums, in their order.
 inline void add_up(const double* sums, float* grad) {
   for (int channel = 0; channel < kChannels; ++channel) {
     double total = 0.0;
@@ -188,7 +194,7 @@ inline void add_up(const double* sums, float* grad) {
 }  // namespace
 }  // namespace chain_backward_cpu
 
-// From the gradient of y to those of t0, torch's linear, and of the parameters behind it, on `threads` threads.
+// Computes the gradients of t0, torch's linear, and of the parameters behind it, from that of y, on `threads` threads.
 // Returns 0, or -1 for a wrong number of threads.
 extern "C" int chain_backward_cpu_launch(const float* t0, const float* bias_data, const float* groupnorm_weight_data, const float* grad_y,
     float* grad_t0, float* bias_grad, float* groupnorm_weight_grad, float* groupnorm_bias_grad,

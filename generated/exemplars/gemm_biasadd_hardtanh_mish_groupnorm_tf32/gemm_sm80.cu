@@ -1,4 +1,5 @@
-// gemm_biasadd_hardtanh_mish_groupnorm_tf32: x W^T by one TF32 product of operands rounded to nearest, the whole chain in its epilogue
+// gemm_biasadd_hardtanh_mish_groupnorm_tf32: x W^T by one TF32 product of operands rounded to nearest, the whole chain
+//   in its epilogue
 //
 //   linear(in_features=8192, out_features=8192, bias=True)  # gemm
 //   add(shape=(8192,), init=randn)  # bias
@@ -13,7 +14,8 @@
 //   groups of 32 channels lie within a tile, so the whole chain ends in this kernel
 //   256 blocks of 256 threads, 98304 bytes of shared memory
 //
-// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml PRECISION=tf32
+// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit.
+// Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml PRECISION=tf32
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -26,43 +28,43 @@ constexpr int kBatch = 1024;  // rows of x and y
 constexpr int kInFeatures = 8192;  // K: values in a row of x or W
 constexpr int kOutFeatures = 8192;  // rows of W, columns of y
 constexpr int kGroupWidth = 32;  // out_features / num_groups = 8192 / 256
-constexpr float kEps = 1.0e-5f;  // added to the variance, inside the root
+constexpr float kEps = 1.0e-5f;  // added to the variance
 constexpr int kTileM = 128;  // rows of x in a block's tile
 constexpr int kTileN = 256;  // rows of W in a block's tile
 constexpr int kTileColumns = 256;  // columns of y that a block writes
 constexpr int kTilesM = (kBatch + kTileM - 1) / kTileM;  // batch / tile_m, rounded up: 8
 constexpr int kTilesN = (kOutFeatures + kTileColumns - 1) / kTileColumns;  // out_features / tile_columns, rounded up: 32
-constexpr int kRaster = 8;  // tiles of x that pass by one tile of W before the next
+constexpr int kRaster = 8;  // tiles of x that meet one tile of W before the next
 constexpr int kWarpsN = 4;  // warps along the tile's columns
 constexpr int kThreads = 256;  // 32 * warps_m * warps_n
-constexpr int kBlocksPerSm = 1;  // leaves 255 registers a thread
+constexpr int kBlocksPerSm = 1;  // resident blocks of an SM, which leaves 255 registers a thread
 constexpr int kWarpM = 64;  // tile_m / warps_m: rows of a warp's part
 constexpr int kWarpN = 64;  // tile_n / warps_n: columns of a warp's part
 constexpr int kBlocksM = 4;  // warp_m / 16: multiplies along the rows
 constexpr int kBlocksN = 8;  // warp_n / 8: multiplies along the columns
-constexpr int kRowBytes = 64;  // one row of a panel in shared memory
+constexpr int kRowBytes = 64;  // bytes of a panel's row
 constexpr int kStageK = 16;  // panel_k: values of K in a stage, one panel
 constexpr int kStages = 4;  // stages in flight
 constexpr int kStageCount = 512;  // in_features / stage_k, rounded up
 constexpr int kCopyRows = 64;  // rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes
 constexpr int kStageBytes = 24576;  // (tile_m + tile_n) * row_bytes
-constexpr int kSharedBytes = 98304;  // 4 stages, reused by the epilogue
+constexpr int kSharedBytes = 98304;  // bytes of 4 stages, reused by the epilogue
 constexpr int kBlocks = kTilesM * kTilesN;  // 256
 constexpr int kSpan = kGroupWidth;  // neighbouring columns that a team of lanes takes together
 constexpr int kSpans = kTileColumns / kSpan;  // 8
-constexpr int kVector = 4;  // values in one access: the most that span and out_features allow, 16 bytes at most
+constexpr int kVector = 4;  // values of one access: the most that span and out_features allow
 constexpr int kTeam = 2;  // lanes in a team
 constexpr int kTeams = kThreads / kTeam;  // 128
 constexpr int kVectorsPerLane = (kSpan / kVector + kTeam - 1) / kTeam;  // 4
-constexpr int kRoundRows = 64;  // rows staged at once: what fits into the stages' memory
+constexpr int kRoundRows = 64;  // rows staged at once, as many as fit into the stages' memory
 constexpr int kItemsPerTeam = kRoundRows * kSpans / kTeams;  // 4
-constexpr int kPitch = 264;  // tile_n + 8: a staged row in floats, so that a warp's stores meet no bank twice
+constexpr int kPitch = 264;  // tile_n + 8: floats of a staged row, without bank conflicts
 constexpr int kRounds = kTileM / kRoundRows;  // 2
-constexpr float kInverseSpan = 1.0f / kSpan;  // for the mean and the variance
+constexpr float kInverseSpan = 1.0f / kSpan;  // factor of the mean and the variance
 constexpr float kHardtanhMinVal = -1.0f;  // hardtanh's min_val
 constexpr float kHardtanhMaxVal = 1.0f;  // hardtanh's max_val
 
-// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+// Early launch on Hopper: waits for the previous kernel's results, then allows the next kernel to launch.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -81,30 +83,34 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l / 4 of each.
-// On fp32 rows a matrix is 8 x 4 values, and lane l receives value l % 4 of row l / 4.
+// Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l
+// / 4 of each.
+// A matrix of fp32 rows is 8 x 4 values: lane l receives value l % 4 of row l / 4.
 __device__ __forceinline__ void load_matrices(uint32_t (&values)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
                : "r"(row));
 }
 
-// sums (16x8) += a (16x8) b (8x8)
+// Matrix product: sums (16x8) += a (16x8) b (8x8).
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The nearest TF32 number, ties away from zero; infinities and NaN stay what they are.
+// Nearest TF32 number, ties away from zero; infinities and NaN stay unchanged.
 __device__ __forceinline__ uint32_t round_tf32(float v) {
   uint32_t rounded;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(v));
   return rounded;
 }
 
-// Shared memory holds kStages stages; a stage is a panel of x, then a panel of W; a panel has kRowBytes of K for each row.
-// Byte offset of 16-byte piece `piece` of `row` in a panel, permuted so that 8 neighbouring rows meet every bank once.
+// Shared memory holds kStages stages; a stage is a panel of x, then a panel of W; a panel has kRowBytes of K for each
+// row.
+
+// Byte offset of 16-byte piece `piece` of `row` in a panel. The permutation lets 8 neighbouring rows touch every bank
+// once.
 __device__ __forceinline__ uint32_t panel_offset(int row, int piece) {
   return row * kRowBytes + ((piece ^ ((row >> 1) & 3)) << 4);
 }
@@ -132,7 +138,7 @@ __device__ __forceinline__ void copy_w(uint32_t shared, const float* global) {
   }
 }
 
-// Where this thread reads x and W and writes shared memory: piece `threadIdx.x % pieces` of every kCopyRows-th row.
+// This thread's place in x, W and shared memory: piece `threadIdx.x % pieces` of every kCopyRows-th row.
 struct Source {
   const float* x;
   const float* w;
@@ -161,7 +167,8 @@ struct TilePlace {
   int first_column;
 };
 
-// Blocks that run at the same time share tiles: kRaster tiles of x pass by one tile of W before the next tile of W comes.
+// Raster order: kRaster tiles of x meet one tile of W before the next tile of W, so that concurrent blocks share tiles
+// in the L2 cache.
 __device__ __forceinline__ TilePlace place_of(int block) {
   const int group = block / (kRaster * kTilesN);
   const int within = block % (kRaster * kTilesN);
@@ -179,8 +186,9 @@ __device__ __forceinline__ WarpPlace warp_place() {
   return {warp / kWarpsN * kWarpM, warp % kWarpsN * kWarpN};
 }
 
-// The shared-memory row and 16-byte piece that this lane names to load_matrices: for 16 rows of x (a fragment of the left operand) the
-// matrices are (rows 0-7, piece 0), (8-15, 0), (0-7, 1), (8-15, 1); for 16 rows of W they are (0-7, 0), (0-7, 1), (8-15, 0), (8-15, 1).
+// Shared-memory row and 16-byte piece that this lane passes to load_matrices. The four matrices of 16 rows of x (a left
+// fragment) are (rows 0-7, piece 0), (8-15, 0), (0-7, 1), (8-15, 1); those of 16 rows of W are (0-7, 0), (0-7, 1),
+// (8-15, 0), (8-15, 1).
 __device__ __forceinline__ int left_row() { return threadIdx.x % 16; }
 __device__ __forceinline__ int left_piece() { return threadIdx.x / 16 % 2; }
 __device__ __forceinline__ int right_row() { return threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8; }
@@ -223,8 +231,8 @@ __device__ __forceinline__ void multiply_fragments(float (&sums)[kBlocksM][kBloc
   }
 }
 
-// The product of a tile, in the warps' accumulators. While a step is multiplied the next step's fragments are loaded, across stages too,
-// and kStages - 1 stages of copies are under way.
+// The product of a tile, in the warps' accumulators. The next step's fragments are loaded during each step, across
+// stages too, and kStages - 1 stages are being copied.
 __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][4], uint32_t shared, Source source, const WarpPlace& warp) {
   constexpr int kSteps = kRowBytes / 32;
   const uint32_t x_panel = shared;
@@ -251,7 +259,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][
         __syncthreads();
       }
       load_fragments(fragments[(step + 1) % 2], x_panel + read * kStageBytes, w_panel + read * kStageBytes, warp, (step + 1) % kSteps);
-      if (step == 0) {  // the stage written now was last read before the barrier above
+      if (step == 0) {  // the barrier above was the last reader's
         if (stage + kStages - 1 < kStageCount) copy_stage(shared + write * kStageBytes, source);
         close_copies();
         write = write + 1 == kStages ? 0 : write + 1;
@@ -262,7 +270,8 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][
   wait_copies<0>();
 }
 
-// Writes a warp's sums to its rows and columns of the staged tile. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
+// Writes a warp's sums to its rows and columns of the staged tile. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l
+// % 4) and the next.
 __device__ __forceinline__ void stage_sums(float* staged, const float (&sums)[kBlocksM][kBlocksN][4], int row, int column) {
   const int lane = threadIdx.x % 32;
   float* corner = staged + (row + lane / 4) * kPitch + column + lane % 4 * 2;
@@ -312,7 +321,8 @@ __device__ __forceinline__ float divide(float a, float b) {
   return __fdividef(a, b);
 }
 
-// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20 on, n / (n + 2) rounds to 1.
+// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20
+// on, n / (n + 2) rounds to 1.
 __device__ __forceinline__ float mish(float v) {
   const float e = exponential(v > 20.0f ? 20.0f : v);
   const float n = e * (e + 2.0f);
@@ -328,8 +338,8 @@ __device__ __forceinline__ float lane_sum(float v) {
 
 __device__ __forceinline__ float2 lane_sum(float2 v) { return make_float2(lane_sum(v.x), lane_sum(v.y)); }
 
-// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
-// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+// Scale for values whose squares exceed fp32's range. Statistics are then formed of the values times kShrink, a power
+// of two: a sum of squares above 2^128 becomes one above 2^-32, and every sum of squares stays below 2^128.
 constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
 constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
@@ -372,7 +382,8 @@ __device__ __forceinline__ void finish_rows(
       }
     }
 
-    // Differences from one value first, so that a constant group's mean is exact; then from that mean: their own mean corrects it.
+    // First pass: differences from one value, so that a constant group's mean is exact. Second pass: differences from
+    // that mean; their mean corrects it.
     const float shift = __shfl_sync(0xffffffffu, values[0][0], 0, kTeam);
     float sum = 0.0f;
 #pragma unroll
@@ -381,7 +392,7 @@ __device__ __forceinline__ void finish_rows(
       for (int e = 0; e < kVector; ++e) sum += __fsub_rn(values[j][e], shift);
     }
     float mean = fmaf(lane_sum(sum), kInverseSpan, shift);
-    float2 sums = make_float2(0.0f, 0.0f);  // of differences, of their squares
+    float2 sums = make_float2(0.0f, 0.0f);  // sums of differences and of their squares
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
 #pragma unroll
@@ -396,7 +407,7 @@ __device__ __forceinline__ void finish_rows(
     const float m2 = fmaf(-mean_rest, sums.x, sums.y);
     float rstd = rsqrtf(m2 * kInverseSpan + kEps);
     const bool beyond = !(m2 < INFINITY);
-    if (__any_sync(0xffffffffu, beyond)) {  // the same of values kShrink times as large
+    if (__any_sync(0xffffffffu, beyond)) {  // repeated with the values times kShrink
       const float shrunk_shift = shift * kShrink;
       float sum = 0.0f;
 #pragma unroll
@@ -485,7 +496,7 @@ struct DeviceScope {
   }
 };
 
-// More than 48 KB of shared memory must be asked for, once on each device.
+// Raises the shared-memory limit above 48 KB, once on each device.
 cudaError_t allow_shared_memory(int device) {
   constexpr int kDevices = 64;
   static std::mutex lock;

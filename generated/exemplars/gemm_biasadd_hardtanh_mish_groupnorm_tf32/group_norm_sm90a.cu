@@ -1,4 +1,4 @@
-// gemm_biasadd_hardtanh_mish_groupnorm_tf32: GroupNorm and what follows; 8 lanes hold a group of 32 values
+// gemm_biasadd_hardtanh_mish_groupnorm_tf32: GroupNorm and the operators after it; 8 lanes hold a group of 32 values
 //
 //   linear(in_features=8192, out_features=8192, bias=True)  # gemm
 //   add(shape=(8192,), init=randn)  # bias
@@ -10,7 +10,8 @@
 // Plan for sm_90a on h100:
 //   16384 blocks of 128 threads, 0 bytes of shared memory
 //
-// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit. Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml PRECISION=tf32
+// Generated from specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml; do not edit.
+// Again: make generate SPEC=specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml PRECISION=tf32
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -32,7 +33,7 @@ constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 constexpr float kHardtanhMinVal = -1.0f;  // hardtanh's min_val
 constexpr float kHardtanhMaxVal = 1.0f;  // hardtanh's max_val
 
-// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+// Early launch on Hopper: waits for the previous kernel's results, then allows the next kernel to launch.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -67,14 +68,15 @@ __device__ __forceinline__ float divide(float a, float b) {
   return __fdividef(a, b);
 }
 
-// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20 on, n / (n + 2) rounds to 1.
+// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20
+// on, n / (n + 2) rounds to 1.
 __device__ __forceinline__ float mish(float v) {
   const float e = exponential(v > 20.0f ? 20.0f : v);
   const float n = e * (e + 2.0f);
   return v * divide(n, n + 2.0f);
 }
 
-// From the producer's value to the norm's input.
+// The norm's input, from the producer's value.
 __device__ __forceinline__ float prepare_value(float v, float c_bias) {
   v = v + c_bias;  // add(shape=(8192,), init=randn)
   v = hardtanh(v, kHardtanhMinVal, kHardtanhMaxVal);  // hardtanh(min_val=-1.0, max_val=1.0)
@@ -82,7 +84,7 @@ __device__ __forceinline__ float prepare_value(float v, float c_bias) {
   return v;
 }
 
-// prepare_value on kWidth consecutive values, the first of which is the group's `index`-th.
+// Applies prepare_value to kWidth consecutive values, from the group's value `index` on.
 __device__ __forceinline__ void prepare(float (&v)[kWidth], int first_channel, int index, const float* p_bias) {
   float c_bias[kWidth];
   load(p_bias + first_channel + index, c_bias);
@@ -92,14 +94,15 @@ __device__ __forceinline__ void prepare(float (&v)[kWidth], int first_channel, i
   }
 }
 
-// The norm and what follows it. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.
+// The norm and the operators after it. __fsub_rn is never fused with a product before it: a value equal to the mean
+// gives 0.
 __device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float rstd, float c_gamma, float c_beta) {
   v = (__fsub_rn(v, mean) - mean_rest) * rstd;
   v = fmaf(v, c_gamma, c_beta);
   return v;
 }
 
-// finish_value on kWidth consecutive values, the first of which is the group's `index`-th.
+// Applies finish_value to kWidth consecutive values, from the group's value `index` on.
 __device__ __forceinline__ void finish(
     float (&v)[kWidth],
     int first_channel,
@@ -128,12 +131,12 @@ __device__ __forceinline__ float lane_sum(float v) {
 
 __device__ __forceinline__ float2 lane_sum(float2 v) { return make_float2(lane_sum(v.x), lane_sum(v.y)); }
 
-// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
-// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+// Scale for values whose squares exceed fp32's range. Statistics are then formed of the values times kShrink, a power
+// of two: a sum of squares above 2^128 becomes one above 2^-32, and every sum of squares stays below 2^128.
 constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
 constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
-// kLanes lanes normalise a group; its values live in their registers between the one read and the one write.
+// Norm, kLanes lanes a group: its values stay in their registers between the one read and the one write.
 __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     float* values,
     const float* __restrict__ p_bias,
@@ -156,8 +159,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     prepare(v[r], first_channel, (r * kLanes + lane) * kWidth, p_bias);
   }
 
-  // Statistics in two passes over the registers. The first sums differences from one value of the group, so that a constant group's mean
-  // is exact. The second sums differences from that mean: their own mean is what the first one's rounding left, however large the shift was.
+  // Statistics in two passes over the registers. The first sums differences from one value of the group, so that a
+  // constant group's mean is exact. The second sums differences from that mean; their mean is the first pass's rounding
+  // error.
   const float shift = __shfl_sync(0xffffffffu, v[0][0], 0, kLanes);
   float sum = 0.0f;
 #pragma unroll
@@ -166,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     for (int e = 0; e < kWidth; ++e) sum += __fsub_rn(v[r][e], shift);
   }
   float mean = fmaf(lane_sum(sum), 1.0f / kGroupSize, shift);
-  float2 sums = make_float2(0.0f, 0.0f);  // of differences, of their squares
+  float2 sums = make_float2(0.0f, 0.0f);  // sums of differences and of their squares
 #pragma unroll
   for (int r = 0; r < kVectors; ++r) {
 #pragma unroll
@@ -181,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
   const float m2 = fmaf(-mean_rest, sums.x, sums.y);
   float rstd = rsqrtf(m2 * (1.0f / kGroupSize) + kEps);
   const bool beyond = !(m2 < INFINITY);
-  if (__any_sync(0xffffffffu, beyond)) {  // the same of values kShrink times as large
+  if (__any_sync(0xffffffffu, beyond)) {  // repeated with the values times kShrink
     const float shrunk_shift = shift * kShrink;
     float sum = 0.0f;
 #pragma unroll

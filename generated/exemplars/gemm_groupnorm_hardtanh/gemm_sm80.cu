@@ -1,4 +1,5 @@
-// gemm_groupnorm_hardtanh: x W^T by three fp16 products of scaled operands split in two, promoted, bias and the operators before the norm in its epilogue
+// gemm_groupnorm_hardtanh: x W^T by three fp16 products of scaled operands split in two, promoted, bias and the
+//   operators before the norm in its epilogue
 //
 //   linear(in_features=8192, out_features=8192, bias=True)  # gemm
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
@@ -11,7 +12,8 @@
 //   groups of 512 channels span several tiles, so the norm kernel follows
 //   512 blocks of 256 threads, 65536 bytes of shared memory
 //
-// Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml
+// Generated from specs/default.yaml; do not edit.
+// Again: make generate SPEC=specs/default.yaml
 
 #include <cuda_runtime.h>
 #include <cuda_fp16.h>
@@ -29,33 +31,33 @@ constexpr int kTileN = 128;  // rows of W in a block's tile
 constexpr int kTileColumns = 128;  // columns of y that a block writes
 constexpr int kTilesM = (kBatch + kTileM - 1) / kTileM;  // batch / tile_m, rounded up: 8
 constexpr int kTilesN = (kOutFeatures + kTileColumns - 1) / kTileColumns;  // out_features / tile_columns, rounded up: 64
-constexpr int kRaster = 8;  // tiles of x that pass by one tile of W before the next
+constexpr int kRaster = 8;  // tiles of x that meet one tile of W before the next
 constexpr int kWarpsN = 4;  // warps along the tile's columns
 constexpr int kThreads = 256;  // 32 * warps_m * warps_n
-constexpr int kBlocksPerSm = 1;  // leaves 255 registers a thread
+constexpr int kBlocksPerSm = 1;  // resident blocks of an SM, which leaves 255 registers a thread
 constexpr int kWarpM = 64;  // tile_m / warps_m: rows of a warp's part
 constexpr int kWarpN = 32;  // tile_n / warps_n: columns of a warp's part
 constexpr int kBlocksM = 4;  // warp_m / 16: multiplies along the rows
 constexpr int kBlocksN = 4;  // warp_n / 8: multiplies along the columns
-constexpr int kRowBytes = 64;  // one row of a panel in shared memory, 16-bit parts
+constexpr int kRowBytes = 64;  // bytes of a panel's row, 16-bit parts
 constexpr int kStageK = 32;  // panel_k: values of K in a stage, one panel
 constexpr int kStageCount = 256;  // in_features / stage_k, rounded up to whole partial sums
 constexpr int kCopyRows = 64;  // rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes
 constexpr int kStageBytes = 32768;  // (tile_m + tile_n) * row_bytes * 2 parts
-constexpr int kSharedBytes = 65536;  // 2 stages, reused by the epilogue
+constexpr int kSharedBytes = 65536;  // bytes of 2 stages, reused by the epilogue
 constexpr int kBlocks = kTilesM * kTilesN;  // 512
 constexpr int kStagesPerSum = 2;  // K = 64 in one partial sum of a warp
 constexpr int kSpan = kTileN;  // neighbouring columns that a team of lanes takes together
-constexpr int kVector = 4;  // values in one access: the most that span and out_features allow, 16 bytes at most
+constexpr int kVector = 4;  // values of one access: the most that span and out_features allow
 constexpr int kTeam = 8;  // lanes in a team
 constexpr int kTeams = kThreads / kTeam;  // 32
 constexpr int kVectorsPerLane = (kSpan / kVector + kTeam - 1) / kTeam;  // 4
-constexpr int kRoundRows = 64;  // rows staged at once: what fits into the stages' memory
+constexpr int kRoundRows = 64;  // rows staged at once, as many as fit into the stages' memory
 constexpr int kItemsPerTeam = kRoundRows / kTeams;  // 2
-constexpr int kPitch = 136;  // tile_n + 8: a staged row in floats, so that a warp's stores meet no bank twice
+constexpr int kPitch = 136;  // tile_n + 8: floats of a staged row, without bank conflicts
 constexpr int kRounds = kTileM / kRoundRows;  // 2
 
-// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+// Early launch on Hopper: waits for the previous kernel's results, then allows the next kernel to launch.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -63,47 +65,51 @@ __device__ __forceinline__ void await_previous_kernel() {
 #endif
 }
 
-// Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l / 4 of each.
+// Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l
+// / 4 of each.
 __device__ __forceinline__ void load_matrices(uint32_t (&values)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
                : "r"(row));
 }
 
-// sums (16x8) += a (16x16) b (16x8)
+// Matrix product: sums (16x8) += a (16x16) b (16x8).
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// Two values, rounded to nearest, as a pair of fp16.
+// Packs two values, rounded to nearest, as a pair of fp16.
 __device__ __forceinline__ uint32_t pack_parts(float a, float b) {
   uint32_t pair;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
   return pair;
 }
 
-// scale * (a, b) = high + low to about 22 bits.
+// Split scale * (a, b) = high + low, to about 22 bits.
 __device__ __forceinline__ void split(float a, float b, float scale, uint32_t& high, uint32_t& low) {
   high = pack_parts(a * scale, b * scale);
   const float2 leading = __half22float2(*reinterpret_cast<const __half2*>(&high));
   low = pack_parts(fmaf(a, scale, -leading.x), fmaf(b, scale, -leading.y));
 }
 
-// Shared memory holds two stages; a stage is a panel of x's leading parts, as much of what they leave, and the same for W.
-// Byte offset of 16-byte piece `piece` of `row` in a panel, permuted so that 8 neighbouring rows meet every bank once.
+// Shared memory holds two stages; a stage is a panel each of x's leading parts, x's remainders, W's leading parts and
+// W's remainders.
+
+// Byte offset of 16-byte piece `piece` of `row` in a panel. The permutation lets 8 neighbouring rows touch every bank
+// once.
 __device__ __forceinline__ uint32_t panel_offset(int row, int piece) {
   return row * kRowBytes + ((piece ^ ((row >> 1) & 3)) << 4);
 }
 
 constexpr int kPieceK = 8;  // values in 16 bytes of parts
 constexpr int kPiecesX = kTileM / kCopyRows;  // pieces of x that a thread carries in a stage
-constexpr int kPieces = kPiecesX + kTileN / kCopyRows;  // and of W, which come behind
+constexpr int kPieces = kPiecesX + kTileN / kCopyRows;  // pieces of x and of W
 constexpr uint32_t kPanelsX = kTileM * kRowBytes;  // bytes of one part of x in a stage
-constexpr uint32_t kPanelsW = kTileN * kRowBytes;  // the same for W
+constexpr uint32_t kPanelsW = kTileN * kRowBytes;  // bytes of one part of W in a stage
 
-// Where this thread reads x and W and writes shared memory: piece `threadIdx.x % 4` of every kCopyRows-th row.
+// This thread's place in x, W and shared memory: piece `threadIdx.x % 4` of every kCopyRows-th row.
 struct Source {
   const float* x;
   const float* w;
@@ -143,13 +149,14 @@ __device__ __forceinline__ void read_piece(float (&piece)[kPieceK], const Source
   }
 }
 
-// Steps to the next stage, or stays where there is none: reading the last one again costs less than a branch around every piece.
+// Steps to the next stage, if there is one. Reading the last stage again costs less than a branch around every piece.
 __device__ __forceinline__ void advance(Source& source, bool more) {
   source.x += more ? kStageK : 0;
   source.w += more ? kStageK : 0;
 }
 
-// The powers of two that bring the rows of this thread's pieces into fp16's range. A row that fp16 parts cannot hold has NaN.
+// Powers of two that bring the rows of this thread's pieces into fp16's range; NaN for a row that fp16 parts cannot
+// hold.
 struct Scales {
   float x[kTileM / kCopyRows];
   float w[kTileN / kCopyRows];
@@ -170,7 +177,7 @@ __device__ __forceinline__ Scales load_scales(const float* row_scales, int first
   return scales;
 }
 
-// Splits piece `i` of this thread and writes the leading parts, and what they leave, to the stage at `shared`.
+// Splits this thread's piece `i` and writes leading parts and remainders to the stage at `shared`.
 __device__ __forceinline__ void write_piece(uint32_t shared, const float (&piece)[kPieceK], const Scales& scales, int i) {
   const float scale = i < kPiecesX ? scales.x[i] : scales.w[i - kPiecesX];
   const uint32_t high_part = shared + (i < kPiecesX ? i * kCopyRows * kRowBytes : 2 * kPanelsX + (i - kPiecesX) * kCopyRows * kRowBytes);
@@ -188,7 +195,8 @@ struct TilePlace {
   int first_column;
 };
 
-// Blocks that run at the same time share tiles: kRaster tiles of x pass by one tile of W before the next tile of W comes.
+// Raster order: kRaster tiles of x meet one tile of W before the next tile of W, so that concurrent blocks share tiles
+// in the L2 cache.
 __device__ __forceinline__ TilePlace place_of(int block) {
   const int group = block / (kRaster * kTilesN);
   const int within = block % (kRaster * kTilesN);
@@ -206,16 +214,17 @@ __device__ __forceinline__ WarpPlace warp_place() {
   return {warp / kWarpsN * kWarpM, warp % kWarpsN * kWarpN};
 }
 
-// The shared-memory row and 16-byte piece that this lane names to load_matrices: for 16 rows of x (a fragment of the left operand) the
-// matrices are (rows 0-7, piece 0), (8-15, 0), (0-7, 1), (8-15, 1); for 16 rows of W they are (0-7, 0), (0-7, 1), (8-15, 0), (8-15, 1).
+// Shared-memory row and 16-byte piece that this lane passes to load_matrices. The four matrices of 16 rows of x (a left
+// fragment) are (rows 0-7, piece 0), (8-15, 0), (0-7, 1), (8-15, 1); those of 16 rows of W are (0-7, 0), (0-7, 1),
+// (8-15, 0), (8-15, 1).
 __device__ __forceinline__ int left_row() { return threadIdx.x % 16; }
 __device__ __forceinline__ int left_piece() { return threadIdx.x / 16 % 2; }
 __device__ __forceinline__ int right_row() { return threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8; }
 __device__ __forceinline__ int right_piece() { return threadIdx.x / 8 % 2; }
 
-// One stage of a warp's product: in every step of 16 of K the corrections come before the product of the leading parts, while the sums
-// are small. Between its multiplies a thread writes its pieces of the next stage and reads those of the stage after: the tensor cores
-// work on meanwhile.
+// One stage of a warp's product. In every step of 16 of K the corrections come before the product of the leading parts,
+// while the sums are small. Between multiplications a thread writes its pieces of the next stage and reads those of the
+// stage after it: the tensor cores stay busy.
 __device__ __forceinline__ void multiply_stage(float (&sums)[kBlocksM][kBlocksN][4], uint32_t x_panel, uint32_t w_panel, const WarpPlace& warp,
                                                float (&pieces)[kPieces][kPieceK], const Source& source, uint32_t next_stage, const Scales& scales) {
   constexpr int kSteps = kRowBytes / 32;
@@ -258,9 +267,9 @@ __device__ __forceinline__ void multiply_stage(float (&sums)[kBlocksM][kBlocksN]
   }
 }
 
-// The product of a tile. While a stage is multiplied the next one is split into the other half of shared memory and the one after that is
-// read. The tensor cores' additions cut off instead of rounding, so they sum kStagesPerSum stages at most; a rounded addition then takes
-// each partial sum into `sums`.
+// The product of a tile. During each stage the next one is split into the other half of shared memory and the one after
+// that is read. Tensor cores truncate when they add, so a partial sum covers kStagesPerSum stages at most and is then
+// added to `sums` with rounding.
 __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][4], uint32_t shared, Source source,
                                               const WarpPlace& warp, const Scales& scales) {
   const uint32_t x_panel = shared;
@@ -286,7 +295,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][
       advance(source, stage + 2 < kStageCount);
       multiply_stage(partial, x_panel + read, w_panel + read, warp, pieces, source, own + (read ^ kStageBytes), scales);
       read ^= kStageBytes;
-      __syncthreads();  // the next stage is written, and this one has been read by all
+      __syncthreads();  // the next stage is written; all threads have read this one
     }
 #pragma unroll
     for (int m = 0; m < kBlocksM; ++m) {
@@ -299,10 +308,10 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][
   }
 }
 
-// The inverse of a power of two between 2^-126 and 2^126, exactly.
+// Exact inverse of a power of two between 2^-126 and 2^126.
 __device__ __forceinline__ float inverse_power(float scale) { return __uint_as_float(0x7f000000u - __float_as_uint(scale)); }
 
-// Takes the scales out of the sums again. The smaller inverse comes first: the product of both may lie outside fp32's range.
+// Removes the scales from the sums. The smaller inverse comes first: the product of both may exceed fp32's range.
 __device__ __forceinline__ void undo_scales(float (&sums)[kBlocksM][kBlocksN][4], const float* row_scales, int first_row, int first_column) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -321,8 +330,8 @@ __device__ __forceinline__ void undo_scales(float (&sums)[kBlocksM][kBlocksN][4]
   }
 }
 
-// Whether any of a thread's sums is infinite or NaN: 0 * v is 0 for every other v. An operand that is infinite or NaN, or that rounds to
-// infinity, or a scale that is NaN shows in every sum that it enters.
+// Whether any of a thread's sums is infinite or NaN: 0 * v is 0 for every other v.
+// An operand that is infinite, NaN or rounds to infinity and a scale that is NaN shows in each of its sums.
 __device__ __forceinline__ bool beyond_parts(const float (&sums)[kBlocksM][kBlocksN][4]) {
   float zero = 0.0f;
 #pragma unroll
@@ -333,10 +342,10 @@ __device__ __forceinline__ bool beyond_parts(const float (&sums)[kBlocksM][kBloc
       for (int e = 0; e < 4; ++e) zero = fmaf(sums[m][n][e], 0.0f, zero);
     }
   }
-  return zero != 0.0f;  // NaN differs from everything
+  return zero != 0.0f;  // NaN differs from every number
 }
 
-// The sums once more, by fp32 multiply-adds straight from global memory: slow, and right for whatever fp32 operands there are.
+// Recomputes the sums by fp32 multiply-adds from global memory: slow, and correct for all fp32 operands.
 __device__ __forceinline__ void recompute(float (&sums)[kBlocksM][kBlocksN][4], const float* __restrict__ x, const float* __restrict__ w,
                                           int first_row, int first_column) {
   constexpr int kPartialK = 128;
@@ -388,7 +397,8 @@ __device__ __forceinline__ void recompute(float (&sums)[kBlocksM][kBlocksN][4], 
   }
 }
 
-// Writes a warp's sums to its rows and columns of the staged tile. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
+// Writes a warp's sums to its rows and columns of the staged tile. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l
+// % 4) and the next.
 __device__ __forceinline__ void stage_sums(float* staged, const float (&sums)[kBlocksM][kBlocksN][4], int row, int column) {
   const int lane = threadIdx.x % 32;
   float* corner = staged + (row + lane / 4) * kPitch + column + lane % 4 * 2;
@@ -424,7 +434,7 @@ __device__ __forceinline__ void store(float* to, const float (&v)[4]) {
 }
 
 // Finishes kRoundRows staged rows of the tile. A team of lanes takes kSpan neighbouring columns of a row into registers
-// and stores what the norm kernel reads.
+// and stores the input of the norm kernel.
 __device__ __forceinline__ void finish_rows(
     const float* staged,
     int first_row,
@@ -500,7 +510,7 @@ struct DeviceScope {
   }
 };
 
-// More than 48 KB of shared memory must be asked for, once on each device.
+// Raises the shared-memory limit above 48 KB, once on each device.
 cudaError_t allow_shared_memory(int device) {
   constexpr int kDevices = 64;
   static std::mutex lock;

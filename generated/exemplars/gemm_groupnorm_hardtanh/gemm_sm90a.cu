@@ -13,7 +13,8 @@
 //   the tensor core's sums are added to fp32 registers every 256 of K
 //   128 blocks of 384 threads, 210528 bytes of shared memory
 //
-// Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml
+// Generated from specs/default.yaml; do not edit.
+// Again: make generate SPEC=specs/default.yaml
 
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -32,49 +33,49 @@ constexpr int kOutFeatures = 8192;  // rows of W, columns of y
 constexpr int kGroupWidth = 512;  // out_features / num_groups
 constexpr int kTileChannels = 128;  // channels of a tile: rows of W, operand A
 constexpr int kTileSamples = 128;  // samples of a tile: rows of x, operand B
-constexpr int kTileK = 64;  // k of a stage
+constexpr int kTileK = 64;  // values of K in a stage
 constexpr int kSteps = 128;  // ceil(in_features / kTileK)
-constexpr int kStages = 3;  // of the ring
+constexpr int kStages = 3;  // stages of the ring
 constexpr int kCluster = 2;  // CTAs that share rows of W
-constexpr int kUnitTiles = 4;  // tiles a CTA computes before their groups are complete
+constexpr int kUnitTiles = 4;  // tiles of a unit: a CTA computes them before their groups are complete
 constexpr int kSampleBlocks = 4;  // clusters side by side along the batch
-constexpr int kUnits = 64;  // pieces of work, one a cluster at a time
-constexpr int kGrid = 128;  // CTAs: 64 clusters take 1 units each at most
+constexpr int kUnits = 64;  // units of work; a cluster takes one at a time
+constexpr int kGrid = 128;  // CTAs: at most 1 units for each of 64 clusters
 constexpr int kThreads = 384;  // one warpgroup that fetches, two that multiply
-constexpr int kConsumerWarps = 8;  // each frees a stage once
-constexpr int kProducerRegisters = 24;  // a thread that fetches
-constexpr int kConsumerRegisters = 240;  // a thread that multiplies
-constexpr int kBlocks = 1;  // accumulators of 64 channels a warpgroup
-constexpr int kAccumulators = 64;  // registers of one: 64 x kTileSamples values over 128 threads
-constexpr int kPromoteSteps = 4;  // every 256 of K
-constexpr int kInFlight = 2;  // pieces of 16 k whose multiplications may run while the next ones are converted
-constexpr int kPlaneRowBytes = 64;  // 16 k of fp32
-constexpr int kPlaneBytes = 4096;  // 16 k of 64 rows of W
-constexpr int kWeightBlockBytes = 16384;  // 64 rows of W
-constexpr int kWeightPartBytes = 32768;  // one part of W in a stage
-constexpr int kInputPartBytes = 16384;  // one part of x in a stage
-constexpr int kStageBytes = 65536;  // all parts
-constexpr int kScratchAt = 196608;  // behind the stages
-constexpr int kScratchBytes = 6144;  // a warpgroup
-constexpr int kGroupsAt = 208896;  // what normalises each sample's group
-constexpr int kStripFloats = 384;  // three numbers a sample
-constexpr int kStripValues = 16;  // channels of a group that one warp holds in a tile
+constexpr int kConsumerWarps = 8;  // multiplying warps, each of which frees a stage once
+constexpr int kProducerRegisters = 24;  // registers of a fetching thread
+constexpr int kConsumerRegisters = 240;  // registers of a multiplying thread
+constexpr int kBlocks = 1;  // blocks of 64 channels in a warpgroup's accumulators
+constexpr int kAccumulators = 64;  // registers of a block: 64 x kTileSamples values over 128 threads
+constexpr int kPromoteSteps = 4;  // steps between two promotions to fp32 registers: 256 values of K
+constexpr int kInFlight = 2;  // pieces of 16 k in multiplication while the next ones are converted
+constexpr int kPlaneRowBytes = 64;  // bytes of a plane's row: 16 k of fp32
+constexpr int kPlaneBytes = 4096;  // bytes of a plane: 64 rows of W
+constexpr int kWeightBlockBytes = 16384;  // bytes of 64 rows of W
+constexpr int kWeightPartBytes = 32768;  // bytes of one part of W in a stage
+constexpr int kInputPartBytes = 16384;  // bytes of one part of x in a stage
+constexpr int kStageBytes = 65536;  // bytes of a stage: all parts of W and x
+constexpr int kScratchAt = 196608;  // offset of the scratch memory, behind the stages
+constexpr int kScratchBytes = 6144;  // bytes of scratch memory for each warpgroup
+constexpr int kGroupsAt = 208896;  // offset of the normalisers of each sample's group
+constexpr int kStripFloats = 384;  // floats of a strip: three for each sample
+constexpr int kStripValues = 16;  // channels of a strip: those of a group that one warp holds in a tile
 constexpr int kGroupStrips = 8;  // strips of a group in this CTA
-constexpr int kWarpgroupStrips = 4;  // those of one warpgroup
-constexpr int kBarriersAt = 210432;  // full, empty, of W and of x
-constexpr int kSharedBytes = 210528;  // in all
-constexpr float kWeightScale = 4096.0f;  // brings W's low parts into the range of halves
-constexpr uint32_t kWeightScaleHalves = 0x6c006c00;  // the same, twice, as halves
-constexpr float kSmallestHalf = 1.0f;  // the largest value of a scaled row must reach it: what is lost below 2^-25 is then 2^-25 of it
+constexpr int kWarpgroupStrips = 4;  // strips of one warpgroup
+constexpr int kBarriersAt = 210432;  // offset of the barriers: full and empty, of W and of x
+constexpr int kSharedBytes = 210528;  // bytes of shared memory
+constexpr float kWeightScale = 4096.0f;  // scale that brings W's low parts into the range of halves
+constexpr uint32_t kWeightScaleHalves = 0x6c006c00;  // kWeightScale as two halves in a word
+constexpr float kSmallestHalf = 1.0f;  // least maximum of a scaled row: a loss of 2^-25 is then 2^-25 of it
 constexpr float kFaint = 3.8146973e-6f;  // 2^-6 / kWeightScale: values below lose too many bits
-constexpr uint32_t kFaintHalves = 0x24002400;  // 2^-6, twice, as halves
-constexpr float kFaintLimit = 1024.0f;  // in_features / 8: with more such values a row is computed again
-constexpr float kFaintSeen = 1024.0f;  // with more zeros or such values a row is looked at again
-constexpr float kEps = 1.0e-5f;  // inside the root
+constexpr uint32_t kFaintHalves = 0x24002400;  // 2^-6 as two halves in a word
+constexpr float kFaintLimit = 1024.0f;  // in_features / 8: with more such values a row is recomputed
+constexpr float kFaintSeen = 1024.0f;  // with more zeros or faint values a row is examined again
+constexpr float kEps = 1.0e-5f;  // added to the variance
 constexpr float kHardtanhMinVal = -2.0f;  // hardtanh's min_val
 constexpr float kHardtanhMaxVal = 2.0f;  // hardtanh's max_val
 
-// What the epilogue reads and writes.
+// Tensors of the epilogue.
 struct Arguments {
   const float* x;
   const float* gemm_weight;
@@ -85,25 +86,42 @@ struct Arguments {
   float* y;
 };
 
-// --- instructions: one wrapper each (PTX ISA 9.0, 9.7.9 and 9.7.13 to 9.7.16) ---
+// --- instructions: one function each (PTX ISA 9.0, sections 9.7.9 and 9.7.13 to 9.7.16) ---
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+// Makes new barriers visible to the cluster and to the copy engine.
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// Arrives, and announces bytes that the barrier's phase waits for.
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives at the barrier at the same offset in CTA `rank` of the cluster. Without .release: it says only that this warp's multiplications
-// have read their operands, and a release at cluster scope would wait for all of memory.
+// Arrives at the barrier at the same offset in CTA `rank` of the cluster. Without .release: the arrival only says that
+// this warp's multiplications have read their operands, and a release at cluster scope would wait for all of memory.
 __device__ __forceinline__ void arrive(uint32_t barrier, int rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
       : "memory");
+}
+__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+
+// Whether the barrier's phase of this parity has ended; the hardware waits a while for it.
+__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
+  while (!try_wait(barrier, parity)) {
+  }
 }
 
 __device__ __forceinline__ int cluster_rank() {
@@ -116,25 +134,15 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void arrive(uint32_t barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
-
-__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
-  uint32_t done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done;
-}
-
-// Copies a box of the tensor behind `map` to shared memory and credits its bytes to the barrier; what lies outside the tensor reads as 0.
+// Copies a box of the tensor behind `map` to shared memory and credits its bytes to the barrier; values outside the
+// tensor read as 0.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4}], [%5];" ::"r"(to), "l"(map),
                "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
                : "memory");
 }
 
-// The same box, to the same offset and barrier in every CTA of the cluster.
+// Copies a box to the same offset and barrier in every CTA of the cluster.
 __device__ __forceinline__ void copy_box_to_all(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, { %2, %3, %4}], [%5], %6;" ::"r"(to),
@@ -152,6 +160,7 @@ template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // Waits until the kernel before this one has finished and its results are visible (programmatic dependent launch).
@@ -165,19 +174,22 @@ __device__ __forceinline__ float4 load_shared(uint32_t from) {
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most kPending groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Rows of 64 halves (128 bytes), 128-byte swizzle, 1024 bytes from one group of eight rows to the next. A step of 16 along K adds 2.
+// Rows of 64 halves (128 bytes), 128-byte swizzle, 1024 bytes from one group of eight rows to the next. A step of 16
+// along K adds 2.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t tile) {
   return (1ull << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) | (1ull << 16) | ((tile & 0x3FFFF) >> 4);
 }
 constexpr int kDescriptorStep = 2;  // 16 halves = 32 bytes, in units of 16
 
-// d += a b^T, or d = a b^T where `accumulate` is false; d is in flight until wgmma_wait. a: the four registers of a 64 x 16 fragment.
-__device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+// Matrix product: d (64 x 128, fp32) += a (64 x 16) b (16 x 128), or = if `accumulate` is false. d is in flight until
+// wgmma_wait. a: four registers, b: a matrix descriptor.
+__device__ __forceinline__ void wgmma(float (&d)[kAccumulators], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
@@ -197,9 +209,9 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// --- pipeline: a ring of stages in shared memory, filled by two threads, read by the consumers ---
+// --- pipeline: a ring of stages in shared memory, filled by two threads and read by the consumers ---
 
-// Each fills and frees a ring of its own: W is done with once it is in registers, x when it has been multiplied.
+// Operands with rings of their own: W is free once it is in registers, x once it has been multiplied.
 enum Operand { kWeight, kInput };
 
 struct Shared {
@@ -210,7 +222,7 @@ struct Shared {
   __device__ uint32_t empty(Operand operand, int stage) const { return full(operand, kStages + stage); }
 };
 
-// A place in the ring; the phase's parity tells this round's fill of a stage from the last one's.
+// A place in the ring. The parity tells this round's fill of a stage from the previous one's.
 struct Ring {
   int stage = 0, parity = 0;
   __device__ void advance() {
@@ -221,22 +233,17 @@ struct Ring {
   }
 };
 
-__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
-  while (!try_wait(barrier, parity)) {
-  }
-}
-
-// --- schedule: clusters take units in turn; units that follow each other share rows of W, which L2 then holds ---
+// --- schedule: clusters take units in turn; consecutive units share rows of W, which then stay in the L2 cache ---
 
 struct Tile {
-  int sample, channel;  // the first of each
+  int sample, channel;  // first sample and first channel
 };
 
 __device__ __forceinline__ Tile tile_of(int unit, int tile, int rank) {
   return {(unit % kSampleBlocks * kCluster + rank) * kTileSamples, (unit / kSampleBlocks * kUnitTiles + tile) * kTileChannels};
 }
 
-// Walks all k-steps of all tiles of this CTA.
+// Iterator over all k-steps of all tiles of this CTA.
 struct Walk {
   int unit = blockIdx.x / kCluster, tile = 0, step = 0;
   __device__ bool inside() const { return unit < kUnits; }
@@ -251,7 +258,7 @@ struct Walk {
 
 __device__ __forceinline__ void fetch_weight(const Shared& shared, const CUtensorMap* map, const Walk& at, int stage, int rank) {
   const int row = tile_of(at.unit, at.tile, rank).channel;
-  // Each CTA fetches one block of 64 rows for both.
+  // Each CTA fetches one block of 64 rows for both CTAs.
   copy_box_to_all(shared.weight(stage, 0) + rank * kWeightBlockBytes, map, 0, row + rank * 64, at.step * (kTileK / 16), shared.full(kWeight, stage));
 }
 
@@ -262,11 +269,12 @@ __device__ __forceinline__ void fetch_input(const Shared& shared, const CUtensor
   }
 }
 
-// Two threads keep the rings full. W needs no other kernel: its first stages are under way before x is ready.
+// Producers, two threads that keep the rings full. W depends on no other kernel: its first stages are fetched before x
+// is ready.
 __device__ void produce_weight(const Shared& shared, const CUtensorMap* map, int rank) {
   Ring ring;
   for (Walk at; at.inside(); at.advance(), ring.advance()) {
-    wait(shared.empty(kWeight, ring.stage), ring.parity ^ 1, "W empty");  // true at once in the first round
+    wait(shared.empty(kWeight, ring.stage), ring.parity ^ 1, "W empty");  // returns at once in the first round
     expect_bytes(shared.full(kWeight, ring.stage), kWeightPartBytes);
     fetch_weight(shared, map, at, ring.stage, rank);
   }
@@ -284,7 +292,7 @@ __device__ void produce_input(const Shared& shared, const CUtensorMap* map, int 
 
 // --- multiply: rows of the accumulators are channels (W is operand A), columns are samples (x is operand B) ---
 
-// Where a consumer thread stands. Accumulator register 4 j + 2 h + e of block b is channel `channel(b, h)`,
+// A consumer thread's place. Accumulator register 4 j + 2 h + e of block b is channel `channel(b, h)`,
 // sample 8 j + 2 (lane % 4) + e.
 struct Consumer {
   int warpgroup, warp, lane;
@@ -296,21 +304,22 @@ struct Feed {
   const Shared& shared;
   const Consumer& self;
   Ring weight, input;
-  int reading = -1;  // the stage of x whose multiplications may still be running
+  int reading = -1;  // stage of x whose multiplications may still be running
 
-  // One arrival a warp, in every CTA of the cluster: all of them fill the stage.
+  // Frees a stage of W: one arrival a warp, in every CTA of the cluster, since all of them fill the stage.
   __device__ __forceinline__ void release_weight(int stage) {
     if (self.lane < kCluster) arrive(shared.empty(kWeight, stage), self.lane);
   }
 
-  // The same.
+  // Frees the stage of x: one arrival a warp.
   __device__ __forceinline__ void release() {
     if (reading >= 0 && self.lane == 0) arrive(shared.empty(kInput, reading));
     reading = -1;
   }
 };
 
-// What a thread has seen of its two rows of W, two halves a word: the largest magnitudes, where NaN wins, and how many were faint.
+// A thread's summary of its two rows of W, two halves a word: the largest magnitudes (NaN wins) and the numbers of
+// faint values.
 struct Seen {
   uint32_t largest[2], faint[2];
 };
@@ -322,34 +331,36 @@ __device__ __forceinline__ void look_at(Seen& seen, int h, uint32_t halves) {
       : "+r"(seen.largest[h]), "+r"(seen.faint[h]) : "r"(halves), "r"(kFaintHalves));
 }
 
-// Two values, rounded to nearest, as halves in a word.
-__device__ __forceinline__ uint32_t to_halves(float low, float high) {
+// Packs two values, rounded to nearest, into a 32-bit word.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// v * kWeightScale = high + low up to 2^-22 of v or 2^-25, both halves. The product of a half with the scale is exact.
+// Splits v * kWeightScale into halves high + low, with an error of 2^-22 of v or 2^-25. The product of a half and the
+// scale is exact.
 __device__ __forceinline__ void split_pair(float v0, float v1, uint32_t& high, uint32_t& low) {
   const uint32_t scale = kWeightScaleHalves;
-  const uint32_t rounded = to_halves(v0, v1);
+  const uint32_t rounded = pack(v0, v1);
   const __half2 scaled = __hmul2(*reinterpret_cast<const __half2*>(&rounded), *reinterpret_cast<const __half2*>(&scale));
   const float2 part = __half22float2(scaled);
   high = *reinterpret_cast<const uint32_t*>(&scaled);
-  low = to_halves(fmaf(v0, kWeightScale, -part.x), fmaf(v1, kWeightScale, -part.y));
+  low = pack(fmaf(v0, kWeightScale, -part.x), fmaf(v1, kWeightScale, -part.y));
 }
 
-// 16 rows x 16 k of W as a warp reads them: lane l has k = 4 (l % 4) .. + 3 of rows l / 4 and l / 4 + 8, 16 bytes each and no two lanes in
-// one bank. They serve as the operand's k = 2c, 2c + 1, 2c + 8, 2c + 9 with c = l % 4; x is stored in the order that matches.
+// A lane's values of 16 rows x 16 k of W: k = 4 (l % 4) .. + 3 of rows l / 4 and l / 4 + 8, 16 bytes each without bank
+// conflicts. They serve as the operand's k = 2c, 2c + 1, 2c + 8, 2c + 9 with c = l % 4; x is stored in the matching
+// order.
 struct Values {
   float4 row[2];
 };
 
-// W on its way into the multiplier: the operand's words for each 16 k of a stage, and the values that become such next. A piece is split
-// while the one before it is multiplied, and read from shared memory yet one piece earlier, so that neither is waited for.
+// Pipeline of W in registers: the operand's words for each 16 k of a stage, and the values to convert next. A piece is
+// split while the previous one is multiplied, and read from shared memory one piece earlier, so that nothing waits.
 struct Weights {
   uint32_t high[kTileK / 16][4], low[kTileK / 16][4];
   Values next;
-  uint32_t from;  // the lane's first values of the stage that is read
+  uint32_t from;  // address of the lane's first values in the stage being read
 
   __device__ __forceinline__ void read(int piece) {
     next = {load_shared(from + piece * kPlaneBytes), load_shared(from + piece * kPlaneBytes + 8 * kPlaneRowBytes)};
@@ -370,7 +381,7 @@ struct Weights {
     from = feed.shared.weight(feed.weight.stage, 0) + feed.self.warpgroup * kWeightBlockBytes + (feed.self.warp * 16 + feed.self.lane / 4) * kPlaneRowBytes +
            feed.self.lane % 4 * 16;
   }
-  // Before a tile: the first piece converted, the second read.
+  // Starts a tile: converts the first piece and reads the second.
   __device__ __forceinline__ void begin(const Feed& feed) {
     enter_stage(feed);
     read(0);
@@ -379,7 +390,7 @@ struct Weights {
   }
 };
 
-// One stage. `more`: another one of this tile follows, whose first pieces are read and converted on the way.
+// Multiplies one stage. `more`: another stage of this tile follows; its first pieces are read and converted on the way.
 __device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulators], Weights& weights, Feed& feed, bool accumulate, bool more, Seen& seen) {
   constexpr int kPieces = kTileK / 16;
   wait(feed.shared.full(kInput, feed.input.stage), feed.input.parity, "x full");
@@ -403,13 +414,14 @@ __device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulat
     }
     if (piece + 2 < kPieces || more) weights.read((piece + 2) % kPieces);
     wgmma_wait<kInFlight>();
-    if (piece == kInFlight - 1) feed.release();  // the stage before
+    if (piece == kInFlight - 1) feed.release();  // the previous stage
   }
   feed.reading = feed.input.stage;
   feed.input.advance();
 }
 
-// Volatile, so that the additions stay between the wait that made `sums` final and the multiplication that overwrites them.
+// Adds `sums` to `total`. Volatile, so that the additions stay between the wait for `sums` and the multiplication that
+// overwrites them.
 __device__ __forceinline__ void promote(float (&total)[kBlocks][kAccumulators], const float (&sums)[kBlocks][kAccumulators]) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
@@ -418,8 +430,9 @@ __device__ __forceinline__ void promote(float (&total)[kBlocks][kAccumulators], 
   }
 }
 
-// The product of one tile. The tensor core's accumulator truncates, so every kPromoteSteps its sums are added to `total` with rounding.
-// Both warpgroups do it at the same k: equal rows of W give equal sums, so that a constant group is constant.
+// The product of one tile. The tensor core truncates, so its sums are added to `total` with rounding every
+// kPromoteSteps steps.
+// Both warpgroups do this at the same k: equal rows of W give equal sums, so that a constant group stays constant.
 __device__ __forceinline__ void multiply_tile(float (&total)[kBlocks][kAccumulators], Feed& feed, Seen& seen) {
   float sums[kBlocks][kAccumulators];
 #pragma unroll
@@ -444,13 +457,11 @@ __device__ __forceinline__ float hardtanh(float v, float lo, float hi) {
   return v < lo ? lo : (v > hi ? hi : v);
 }
 
-__device__ __forceinline__ float to_float(float v) { return v; }
-
 __device__ __forceinline__ float parameter(const float* vector, int channel) {
-  return to_float(vector[channel]);
+  return vector[channel];
 }
 
-// --- guard: values that scaled halves cannot carry are found on the way, and their sums computed again in fp32 ---
+// --- guard: finds values that scaled halves cannot carry and recomputes their sums in fp32 ---
 
 __device__ __forceinline__ const float* weight_row(const Arguments& arguments, int channel) {
   return arguments.gemm_weight + static_cast<size_t>(channel) * kInFeatures;
@@ -460,24 +471,25 @@ __device__ __forceinline__ const float* input_row(const Arguments& arguments, in
   return arguments.x + static_cast<size_t>(sample) * kInFeatures;
 }
 
-// The largest and the sum of what the four lanes of a quad have: a row of W.
+// The sum over the four lanes that hold a row's columns.
+__device__ __forceinline__ float quad_sum(float v) {
+  v += __shfl_xor_sync(0xffffffffu, v, 1);
+  return v + __shfl_xor_sync(0xffffffffu, v, 2);
+}
+
+// Maximum over the same four lanes.
 __device__ __forceinline__ float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
   return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
 }
 
-__device__ __forceinline__ float quad_sum(float v) {
-  v += __shfl_xor_sync(~0u, v, 1);
-  return v + __shfl_xor_sync(~0u, v, 2);
-}
-
 __device__ __forceinline__ float2 pair_of(uint32_t halves) { return __half22float2(*reinterpret_cast<const __half2*>(&halves)); }
 
-// Whether a row of W left the window in which its split is exact enough: by its largest value, or by how many others lose bits. Zeros lose
-// none, and only a walk along the row tells them from values that are faint or vanished.
+// Whether a row of W leaves the range in which its split is exact enough: by its largest value, or by the number of
+// values that lose bits. Zeros lose none; only a pass over the row tells them from faint values.
 __device__ __forceinline__ bool outside_window(const Seen& seen, int h, const float* row, int lane) {
   const float2 largest = pair_of(seen.largest[h]), faint = pair_of(seen.faint[h]);
-  const bool holds = quad_max(largest.x <= 65504.0f && largest.y <= 65504.0f ? 0.0f : 1.0f) == 0.0f;  // not too large, infinite or NaN
+  const bool holds = quad_max(largest.x <= 65504.0f && largest.y <= 65504.0f ? 0.0f : 1.0f) == 0.0f;  // finite and in range
   const float magnitude = quad_max(fmaxf(largest.x, largest.y));
   const bool doubtful = quad_sum(faint.x + faint.y) > kFaintSeen;
   float count = 0.0f;
@@ -495,10 +507,10 @@ __device__ __forceinline__ bool outside_window(const Seen& seen, int h, const fl
 
 __device__ __forceinline__ float dot(float4 a, float4 b) { return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w))); }
 
-// A warp's sums of products straight from x and W, two channels and two samples a lane at a time: right for every value, a hundred times
-// slower.
+// Recomputes a warp's sums from x and W in fp32, two channels and two samples a lane at a time: correct for every
+// value, a hundred times slower.
 __device__ __forceinline__ void recompute(float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile, const Consumer& self) {
-  constexpr int kPartialK = 128;  // of a partial sum: a sum of all of K one after the other would be less accurate than PyTorch's
+  constexpr int kPartialK = 128;  // length of a partial sum, for PyTorch's accuracy
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
     const float* weights[2] = {weight_row(arguments, tile.channel + self.channel(block, 0)), weight_row(arguments, tile.channel + self.channel(block, 1))};
@@ -526,7 +538,7 @@ __device__ __forceinline__ void recompute(float (&v)[kBlocks][kAccumulators], co
   }
 }
 
-// Takes the operands' scales out of the sums; `marked` scales, NaN, and rows of W outside the window ask for `recompute`.
+// Removes the operands' scales from the sums. NaN scales and rows of W outside the range lead to `recompute`.
 __device__ __forceinline__ void unscale(float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile,
                                         const Consumer& self, const Seen& seen) {
   bool unfit = false;
@@ -552,80 +564,84 @@ __device__ __forceinline__ void unscale(float (&v)[kBlocks][kAccumulators], cons
 
 // --- statistics: merged by Chan's formula in a fixed order; exact for equal values ---
 
-// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
-// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+// Scale for values whose squares exceed fp32's range. Statistics are then formed of the values times kShrink, a power
+// of two: a sum of squares above 2^128 becomes one above 2^-32, and every sum of squares stays below 2^128.
 constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
 constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
-// Of a set of values: its mean is `mean` + `rest`, which holds what rounding left, m2 the sum of squared differences from it. Where that exceeds
-// fp32's range, m2 is that of the values times kShrink, and negative.
-struct Moments {
-  float mean, rest, m2;
+// Moments of a set of values whose count the compiler knows: the mean (`mean` plus its rounding error `mean_rest`), and
+// the sum m2 of squared differences from it.
+// A negative m2 belongs to the values times kShrink: the sum of the values themselves exceeds fp32's range.
+
+struct UncountedMoments {
+  float mean, mean_rest, m2;
 };
 
-// Only differences of means are rounded, which are as small as the spread: neither a far mean nor one far value costs the others their bits.
-// __fsub_rn keeps the compiler from fusing a difference with the product that made its operand, which would differ from the value kept.
-__device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float other_count) {
+// Moments of the union of two sets by Chan's formula. Only differences of means are rounded, and those are as small as
+// the spread: all values keep their bits, even beside a far mean or value. __fsub_rn prevents a fusion with the product
+// that made an operand: the value kept is the rounded one.
+__device__ __forceinline__ UncountedMoments merge(const UncountedMoments& a, float count, const UncountedMoments& b, float other_count) {
   const float share = other_count / (count + other_count);
-  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.rest - a.rest, all = d + d_rest;
+  const float d = __fsub_rn(b.mean, a.mean), d_rest = b.mean_rest - a.mean_rest, all = d + d_rest;
   const float mean = fmaf(d, share, a.mean);
-  return {mean, a.rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * all * (count * share)};
+  return {mean, a.mean_rest + fmaf(d_rest, share, fmaf(d, share, __fsub_rn(a.mean, mean))), (a.m2 + b.m2) + all * all * (count * share)};
 }
 
-__device__ __forceinline__ bool beyond_range(const Moments& m) { return !(m.m2 < INFINITY); }
-__device__ __forceinline__ Moments shrunk(const Moments& m) { return {m.mean * kShrink, m.rest * kShrink, m.m2 < 0.0f ? -m.m2 : m.m2 * kShrink * kShrink}; }
-__device__ __forceinline__ Moments grown(const Moments& m) { return {m.mean * kGrow, m.rest * kGrow, -m.m2}; }
+__device__ __forceinline__ bool beyond_range(const UncountedMoments& m) { return !(m.m2 < INFINITY); }
+__device__ __forceinline__ UncountedMoments shrunk(const UncountedMoments& m) { return {m.mean * kShrink, m.mean_rest * kShrink, m.m2 < 0.0f ? -m.m2 : m.m2 * kShrink * kShrink}; }
+__device__ __forceinline__ UncountedMoments grown(const UncountedMoments& m) { return {m.mean * kGrow, m.mean_rest * kGrow, -m.m2}; }
 
-// The same, whatever the sizes of the values.
-__device__ __forceinline__ Moments join(const Moments& a, float count, const Moments& b, float other_count) {
-  const Moments both = merge(a, count, b, other_count);
+// Merge for values of any magnitude.
+__device__ __forceinline__ UncountedMoments join(const UncountedMoments& a, float count, const UncountedMoments& b, float other_count) {
+  const UncountedMoments both = merge(a, count, b, other_count);
   if (a.m2 >= 0.0f && b.m2 >= 0.0f && !beyond_range(both)) return both;
   return grown(merge(shrunk(a), count, shrunk(b), other_count));
 }
 
-// What makes (v - mean) * rstd + offset the normalised value: offset takes the mean's rest.
+// Coefficients of the normalised value (v - mean) * rstd + offset; `offset` accounts for the mean's rounding error.
 struct Normaliser {
   float mean, rstd, offset;
 };
 
-__device__ __forceinline__ Normaliser normaliser(const Moments& group) {
+__device__ __forceinline__ Normaliser normaliser(const UncountedMoments& group) {
   const float rstd = group.m2 < 0.0f ? kShrink / sqrtf(-group.m2 * (1.0f / kGroupWidth)) : 1.0f / sqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);
-  return {group.mean, rstd, -group.rest * rstd};
+  return {group.mean, rstd, -group.mean_rest * rstd};
 }
 
-// `kShrunk`: of the values times kShrink.
+// Moments of two values; kShrunk: of the values times kShrink.
 template <bool kShrunk>
-__device__ __forceinline__ Moments of_two(float a, float b) {
+__device__ __forceinline__ UncountedMoments of_two(float a, float b) {
   if (kShrunk) a *= kShrink, b *= kShrink;
   const float d = __fsub_rn(b, a), mean = fmaf(d, 0.5f, a);
   return {mean, fmaf(d, 0.5f, __fsub_rn(a, mean)), 0.5f * d * d};
 }
 
-// In shared memory, three numbers of kTileSamples samples each lie in planes: of a strip its moments, of a group its normaliser.
-__device__ __forceinline__ Moments load_moments(const float* from) { return {from[0], from[kTileSamples], from[2 * kTileSamples]}; }
-__device__ __forceinline__ void store_moments(float* to, const Moments& m) { to[0] = m.mean, to[kTileSamples] = m.rest, to[2 * kTileSamples] = m.m2; }
+// Planes of three numbers for kTileSamples samples in shared memory: a strip's moments, or a group's normaliser.
+__device__ __forceinline__ UncountedMoments load_moments(const float* from) { return {from[0], from[kTileSamples], from[2 * kTileSamples]}; }
+__device__ __forceinline__ void store_moments(float* to, const UncountedMoments& m) { to[0] = m.mean, to[kTileSamples] = m.mean_rest, to[2 * kTileSamples] = m.m2; }
 __device__ __forceinline__ void store_normaliser(float* to, const Normaliser& n) { to[0] = n.mean, to[kTileSamples] = n.rstd, to[2 * kTileSamples] = n.offset; }
 
-// Two lanes that differ in `bit` hold moments of `count` values for two samples each: the lane with the bit takes over the second sample.
-__device__ __forceinline__ Moments share_out(const Moments& first, const Moments& second, int lane, int bit, int count) {
+// Exchange between two lanes that differ in `bit`, each with moments of `count` values for two samples: the lane with
+// the bit takes the second sample.
+__device__ __forceinline__ UncountedMoments share_out(const UncountedMoments& first, const UncountedMoments& second, int lane, int bit, int count) {
   const bool upper = lane & bit;
-  const Moments own = upper ? second : first, given = upper ? first : second;
-  const Moments got = {__shfl_xor_sync(~0u, given.mean, bit), __shfl_xor_sync(~0u, given.rest, bit), __shfl_xor_sync(~0u, given.m2, bit)};
+  const UncountedMoments own = upper ? second : first, given = upper ? first : second;
+  const UncountedMoments got = {__shfl_xor_sync(~0u, given.mean, bit), __shfl_xor_sync(~0u, given.mean_rest, bit), __shfl_xor_sync(~0u, given.m2, bit)};
   return merge(own, count, got, count);
 }
 
-// The channels of a strip that this thread holds, for sample `c` of its 8.
+// Moments of this thread's channels of a strip, for sample `c` of its 8.
 template <bool kShrunk>
-__device__ __forceinline__ Moments thread_moments(const float (&v)[kBlocks][kAccumulators], int block, int samples, int c) {
+__device__ __forceinline__ UncountedMoments thread_moments(const float (&v)[kBlocks][kAccumulators], int block, int samples, int c) {
   const int at = 16 * samples + 4 * (c / 2) + c % 2;
   return of_two<kShrunk>(v[block][at], v[block][at + 2]);
 }
 
-// A warp's strip of kStripValues channels, for 32 samples: lanes exchange halves of the samples they still look after, so that each ends
-// up with one, which `strip_sample` names.
+// Moments of a warp's strip of kStripValues channels, for 32 samples. Lanes exchange halves of their samples until each
+// has one, given by `strip_sample`.
 template <bool kShrunk>
-__device__ __forceinline__ Moments strip_statistics_of(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
-  Moments all[4];
+__device__ __forceinline__ UncountedMoments strip_statistics_of(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
+  UncountedMoments all[4];
 #pragma unroll
   for (int c = 0; c < 4; ++c) {
     all[c] = share_out(thread_moments<kShrunk>(v, block, samples, c), thread_moments<kShrunk>(v, block, samples, c + 4), lane, 16, 2);
@@ -638,10 +654,10 @@ __device__ __forceinline__ Moments strip_statistics_of(const float (&v)[kBlocks]
   return all[0];
 }
 
-__device__ __forceinline__ Moments strip_statistics(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
-  Moments own = strip_statistics_of<false>(v, block, samples, lane);
+__device__ __forceinline__ UncountedMoments strip_statistics(const float (&v)[kBlocks][kAccumulators], int block, int samples, int lane) {
+  UncountedMoments own = strip_statistics_of<false>(v, block, samples, lane);
   if (__any_sync(~0u, beyond_range(own))) {
-    const Moments small = strip_statistics_of<true>(v, block, samples, lane);
+    const UncountedMoments small = strip_statistics_of<true>(v, block, samples, lane);
     if (beyond_range(own)) own = grown(small);
   }
   return own;
@@ -649,23 +665,24 @@ __device__ __forceinline__ Moments strip_statistics(const float (&v)[kBlocks][kA
 
 __device__ __forceinline__ int strip_sample(int samples, int lane) { return 32 * samples + 8 * (lane / 8) + lane % 4 * 2 + lane / 4 % 2; }
 
-// A warp's strips of a tile, into its warpgroup's part of shared memory, merged with those of the unit's earlier tiles.
+// Writes the moments of a warp's strips to its warpgroup's part of shared memory, merged with those of the unit's
+// earlier tiles.
 __device__ __forceinline__ void write_strips(const float (&v)[kBlocks][kAccumulators], float* strips, int tile, const Consumer& self) {
 #pragma unroll
   for (int block = 0; block < kBlocks; block += 1) {
     float* strip = strips + self.warpgroup * (kScratchBytes / 4) + self.warp * kStripFloats;
 #pragma unroll
     for (int samples = 0; samples < kTileSamples / 32; ++samples) {
-      const Moments here = strip_statistics(v, block, samples, self.lane);
-      float* all = strip + strip_sample(samples, self.lane);  // this lane's own, in every tile
+      const UncountedMoments here = strip_statistics(v, block, samples, self.lane);
+      float* all = strip + strip_sample(samples, self.lane);  // this lane's own place in every tile
       store_moments(all, tile == 0 ? here : join(load_moments(all), static_cast<float>(tile * kStripValues), here, kStripValues));
     }
   }
 }
 
-// The strips of group `group`, for one sample.
-__device__ __forceinline__ Moments merge_strips(const float* strips, int sample) {
-  Moments all = load_moments(strips + sample);
+// Merges the strips of a group for one sample.
+__device__ __forceinline__ UncountedMoments merge_strips(const float* strips, int sample) {
+  UncountedMoments all = load_moments(strips + sample);
 #pragma unroll
   for (int i = 1; i < kGroupStrips; ++i) {
     const int place = i / kWarpgroupStrips * (kScratchBytes / 4) + i % kWarpgroupStrips * kStripFloats;
@@ -676,7 +693,7 @@ __device__ __forceinline__ Moments merge_strips(const float* strips, int sample)
 
 // --- epilogue ---
 
-// What stands between the product and the norm.
+// Operators between the product and the norm.
 __device__ __forceinline__ void before_norm(float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile, const Consumer& self) {
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block) {
@@ -691,7 +708,7 @@ __device__ __forceinline__ void before_norm(float (&v)[kBlocks][kAccumulators], 
   }
 }
 
-// The norm and what follows it.
+// The norm and the operators after it.
 __device__ __forceinline__ void norm_and_after(float (&v)[kBlocks][kAccumulators], const Arguments& arguments,
                                                const float* groups, const Tile& tile, const Consumer& self) {
 #pragma unroll
@@ -702,7 +719,7 @@ __device__ __forceinline__ void norm_and_after(float (&v)[kBlocks][kAccumulators
     const float* group = groups + self.first_sample();
 #pragma unroll
     for (int j = 0; j < kTileSamples / 8; ++j) {
-      // Of two samples each.
+      // Normalisers of two samples.
       const float2 mean = *reinterpret_cast<const float2*>(group + 8 * j);
       const float2 rstd = *reinterpret_cast<const float2*>(group + 8 * j + kTileSamples);
       const float2 offset = *reinterpret_cast<const float2*>(group + 8 * j + 2 * kTileSamples);
@@ -718,7 +735,7 @@ __device__ __forceinline__ void norm_and_after(float (&v)[kBlocks][kAccumulators
   }
 }
 
-// A tile whose group is not complete waits in its own part of y, in the registers' order: 16 bytes a thread at a time, row after row.
+// Place of a deferred tile: its own part of y, in the registers' order, 16 bytes a thread at a time, row after row.
 __device__ __forceinline__ uint4* held_piece(const Arguments& arguments, const Tile& tile, const Consumer& self, int piece) {
   constexpr int kRowPieces = kTileChannels / 4;
   const int thread = (self.warpgroup * 4 + self.warp) * 32 + self.lane;
@@ -754,7 +771,7 @@ __device__ __forceinline__ void fetch_held(float (&v)[kBlocks][kAccumulators], c
   }
 }
 
-// Eight lanes write 32 consecutive bytes of a sample: whole sectors.
+// Stores a tile: eight lanes write 32 consecutive bytes of a sample, whole sectors.
 __device__ __forceinline__ void store_tile(const float (&v)[kBlocks][kAccumulators], const Arguments& arguments, const Tile& tile, const Consumer& self) {
   const int sample = tile.sample + self.first_sample();
 #pragma unroll
@@ -788,7 +805,7 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
     for (int tile = 0; tile < kUnitTiles; ++tile) {
       Seen seen = {};
       multiply_tile(v, feed, seen);
-      // The epilogue's addresses are computed after this: before the multiplication they would take registers that it needs.
+      // Keeps the epilogue's address arithmetic below this point: the multiplication needs the registers.
       asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));
       const Tile at = tile_of(unit, tile, cluster_rank());
       unscale(v, arguments, at, self, seen);
@@ -797,7 +814,7 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
       if (tile + 1 < kUnitTiles) hold(v, arguments, at, self);
     }
 
-    named_barrier(1, 2 * 128);  // all strips of both warpgroups are there
+    named_barrier(1, 2 * 128);  // all strips of both warpgroups are complete
     if (thread < kTileSamples) store_normaliser(groups + thread, normaliser(merge_strips(strips, thread)));
     named_barrier(1, 2 * 128);
 
@@ -805,7 +822,7 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
       const Tile at = tile_of(unit, tile, cluster_rank());
       if (tile + 1 < kUnitTiles) {
         fetch_held(v, arguments, at, self);
-        named_barrier(1, 2 * 128);  // all have read before any writes there
+        named_barrier(1, 2 * 128);  // all threads have read before any writes
       }
       norm_and_after(v, arguments, groups, at, self);
       store_tile(v, arguments, at, self);
@@ -841,7 +858,7 @@ gemm(const __grid_constant__ CUtensorMap map_weight, const __grid_constant__ CUt
     consume(shared, memory, arguments);
   }
   __syncwarp();
-  cluster_sync();  // no CTA leaves while another may still write to its shared memory
+  cluster_sync();  // another CTA may write to this one's shared memory until here
 }
 
 // --- host ---
@@ -863,12 +880,12 @@ struct DeviceScope {
   }
 };
 
-// Own errors, beside cudaError_t (positive) and 1000000 + CUresult.
+// Error codes beside cudaError_t (positive) and 1000000 + CUresult.
 constexpr int kMisaligned = -1;       // a pointer is no multiple of 16 bytes
 constexpr int kNoClusters = -2;       // the device cannot hold a cluster of this kernel
 constexpr int kDriverError = 1000000;
 
-// cuTensorMapEncodeTiled through the runtime: nothing links to the driver.
+// Finds cuTensorMapEncodeTiled through the runtime, so that nothing links to the driver.
 PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -894,7 +911,7 @@ int encode(CUtensorMap* map, const void* tensor, const Box& b) {
   return result == CUDA_SUCCESS ? 0 : kDriverError + result;
 }
 
-// Once on each device: shared memory above 48 KB, and whether a cluster fits.
+// Sets the shared-memory limit and checks that a cluster fits, once on each device.
 int prepare(int device, const cudaLaunchConfig_t& config) {
   constexpr int kDevices = 64;
   static std::mutex lock;
@@ -927,13 +944,13 @@ extern "C" int gemm_sm90a_launch(
   using namespace gemm_sm90a;
   const DeviceScope scope(device);
   if (scope.error != cudaSuccess) return scope.error;
-  const void* const read_wide[] = {x, gemm_weight, y};  // 16 bytes at a time, beside the copy engine
+  const void* const read_wide[] = {x, gemm_weight, y};  // tensors that threads read 16 bytes at a time
   for (const void* tensor : read_wide) {
     if (reinterpret_cast<uintptr_t>(tensor) % 16 != 0) return kMisaligned;
   }
 
   CUtensorMap map_weight, map_input;
-  // W as planes of 16 k: a box of {16, 64, 4} lands as four planes of 64 rows of 64 bytes.
+  // W as planes of 16 k: a box of {16, 64, 4} becomes four planes of 64 rows of 64 bytes.
   const Box weight_box = {CU_TENSOR_MAP_DATA_TYPE_FLOAT32, CU_TENSOR_MAP_SWIZZLE_NONE,         3,
                           {16, kOutFeatures, kInFeatures / 16}, {kInFeatures * 4ull, 64},          {16, 64, kTileK / 16}};
   const Box input_box = {CU_TENSOR_MAP_DATA_TYPE_FLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, 3, {kInFeatures, kBatch, 2},
@@ -944,7 +961,7 @@ extern "C" int gemm_sm90a_launch(
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {kCluster, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // starts while the split of x runs
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;  // launch while the split of x runs
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = kGrid;

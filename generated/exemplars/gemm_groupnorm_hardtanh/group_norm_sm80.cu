@@ -1,4 +1,4 @@
-// gemm_groupnorm_hardtanh: GroupNorm and what follows; 32 lanes hold a group of 512 values
+// gemm_groupnorm_hardtanh: GroupNorm and the operators after it; 32 lanes hold a group of 512 values
 //
 //   linear(in_features=8192, out_features=8192, bias=True)  # gemm
 //   group_norm(num_groups=16, eps=1e-05, affine=True)  # group_norm
@@ -8,7 +8,8 @@
 // Plan for sm_80 on h100:
 //   4096 blocks of 128 threads, 0 bytes of shared memory
 //
-// Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml
+// Generated from specs/default.yaml; do not edit.
+// Again: make generate SPEC=specs/default.yaml
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -30,7 +31,7 @@ constexpr float kEps = 1.0e-5f;  // group_norm's eps, added to the variance
 constexpr float kHardtanhMinVal = -2.0f;  // hardtanh's min_val
 constexpr float kHardtanhMaxVal = 2.0f;  // hardtanh's max_val
 
-// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+// Early launch on Hopper: waits for the previous kernel's results, then allows the next kernel to launch.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -55,7 +56,8 @@ __device__ __forceinline__ float hardtanh(float v, float lo, float hi) {
   return v < lo ? lo : (v > hi ? hi : v);
 }
 
-// The norm and what follows it. __fsub_rn is never fused with a product before it: a value equal to the mean gives 0.
+// The norm and the operators after it. __fsub_rn is never fused with a product before it: a value equal to the mean
+// gives 0.
 __device__ __forceinline__ float finish_value(float v, float mean, float mean_rest, float rstd, float c_gamma, float c_beta) {
   v = (__fsub_rn(v, mean) - mean_rest) * rstd;
   v = fmaf(v, c_gamma, c_beta);
@@ -63,7 +65,7 @@ __device__ __forceinline__ float finish_value(float v, float mean, float mean_re
   return v;
 }
 
-// finish_value on kWidth consecutive values, the first of which is the group's `index`-th.
+// Applies finish_value to kWidth consecutive values, from the group's value `index` on.
 __device__ __forceinline__ void finish(
     float (&v)[kWidth],
     int first_channel,
@@ -92,12 +94,12 @@ __device__ __forceinline__ float lane_sum(float v) {
 
 __device__ __forceinline__ float2 lane_sum(float2 v) { return make_float2(lane_sum(v.x), lane_sum(v.y)); }
 
-// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
-// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+// Scale for values whose squares exceed fp32's range. Statistics are then formed of the values times kShrink, a power
+// of two: a sum of squares above 2^128 becomes one above 2^-32, and every sum of squares stays below 2^128.
 constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
 constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
-// kLanes lanes normalise a group; its values live in their registers between the one read and the one write.
+// Norm, kLanes lanes a group: its values stay in their registers between the one read and the one write.
 __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     float* values,
     const float* __restrict__ p_gamma,
@@ -115,8 +117,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     load(values + base + (r * kLanes + lane) * kWidth, v[r]);
   }
 
-  // Statistics in two passes over the registers. The first sums differences from one value of the group, so that a constant group's mean
-  // is exact. The second sums differences from that mean: their own mean is what the first one's rounding left, however large the shift was.
+  // Statistics in two passes over the registers. The first sums differences from one value of the group, so that a
+  // constant group's mean is exact. The second sums differences from that mean; their mean is the first pass's rounding
+  // error.
   const float shift = __shfl_sync(0xffffffffu, v[0][0], 0, kLanes);
   float sum = 0.0f;
 #pragma unroll
@@ -125,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
     for (int e = 0; e < kWidth; ++e) sum += __fsub_rn(v[r][e], shift);
   }
   float mean = fmaf(lane_sum(sum), 1.0f / kGroupSize, shift);
-  float2 sums = make_float2(0.0f, 0.0f);  // of differences, of their squares
+  float2 sums = make_float2(0.0f, 0.0f);  // sums of differences and of their squares
 #pragma unroll
   for (int r = 0; r < kVectors; ++r) {
 #pragma unroll
@@ -140,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) group_norm(
   const float m2 = fmaf(-mean_rest, sums.x, sums.y);
   float rstd = rsqrtf(m2 * (1.0f / kGroupSize) + kEps);
   const bool beyond = !(m2 < INFINITY);
-  if (__any_sync(0xffffffffu, beyond)) {  // the same of values kShrink times as large
+  if (__any_sync(0xffffffffu, beyond)) {  // repeated with the values times kShrink
     const float shrunk_shift = shift * kShrink;
     float sum = 0.0f;
 #pragma unroll

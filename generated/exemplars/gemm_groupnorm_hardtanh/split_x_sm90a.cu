@@ -9,7 +9,8 @@
 //   one block a row: largest value, scale, split
 //   1024 blocks of 256 threads, 0 bytes of shared memory
 //
-// Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml
+// Generated from specs/default.yaml; do not edit.
+// Again: make generate SPEC=specs/default.yaml
 
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -20,33 +21,34 @@ namespace split_x_sm90a {
 namespace {
 
 constexpr int kColumns = 8192;  // in_features
-constexpr int kBlocks = 1024;  // one a row
-constexpr int kThreads = 256;  // of a block
-constexpr int kPieces = 8;  // of 4 values a thread, in registers
-constexpr int kTopExponent = 14;  // a row's largest value ends up in [2^14, 2^15)
-constexpr int kLargestShift = 114;  // what undoes the scale must be a normal float
+constexpr int kBlocks = 1024;  // blocks, one a row
+constexpr int kThreads = 256;  // threads of a block
+constexpr int kPieces = 8;  // pieces of 4 values in a thread's registers
+constexpr int kTopExponent = 14;  // exponent of a scaled row's largest value, which lies in [2^14, 2^15)
+constexpr int kLargestShift = 114;  // largest exponent of a scale: its inverse must be a normal float
 constexpr int kSmallestExponent = -101;  // kTopExponent - kLargestShift - 1: rows below cannot be scaled up
 constexpr float kSmall = 0.25f;  // 2^-2: scaled values below lose bits
-constexpr int kSmallLimit = 8;  // in_features / 1024, at least 4: more such values and the row is given up
-constexpr int kNearLimit = 512;  // in_features / 16, at least 256: values near the largest without which there may be none
+constexpr int kSmallLimit = 8;  // in_features / 1024, at least 4: with more such values a row is refused
+constexpr int kNearLimit = 512;  // in_features / 16, at least 256: near values that excuse small ones
 constexpr size_t kLowPart = 1024ull * 4096;  // words from the high parts to the low parts
-constexpr int kWeightShift = 12;  // the multiplication scales W by 2^12
+constexpr int kWeightShift = 12;  // exponent of the scale 2^12 by which the multiplication multiplies W
 
-// Two values, rounded to nearest, as halves in a word.
-__device__ __forceinline__ uint32_t to_halves(float low, float high) {
+// Packs two values, rounded to nearest, into a 32-bit word.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// v0, v1 = high + low up to 2^-22 of each, or 2^-25.
+// Splits v0 and v1 into high + low, with an error of 2^-22 of the value or 2^-25.
 __device__ __forceinline__ void split_pair(float v0, float v1, uint32_t& high, uint32_t& low) {
-  high = to_halves(v0, v1);
+  high = pack(v0, v1);
   const float2 part = __half22float2(*reinterpret_cast<const __half2*>(&high));
-  low = to_halves(v0 - part.x, v1 - part.y);
+  low = pack(v0 - part.x, v1 - part.y);
 }
 
-// Of every 16 values, words 0 to 3 hold k = 4c, 4c + 1 and words 4 to 7 hold k = 4c + 2, 4c + 3 of lane c: the order in which the
-// multiplication reads W. Neighbouring lanes swap a word, so that each writes two in a row; returns where.
+// Reorders a row as the multiplication reads W: of every 16 values, words 0 to 3 hold k = 4c, 4c + 1 and words 4 to 7
+// hold k = 4c + 2, 4c + 3 of lane c. Neighbouring lanes swap a word, so that each writes two words in a row. Returns
+// their place.
 __device__ __forceinline__ int reorder(uint32_t (&pair)[2], int piece) {
   const bool odd = piece % 2;
   const uint32_t other = __shfl_xor_sync(~0u, odd ? pair[0] : pair[1], 1);
@@ -56,7 +58,7 @@ __device__ __forceinline__ int reorder(uint32_t (&pair)[2], int piece) {
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23); }
 
-// The largest magnitude of the block's values as bits of a float, which order like integers; infinities and NaN come out on top.
+// Largest magnitude in the block, as bits of a float: they order like integers, with infinities and NaN on top.
 __device__ __forceinline__ uint32_t block_largest(uint32_t magnitude) {
   __shared__ uint32_t warps[kThreads / 32];
   const uint32_t largest = __reduce_max_sync(~0u, magnitude);
@@ -65,7 +67,8 @@ __device__ __forceinline__ uint32_t block_largest(uint32_t magnitude) {
   return __reduce_max_sync(~0u, warps[threadIdx.x % (kThreads / 32)]);
 }
 
-// A scaled value of 16 or more is near the largest of its row, and one below kSmall loses bits: one more of either, 16 bits each.
+// Counts a value in two fields of 16 bits: scaled values of 16 or more are near the row's largest, those below kSmall
+// lose bits.
 __device__ __forceinline__ uint32_t count_of(float v, float scale) {
   const float scaled = fabsf(v) * scale;
   return (scaled >= 16.0f ? 0x10000u : 0u) + (v != 0.0f && scaled < kSmall ? 1u : 0u);
@@ -79,7 +82,7 @@ __device__ __forceinline__ uint32_t block_count(uint32_t count) {
   return __reduce_add_sync(~0u, threadIdx.x % 32 < kThreads / 32 ? warps[threadIdx.x % 32] : 0u);
 }
 
-// One row a block: its largest magnitude picks a power of two that brings it to 2^kTopExponent, then the row is split.
+// Scales one row a block so that its largest magnitude is near 2^kTopExponent, then splits it.
 __global__ void __launch_bounds__(kThreads)
 split(const float* __restrict__ from, __half* __restrict__ to, float* __restrict__ unscale) {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // the multiplication may begin to fetch W
@@ -99,8 +102,8 @@ split(const float* __restrict__ from, __half* __restrict__ to, float* __restrict
   const int shift = magnitude == 0 ? 0 : min(kTopExponent - exponent, kLargestShift);
   const float scale = power_of_two(shift);
 
-  // Small values are harmless beside many near ones: a loss is 2^-29 of a near value, and shows only where small values meet larger factors than
-  // all the near ones together. Beside few, zeros opposite those would leave nothing but the losses.
+  // Small values are harmless beside many near ones: a loss is 2^-29 of a near value and shows only if small values
+  // meet larger factors than all near ones together. Beside few near ones it may dominate: those may meet zeros.
   uint32_t count = 0;
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
@@ -111,7 +114,8 @@ split(const float* __restrict__ from, __half* __restrict__ to, float* __restrict
   }
   count = block_count(count);
   if (threadIdx.x == 0) {
-    // NaN asks the multiplication for plain fp32 arithmetic: the row holds an infinity or NaN, is too small to be scaled up, or would lose bits.
+    // NaN makes the multiplication use fp32: the row has an infinity or NaN, is too small to be scaled, or would lose
+    // bits.
     const uint32_t near = count >> 16, small = count & 0xffffu;
     const bool keeps = small == 0 || (small <= kSmallLimit && near >= kNearLimit);
     const bool fits = keeps && magnitude < 0x7f800000u && (magnitude == 0 || exponent > kSmallestExponent);
@@ -148,7 +152,7 @@ struct DeviceScope {
   }
 };
 
-constexpr int kMisaligned = -1;  // beside cudaError_t (positive): a pointer is no multiple of 16 bytes
+constexpr int kMisaligned = -1;  // error code beside cudaError_t (positive): a pointer is no multiple of 16 bytes
 
 }  // namespace
 }  // namespace split_x_sm90a

@@ -7,10 +7,11 @@
 //
 // Plan for cpu on host:
 //   a thread takes whole groups: 16384 of 512 values (2 KB as float)
-//   the group's values stay in a float scratch array, so that what comes before the norm is computed once
+//   the group's values stay in a float scratch array, so that operators before the norm are computed once
 //   2 KB of scratch a thread, on its stack
 //
-// Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml PRECISION=fp16
+// Generated from specs/default.yaml; do not edit.
+// Again: make generate SPEC=specs/default.yaml PRECISION=fp16
 
 #include <cmath>
 #include <cstdint>
@@ -27,7 +28,8 @@ constexpr double kEps = 1e-05;  // group_norm's eps
 constexpr float kHardtanhMinVal = -2.0f;  // hardtanh's min_val
 constexpr float kHardtanhMaxVal = 2.0f;  // hardtanh's max_val
 
-// fp16 to float: the fields moved into place and the exponent's bias corrected by a product, which also normalises subnormal numbers.
+// fp16 to float: the fields moved into place and the exponent's bias corrected by a product, which also normalises
+// subnormal numbers.
 inline float load(std::uint16_t bits) {
   const std::uint32_t magnitude = (bits & 0x7FFFu) << 13;
   const std::uint32_t sign = (bits & 0x8000u) << 16;
@@ -41,7 +43,7 @@ inline float load(std::uint16_t bits) {
   return v;
 }
 
-// To the nearest fp16, ties to even; from 65520 on infinity; NaN stays NaN.
+// Float to the nearest fp16, ties to even; infinity from 65520 on; NaN stays NaN.
 inline std::uint16_t store(float v) {
   std::uint32_t bits;
   std::memcpy(&bits, &v, sizeof bits);
@@ -64,19 +66,20 @@ inline float hardtanh(float v, float lo, float hi) {
   return v < lo ? lo : (v > hi ? hi : v);
 }
 
-// What follows the norm.
+// The operators after the norm.
 inline float after_norm(float v) {
   v = hardtanh(v, kHardtanhMinVal, kHardtanhMaxVal);
   return v;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
-  double m2;  // sum of the squared deviations from the mean
+  double m2;  // sum of squared deviations from the mean
 };
 
-// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+// Moments in two passes: the mean of values shifted by one of them, then the deviations. Equal values give exactly
+// their value and 0.
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -105,9 +108,9 @@ inline void run_group(const std::uint16_t* t0, const std::uint16_t* group_norm_w
     value[i] = load(source[i]);
   }
 
-  const Moments group = moments(value, kGroupSize);
+  const DoubleMoments group = moments(value, kGroupSize);
   const float mean = static_cast<float>(group.mean);
-  const float mean_rest = static_cast<float>(group.mean - mean);  // what rounding took: it matters where the mean is large against the spread
+  const float mean_rest = static_cast<float>(group.mean - mean);  // rounding error of a large mean
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
 
   std::uint16_t* const target = y + std::int64_t{index} * kGroupSize;

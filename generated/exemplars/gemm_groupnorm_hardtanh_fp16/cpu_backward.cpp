@@ -7,10 +7,11 @@
 //
 // Plan for cpu on host:
 //   a thread takes whole groups of a slab of 256 samples: 64 parts
-//   sums over samples are in double precision and in an order of their own, whatever the number of threads
+//   sums over samples are in double precision and in a fixed order, for any number of threads
 //   4 KB of scratch a thread, on its stack
 //
-// Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml PRECISION=fp16
+// Generated from specs/default.yaml; do not edit.
+// Again: make generate SPEC=specs/default.yaml PRECISION=fp16
 
 #include <cmath>
 #include <cstdint>
@@ -31,7 +32,8 @@ constexpr int kSlabs = 4;  // slabs of samples whose sums are formed apart
 constexpr int kSlabSamples = 256;  // batch / kSlabs, rounded up
 constexpr int kParameters = 2;  // parameters behind the producer
 
-// fp16 to float: the fields moved into place and the exponent's bias corrected by a product, which also normalises subnormal numbers.
+// fp16 to float: the fields moved into place and the exponent's bias corrected by a product, which also normalises
+// subnormal numbers.
 inline float load(std::uint16_t bits) {
   const std::uint32_t magnitude = (bits & 0x7FFFu) << 13;
   const std::uint32_t sign = (bits & 0x8000u) << 16;
@@ -45,7 +47,7 @@ inline float load(std::uint16_t bits) {
   return v;
 }
 
-// To the nearest fp16, ties to even; from 65520 on infinity; NaN stays NaN.
+// Float to the nearest fp16, ties to even; infinity from 65520 on; NaN stays NaN.
 inline std::uint16_t store(float v) {
   std::uint32_t bits;
   std::memcpy(&bits, &v, sizeof bits);
@@ -68,19 +70,20 @@ inline float hardtanh_grad(float v, float lo, float hi) {
   return v > lo && v < hi ? 1.0f : 0.0f;
 }
 
-// Back through what follows the norm: the gradient of v for that of the result, g.
+// Backward through the operators after the norm: the gradient of v, from the result's gradient g.
 inline float after_norm_grad(float v, float g) {
   g = g * hardtanh_grad(v, kHardtanhMinVal, kHardtanhMaxVal);
   return g;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
-  double m2;  // sum of the squared deviations from the mean
+  double m2;  // sum of squared deviations from the mean
 };
 
-// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+// Moments in two passes: the mean of values shifted by one of them, then the deviations. Equal values give exactly
+// their value and 0.
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -97,7 +100,7 @@ inline Moments moments(const float* value, int count) {
   return {mean, m2};
 }
 
-// One group of one sample: the chain again as far as the derivatives need it, then back.
+// Backward of one group of one sample: recomputes the chain as far as derivatives need it, then goes back.
 inline void run_group(const std::uint16_t* t0, const std::uint16_t* group_norm_weight_data,
     const std::uint16_t* group_norm_bias_data, const std::uint16_t* grad_y, std::uint16_t* grad_t0,
     double* sums, int index) {
@@ -113,12 +116,13 @@ inline void run_group(const std::uint16_t* t0, const std::uint16_t* group_norm_w
     value[i] = load(source[i]);
   }
 
-  const Moments group = moments(value, kGroupSize);
+  const DoubleMoments group = moments(value, kGroupSize);
   const float mean = static_cast<float>(group.mean);
   const float mean_rest = static_cast<float>(group.mean - mean);
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
 
-  // Back to the norm. Its own derivative needs two sums over the group: of the gradient, and of its product with the normalised value.
+  // Backward to the norm's result. The norm's derivative needs two sums over the group: the gradient, and its product
+  // with the normalised value.
   double total = 0.0, total_normal = 0.0;
   const std::uint16_t* const incoming = grad_y + std::int64_t{index} * kGroupSize;
 #pragma omp simd reduction(+ : total, total_normal)
@@ -133,7 +137,7 @@ inline void run_group(const std::uint16_t* t0, const std::uint16_t* group_norm_w
     total_normal += static_cast<double>(grad[i]) * normal;
   }
 
-  // Back through the norm and what comes before it.
+  // Backward through the norm and the operators before it.
   const float mean_grad = static_cast<float>(total / kGroupSize);
   const float mean_product = static_cast<float>(total_normal / kGroupSize);
   std::uint16_t* const target = grad_t0 + std::int64_t{index} * kGroupSize;
@@ -145,7 +149,7 @@ inline void run_group(const std::uint16_t* t0, const std::uint16_t* group_norm_w
   }
 }
 
-// A parameter's gradient, a value per channel: the sums of the slabs, in their order.
+// Gradient of a parameter with one value a channel: the slabs' sums, in their order.
 inline void add_up(const double* sums, std::uint16_t* grad) {
   for (int channel = 0; channel < kChannels; ++channel) {
     double total = 0.0;
@@ -159,7 +163,7 @@ inline void add_up(const double* sums, std::uint16_t* grad) {
 }  // namespace
 }  // namespace chain_backward_cpu
 
-// From the gradient of y to those of t0, torch's linear, and of the parameters behind it, on `threads` threads.
+// Computes the gradients of t0, torch's linear, and of the parameters behind it, from that of y, on `threads` threads.
 // Returns 0, or -1 for a wrong number of threads.
 extern "C" int chain_backward_cpu_launch(const std::uint16_t* t0, const std::uint16_t* group_norm_weight_data,
     const std::uint16_t* group_norm_bias_data, const std::uint16_t* grad_y, std::uint16_t* grad_t0,

@@ -11,7 +11,8 @@
 //   groups of 512 channels lie in 2 tiles of a CTA, which wait in registers
 //   128 blocks of 384 threads, 221248 bytes of shared memory
 //
-// Generated from specs/default.yaml; do not edit. Again: make generate SPEC=specs/default.yaml PRECISION=fp16
+// Generated from specs/default.yaml; do not edit.
+// Again: make generate SPEC=specs/default.yaml PRECISION=fp16
 
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -30,42 +31,42 @@ constexpr int kOutFeatures = 8192;  // rows of W, columns of y
 constexpr int kGroupWidth = 512;  // out_features / num_groups
 constexpr int kTileChannels = 256;  // channels of a tile: rows of W, operand A
 constexpr int kTileSamples = 128;  // samples of a tile: rows of x, operand B
-constexpr int kTileK = 64;  // k of a stage
+constexpr int kTileK = 64;  // values of K in a stage
 constexpr int kSteps = 128;  // ceil(in_features / kTileK)
-constexpr int kStages = 4;  // of the ring
+constexpr int kStages = 4;  // stages of the ring
 constexpr int kCluster = 2;  // CTAs that share rows of W
-constexpr int kUnitTiles = 2;  // tiles a CTA computes before their groups are complete
+constexpr int kUnitTiles = 2;  // tiles of a unit: a CTA computes them before their groups are complete
 constexpr int kSampleBlocks = 4;  // clusters side by side along the batch
-constexpr int kUnits = 64;  // pieces of work, one a cluster at a time
-constexpr int kGrid = 128;  // CTAs: 64 clusters take 1 units each at most
+constexpr int kUnits = 64;  // units of work; a cluster takes one at a time
+constexpr int kGrid = 128;  // CTAs: at most 1 units for each of 64 clusters
 constexpr int kThreads = 384;  // one warpgroup that fetches, two that multiply
-constexpr int kConsumerWarps = 8;  // each frees a stage once
-constexpr int kProducerRegisters = 24;  // a thread that fetches
-constexpr int kConsumerRegisters = 240;  // a thread that multiplies
-constexpr int kBlocks = 2;  // accumulators of 64 channels a warpgroup
-constexpr int kAccumulators = 64;  // registers of one: 64 x kTileSamples values over 128 threads
-constexpr int kRowBytes = 128;  // kTileK halves
-constexpr int kWeightBlockBytes = 8192;  // 64 rows of W
-constexpr int kWeightPartBytes = 32768;  // one part of W in a stage
-constexpr int kInputPartBytes = 16384;  // one part of x in a stage
-constexpr int kStageBytes = 49152;  // all parts
-constexpr int kScratchAt = 196608;  // behind the stages
-constexpr int kScratchBytes = 8192;  // a warpgroup
-constexpr int kStoreSamples = 64;  // rows of y in a piece that leaves
-constexpr int kStoreBytes = 8192;  // of 64 channels each
+constexpr int kConsumerWarps = 8;  // multiplying warps, each of which frees a stage once
+constexpr int kProducerRegisters = 24;  // registers of a fetching thread
+constexpr int kConsumerRegisters = 240;  // registers of a multiplying thread
+constexpr int kBlocks = 2;  // blocks of 64 channels in a warpgroup's accumulators
+constexpr int kAccumulators = 64;  // registers of a block: 64 x kTileSamples values over 128 threads
+constexpr int kRowBytes = 128;  // bytes of a row: kTileK halves
+constexpr int kWeightBlockBytes = 8192;  // bytes of 64 rows of W
+constexpr int kWeightPartBytes = 32768;  // bytes of one part of W in a stage
+constexpr int kInputPartBytes = 16384;  // bytes of one part of x in a stage
+constexpr int kStageBytes = 49152;  // bytes of a stage: all parts of W and x
+constexpr int kScratchAt = 196608;  // offset of the scratch memory, behind the stages
+constexpr int kScratchBytes = 8192;  // bytes of scratch memory for each warpgroup
+constexpr int kStoreSamples = 64;  // rows of y in a piece of a store
+constexpr int kStoreBytes = 8192;  // bytes of such a piece: 64 channels of 16 bits a row
 constexpr int kRowChannels = 128;  // channels of a sample that a thread finishes
-constexpr int kPartChannels = 16;  // those that it holds in registers at a time
-constexpr int kGroupParts = 8;  // of a group in a row
+constexpr int kPartChannels = 16;  // channels that a thread holds in registers at a time
+constexpr int kGroupParts = 8;  // parts of a group in a row
 constexpr int kVectors = 3;  // parameters of the epilogue
-constexpr int kParametersAt = 215040;  // of all tiles of a unit
-constexpr int kGroupsAt = 212992;  // what the warpgroups tell each other of groups in both
-constexpr int kBarriersAt = 221184;  // full, empty
-constexpr int kSharedBytes = 221248;  // in all
-constexpr float kEps = 1.0e-5f;  // inside the root
+constexpr int kParametersAt = 215040;  // offset of the parameters of all tiles of a unit
+constexpr int kGroupsAt = 212992;  // offset of the moments that the warpgroups exchange
+constexpr int kBarriersAt = 221184;  // offset of the barriers: full and empty
+constexpr int kSharedBytes = 221248;  // bytes of shared memory
+constexpr float kEps = 1.0e-5f;  // added to the variance
 constexpr float kHardtanhMinVal = -2.0f;  // hardtanh's min_val
 constexpr float kHardtanhMaxVal = 2.0f;  // hardtanh's max_val
 
-// What the epilogue reads and writes.
+// Tensors of the epilogue.
 struct Arguments {
   const __half* gemm_bias;
   const __half* group_norm_weight;
@@ -73,25 +74,41 @@ struct Arguments {
   __half* y;
 };
 
-// --- instructions: one wrapper each (PTX ISA 9.0, 9.7.9 and 9.7.13 to 9.7.16) ---
+// --- instructions: one function each (PTX ISA 9.0, sections 9.7.9 and 9.7.13 to 9.7.16) ---
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
+// Makes new barriers visible to the cluster and to the copy engine.
 __device__ __forceinline__ void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// Arrives, and announces bytes that the barrier's phase waits for.
 __device__ __forceinline__ void expect_bytes(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives at the barrier at the same offset in CTA `rank` of the cluster. Without .release: it says only that this warp's multiplications
-// have read their operands, and a release at cluster scope would wait for all of memory.
+// Arrives at the barrier at the same offset in CTA `rank` of the cluster. Without .release: the arrival only says that
+// this warp's multiplications have read their operands, and a release at cluster scope would wait for all of memory.
 __device__ __forceinline__ void arrive(uint32_t barrier, int rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
       : "memory");
+}
+
+// Whether the barrier's phase of this parity has ended; the hardware waits a while for it.
+__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
+  return done;
+}
+__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
+  while (!try_wait(barrier, parity)) {
+  }
 }
 
 __device__ __forceinline__ int cluster_rank() {
@@ -104,23 +121,15 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ bool try_wait(uint32_t barrier, int parity) {
-  uint32_t done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(barrier), "r"(parity)
-               : "memory");
-  return done;
-}
-
-// Copies a box of the tensor behind `map` to shared memory and credits its bytes to the barrier; what lies outside the tensor reads as 0.
+// Copies a box of the tensor behind `map` to shared memory and credits its bytes to the barrier; values outside the
+// tensor read as 0.
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, uint32_t barrier) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, { %2, %3, %4}], [%5];" ::"r"(to), "l"(map),
                "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
                : "memory");
 }
 
-// The same box, to the same offset and barrier in every CTA of the cluster.
+// Copies a box to the same offset and barrier in every CTA of the cluster.
 __device__ __forceinline__ void copy_box_to_all(uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, { %2, %3, %4}], [%5], %6;" ::"r"(to),
@@ -135,13 +144,13 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t from,
                "r"(c1), "r"(from)
                : "memory");
 }
-// Waits until this thread's stores have read shared memory; at once where it has none.
+// Waits until this thread's stores have read shared memory; returns at once if it has none.
 __device__ __forceinline__ void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Orders ordinary accesses to shared memory before later ones of the copy engine.
-__device__ __forceinline__ void fence_copy_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders ordinary accesses to shared memory before later ones of the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Four 8 x 8 matrices of 16-bit values, each stored transposed; lane l gives the address of row l % 8 of matrix l / 8.
+// Stores four 8 x 8 matrices of 16-bit values transposed; lane l passes the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_transposed(uint32_t to, const uint32_t (&v)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], { %1, %2, %3, %4};" ::"r"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]) : "memory");
 }
@@ -163,23 +172,34 @@ template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
 __device__ __forceinline__ void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most kPending groups are in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Rows of 64 halves (128 bytes), 128-byte swizzle, 1024 bytes from one group of eight rows to the next. A step of 16 along K adds 2.
+// Keeps the compiler from reading accumulators before this point.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// Rows of 64 halves (128 bytes), 128-byte swizzle, 1024 bytes from one group of eight rows to the next. A step of 16
+// along K adds 2.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t tile) {
   return (1ull << 62) | (static_cast<uint64_t>(1024 >> 4) << 32) | (1ull << 16) | ((tile & 0x3FFFF) >> 4);
 }
 constexpr int kDescriptorStep = 2;  // 16 halves = 32 bytes, in units of 16
 
-// d += a b^T, or d = a b^T where `accumulate` is false; d is in flight until wgmma_wait. a, b: matrix descriptors.
-__device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, bool accumulate) {
+// Matrix product: d (64 x 128, fp32) += a (64 x 16) b (16 x 128), or = if `accumulate` is false. d is in flight until
+// wgmma_wait. a, b: matrix descriptors.
+__device__ __forceinline__ void wgmma(float (&d)[kAccumulators], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
@@ -199,7 +219,7 @@ __device__ __forceinline__ void wgmma(float (&d)[64], uint64_t a, uint64_t b, bo
       : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
 
-// --- pipeline: a ring of stages in shared memory, filled by one thread, read by the consumers ---
+// --- pipeline: a ring of stages in shared memory, filled by one thread and read by the consumers ---
 
 struct Shared {
   uint32_t base;
@@ -209,7 +229,7 @@ struct Shared {
   __device__ uint32_t empty(int stage) const { return full(kStages + stage); }
 };
 
-// A place in the ring; the phase's parity tells this round's fill of a stage from the last one's.
+// A place in the ring. The parity tells this round's fill of a stage from the previous one's.
 struct Ring {
   int stage = 0, parity = 0;
   __device__ void advance() {
@@ -220,22 +240,17 @@ struct Ring {
   }
 };
 
-__device__ __forceinline__ void wait(uint32_t barrier, int parity, const char* /* debug builds name it */) {
-  while (!try_wait(barrier, parity)) {
-  }
-}
-
-// --- schedule: clusters take units in turn; units that follow each other share rows of W, which L2 then holds ---
+// --- schedule: clusters take units in turn; consecutive units share rows of W, which then stay in the L2 cache ---
 
 struct Tile {
-  int sample, channel;  // the first of each
+  int sample, channel;  // first sample and first channel
 };
 
 __device__ __forceinline__ Tile tile_of(int unit, int tile, int rank) {
   return {(unit % kSampleBlocks * kCluster + rank) * kTileSamples, (unit / kSampleBlocks * kUnitTiles + tile) * kTileChannels};
 }
 
-// Walks all k-steps of all tiles of this CTA.
+// Iterator over all k-steps of all tiles of this CTA.
 struct Walk {
   int unit = blockIdx.x / kCluster, tile = 0, step = 0;
   __device__ bool inside() const { return unit < kUnits; }
@@ -250,7 +265,7 @@ struct Walk {
 
 __device__ __forceinline__ void fetch_weight(const Shared& shared, const CUtensorMap* map, const Walk& at, int stage, int rank) {
   const int row = tile_of(at.unit, at.tile, rank).channel;
-  constexpr int kSlice = kTileChannels / kCluster;  // rows that each CTA fetches for all
+  constexpr int kSlice = kTileChannels / kCluster;  // rows that each CTA fetches for the cluster
   for (int part = 0; part < 1; ++part) {
     copy_box_to_all(shared.weight(stage, part) + rank * kSlice * kRowBytes, map, at.step * kTileK, row + rank * kSlice, part, shared.full(stage));
   }
@@ -263,11 +278,11 @@ __device__ __forceinline__ void fetch_input(const Shared& shared, const CUtensor
   }
 }
 
-// One thread keeps the ring full.
+// Producer, one thread that keeps the ring full.
 __device__ void produce(const Shared& shared, const CUtensorMap* map_weight, const CUtensorMap* map_input, int rank) {
   Ring ring;
   for (Walk at; at.inside(); at.advance(), ring.advance()) {
-    wait(shared.empty(ring.stage), ring.parity ^ 1, "empty");  // true at once in the first round
+    wait(shared.empty(ring.stage), ring.parity ^ 1, "empty");  // returns at once in the first round
     expect_bytes(shared.full(ring.stage), kStageBytes);
     fetch_weight(shared, map_weight, at, ring.stage, rank);
     fetch_input(shared, map_input, at, ring.stage, rank);
@@ -276,22 +291,22 @@ __device__ void produce(const Shared& shared, const CUtensorMap* map_weight, con
 
 // --- multiply: rows of the accumulators are channels (W is operand A), columns are samples (x is operand B) ---
 
-// Where a consumer thread stands. Accumulator register 4 j + 2 h + e of block b is channel 64 b + 16 warp + 8 h + lane / 4 of its warpgroup,
-// sample 8 j + 2 (lane % 4) + e.
+// A consumer thread's place. Accumulator register 4 j + 2 h + e of block b is channel 64 b + 16 warp + 8 h + lane / 4
+// of its warpgroup, sample 8 j + 2 (lane % 4) + e.
 struct Consumer {
   int warpgroup, warp, lane;
-  __device__ bool issuer() const { return warp == 0 && lane == 0; }  // of copies to y
-  __device__ int thread() const { return warp * 32 + lane; }  // of the warpgroup
+  __device__ bool issuer() const { return warp == 0 && lane == 0; }  // whether this thread issues copies to y
+  __device__ int thread() const { return warp * 32 + lane; }  // index in the warpgroup
 };
 
 struct Feed {
   const Shared& shared;
   const Consumer& self;
   Ring ring;
-  int reading = -1;  // the stage whose multiplications may still be running
-  bool lent = false;  // that stage carries y's tile to the copy engine
+  int reading = -1;  // stage whose multiplications may still be running
+  bool lent = false;  // whether that stage holds y's tile for the copy engine
 
-  // One arrival a warp, in every CTA of the cluster: all of them fill the stage.
+  // Frees the stage: one arrival a warp, in every CTA of the cluster, since all of them fill the stage.
   __device__ __forceinline__ void release() {
     if (lent) {
       wait_stores_read();
@@ -303,7 +318,7 @@ struct Feed {
   }
 };
 
-// One stage: queued as one group, while the stage before it may still run.
+// Multiplies one stage, queued as one group; the previous stage may still be running.
 __device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulators], Feed& feed, bool accumulate) {
   wait(feed.shared.full(feed.ring.stage), feed.ring.parity, "full");
   const uint64_t weight = matrix_descriptor(feed.shared.weight(feed.ring.stage, 0) + feed.self.warpgroup * kBlocks * kWeightBlockBytes);
@@ -325,16 +340,13 @@ __device__ __forceinline__ void multiply_stage(float (&sums)[kBlocks][kAccumulat
   feed.ring.advance();
 }
 
-// The product of one tile. Its last stage is not released yet: y may leave through it.
+// The product of one tile. Its last stage stays reserved: y may leave through it.
 __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocks][kAccumulators], Feed& feed) {
 #pragma unroll 1
   for (int step = 0; step < kSteps; ++step) multiply_stage(sums, feed, step > 0);
   wgmma_wait<0>();
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {  // the compiler must not read the sums before the wait
-#pragma unroll
-    for (int i = 0; i < kAccumulators; ++i) asm volatile("" : "+f"(sums[block][i])::"memory");
-  }
+  for (int block = 0; block < kBlocks; ++block) pin(sums[block]);
 }
 
 // min(max(v, lo), hi); NaN goes through.
@@ -350,12 +362,13 @@ __device__ __forceinline__ float parameter(const __half* vector, int channel) {
 
 // --- values of 16 bits ---
 
-// Two values, rounded to nearest, in a word.
+// Packs two values, rounded to nearest, into a 32-bit word.
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   const __half2 pair = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// Unpacks the two values of a 32-bit word.
 __device__ __forceinline__ float2 unpack(uint32_t word) {
   return __half22float2(*reinterpret_cast<const __half2*>(&word));
 }
@@ -368,22 +381,24 @@ __device__ __forceinline__ void pack_tile(const float (&v)[kBlocks][kAccumulator
   }
 }
 
-// Where piece `piece` of a warpgroup's tile is turned: the first in the scratch memory, the others in the stage that was read last.
+// Place where a piece of a warpgroup's tile is transposed: the first in scratch memory, the others in the stage that
+// was read last.
 __device__ __forceinline__ uint32_t store_piece(const Feed& feed, int piece) {
   const uint32_t scratch = feed.shared.base + kScratchAt + feed.self.warpgroup * kScratchBytes;
   const uint32_t lent = feed.shared.weight(feed.reading, 0) + feed.self.warpgroup * (kStageBytes / 2);
   return piece == 0 ? scratch : lent + (piece - 1) * kStoreBytes;
 }
 
-// Rounds the tile to 16 bits and turns it in shared memory, swizzled as y's map expects, in pieces of 64 channels x kStoreSamples samples.
+// Rounds the tile to 16 bits and transposes it in shared memory, swizzled for y's map, in pieces of 64 channels x
+// kStoreSamples samples.
 // `words`: the tile's values, two in a word.
 __device__ __forceinline__ void turn_tile(const uint32_t (&words)[kBlocks][kAccumulators / 2], const Feed& feed) {
-  constexpr int kPieces = kTileSamples / kStoreSamples;  // of one block
+  constexpr int kPieces = kTileSamples / kStoreSamples;  // pieces of one block
   const Consumer& self = feed.self;
-  const int row = self.lane / 16 * 8 + self.lane % 8, chunk = self.warp * 2 + self.lane / 8 % 2;  // of 16 bytes
+  const int row = self.lane / 16 * 8 + self.lane % 8, chunk = self.warp * 2 + self.lane / 8 % 2;  // chunks of 16 bytes
   const uint32_t within = row * kRowBytes + ((chunk ^ row % 8) << 4);
   if (self.issuer()) wait_stores_read();
-  named_barrier(1, 2 * 128);  // nobody multiplies from the lent stage any more, and the pieces' last contents have left
+  named_barrier(1, 2 * 128);  // the lent stage is read, and the pieces' last contents have left
 #pragma unroll
   for (int piece = 0; piece < kBlocks * kPieces; ++piece) {
     const uint32_t to = store_piece(feed, piece) + within;
@@ -395,11 +410,11 @@ __device__ __forceinline__ void turn_tile(const uint32_t (&words)[kBlocks][kAccu
   }
 }
 
-// The copy engine takes the pieces away while the next tile is multiplied.
+// Hands the pieces to the copy engine, which stores them while the next tile is multiplied.
 __device__ __forceinline__ void send_tile(const CUtensorMap* map_y, Feed& feed, const Tile& tile) {
   constexpr int kPieces = kTileSamples / kStoreSamples;
   const Consumer& self = feed.self;
-  fence_copy_engine();
+  fence_async();
   named_barrier(2 + self.warpgroup, 128);
   if (self.issuer()) {
     for (int piece = 0; piece < kBlocks * kPieces; ++piece) {
@@ -410,9 +425,10 @@ __device__ __forceinline__ void send_tile(const CUtensorMap* map_y, Feed& feed, 
   feed.lent = true;
 }
 
-// --- rows: turned in shared memory, a sample's channels lie in a row; a thread takes the kRowChannels of its sample and warpgroup ---
+// --- rows: the tile transposed in shared memory; a thread takes kRowChannels channels of one sample ---
 
-// Parameters lie in shared memory as floats, kVectors of kTileChannels for each tile of a unit; a warpgroup reads and writes its half of them.
+// Parameters in shared memory, as floats: kVectors of kTileChannels for each tile of a unit. A warpgroup reads and
+// writes its half.
 struct Parameters {
   float own[kUnitTiles][kVectors];
 };
@@ -437,7 +453,7 @@ __device__ __forceinline__ void keep_parameters(float* vectors, const Parameters
   named_barrier(2 + self.warpgroup, 128);
 }
 
-// Four channels' parameters.
+// Parameters of four channels.
 struct Quad {
   float of[4];
   __device__ float operator[](int i) const { return of[i]; }
@@ -472,7 +488,8 @@ struct Row {
   __device__ uint32_t chunk(int i) const { return first + i / 8 * step + ((i % 8 ^ swizzle) << 4); }
 };
 
-// Part `part` of a row: kPartChannels values. Loops over parts are not unrolled: the compiler would fetch more parts than registers hold.
+// Values of one part of a row, kPartChannels of them. Loops over parts are not unrolled: the compiler would load more
+// than registers hold.
 using Values = float[kPartChannels];
 
 __device__ __forceinline__ void load_part(Values& v, const Row& row, int part) {
@@ -498,12 +515,13 @@ __device__ __forceinline__ void store_part(const Values& v, const Row& row, int 
   }
 }
 
-// Mean and sum of squared differences from it: two walks, so that neither a far mean nor one far value costs the others their bits.
-struct Moments {
+// Moments of a row's values: mean and sum of squared differences from it. Two passes keep the bits of all values, even
+// beside a far mean or value.
+struct RowMoments {
   float mean, m2;
 };
 
-// The sum pair by pair: exact for equal values, whose multiples by powers of two keep all their bits.
+// Pairwise sum: exact for equal values, since doubling loses no bits.
 __device__ __forceinline__ float sum(const Values& v) {
   float sums[2 * kPartChannels - 1];
 #pragma unroll
@@ -513,7 +531,7 @@ __device__ __forceinline__ float sum(const Values& v) {
   return sums[2 * kPartChannels - 2];
 }
 
-__device__ __forceinline__ Moments moments(const Values& v) {
+__device__ __forceinline__ RowMoments moments(const Values& v) {
   const float mean = sum(v) * (1.0f / kPartChannels);
   float squares[4] = {};
 #pragma unroll
@@ -524,23 +542,23 @@ __device__ __forceinline__ Moments moments(const Values& v) {
   return {mean, (squares[0] + squares[1]) + (squares[2] + squares[3])};
 }
 
-// The union of two sets (Chan's formula), the second being `share` of it; exact for equal values.
-__device__ __forceinline__ Moments merge(const Moments& a, float count, const Moments& b, float share) {
+// Moments of the union of two sets by Chan's formula; the second is `share` of it. Exact for equal values.
+__device__ __forceinline__ RowMoments merge(const RowMoments& a, float count, const RowMoments& b, float share) {
   const float d = __fsub_rn(b.mean, a.mean);
   return {fmaf(d, share, a.mean), a.m2 + b.m2 + d * d * (count * share)};
 }
 
-// With what the other warpgroup has of the same group and sample, in the order of the warpgroups.
-__device__ __forceinline__ Moments merge_warpgroups(const Moments& own, float2* places, float count, const Consumer& self) {
+// Merges both warpgroups' moments of a group and sample, in the warpgroups' order.
+__device__ __forceinline__ RowMoments merge_warpgroups(const RowMoments& own, float2* places, float count, const Consumer& self) {
   places[self.warpgroup * kTileSamples + self.thread()] = make_float2(own.mean, own.m2);
   named_barrier(1, 2 * 128);
   const float2 first = places[self.thread()], second = places[kTileSamples + self.thread()];
   return merge({first.x, first.y}, count, {second.x, second.y}, 0.5f);
 }
 
-// The norm and what follows it.
-__device__ __forceinline__ void norm_and_after(Values& v, const Moments& group, const float* vectors) {
-  const float rstd = rsqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);  // off by 2 units of 2^-23 at most, far below a step of y
+// The norm and the operators after it.
+__device__ __forceinline__ void norm_and_after(Values& v, const RowMoments& group, const float* vectors) {
+  const float rstd = rsqrtf(group.m2 * (1.0f / kGroupWidth) + kEps);  // error of at most 2 units of 2^-23
 #pragma unroll
   for (int quad = 0; quad < kPartChannels; quad += 4) {
     const Quad group_norm_weight_c = load_quad(vectors + 1 * kTileChannels + quad);
@@ -555,20 +573,20 @@ __device__ __forceinline__ void norm_and_after(Values& v, const Moments& group, 
   }
 }
 
-// The moments of a group's values in this row: kGroupParts parts from `first` on.
-__device__ __forceinline__ Moments group_moments(const Row& row, int first) {
-  Moments all = {};
+// Moments of a group's values in this row: kGroupParts parts from `first` on.
+__device__ __forceinline__ RowMoments group_moments(const Row& row, int first) {
+  RowMoments all = {};
 #pragma unroll 1
   for (int i = 0; i < kGroupParts; ++i) {
     Values v;
     load_part(v, row, first + i);
-    const Moments part = moments(v);
+    const RowMoments part = moments(v);
     all = i == 0 ? part : merge(all, i * kPartChannels, part, __fdividef(1.0f, i + 1.0f));
   }
   return all;
 }
 
-__device__ __forceinline__ void normalise_group(const Row& row, int first, const Moments& group, const float* vectors) {
+__device__ __forceinline__ void normalise_group(const Row& row, int first, const RowMoments& group, const float* vectors) {
 #pragma unroll 1
   for (int i = 0; i < kGroupParts; ++i) {
     Values v;
@@ -590,32 +608,32 @@ __device__ void consume(const Shared& shared, unsigned char* memory, const Argum
 
   for (int unit = blockIdx.x / kCluster; unit < kUnits; unit += gridDim.x / kCluster) {
     float v[kBlocks][kAccumulators];
-    uint32_t waiting[kBlocks][kAccumulators / 2], words[kBlocks][kAccumulators / 2];  // the first tile waits: its group is not complete
+    uint32_t waiting[kBlocks][kAccumulators / 2], words[kBlocks][kAccumulators / 2];  // `waiting`: the deferred tile
     multiply_tile(v, feed);
-    // The epilogue's addresses are computed after this: before the multiplication they would take registers that it needs.
+    // Keeps the epilogue's address arithmetic below this point: the multiplication needs the registers.
     asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));
     add_bias(v, vectors, self);
     pack_tile(v, waiting);
     turn_tile(waiting, feed);
-    named_barrier(2 + self.warpgroup, 128);  // the warpgroup's part of the tile is there
+    named_barrier(2 + self.warpgroup, 128);  // the warpgroup's part of the tile is complete
 
     Row row(feed);
-    const Moments earlier = group_moments(row, 0);
-    fence_copy_engine();
+    const RowMoments earlier = group_moments(row, 0);
+    fence_async();
     __syncwarp();  // one lane releases the stage for all
     feed.release();
 
     multiply_tile(v, feed);
-    // The epilogue's addresses are computed after this: before the multiplication they would take registers that it needs.
+    // Keeps the epilogue's address arithmetic below this point: the multiplication needs the registers.
     asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));
     add_bias(v, vectors + kVectors * kTileChannels, self);
     pack_tile(v, words);
     turn_tile(words, feed);
-    named_barrier(2 + self.warpgroup, 128);  // the warpgroup's part of the tile is there
+    named_barrier(2 + self.warpgroup, 128);  // the warpgroup's part of the tile is complete
 
     row = Row(feed);
-    const Moments own = merge(earlier, kRowChannels, group_moments(row, 0), 0.5f);
-    const Moments group = merge_warpgroups(own, places, kUnitTiles * kRowChannels, self);
+    const RowMoments own = merge(earlier, kRowChannels, group_moments(row, 0), 0.5f);
+    const RowMoments group = merge_warpgroups(own, places, kUnitTiles * kRowChannels, self);
     normalise_group(row, 0, group, vectors + kVectors * kTileChannels);
     send_tile(map_y, feed, tile_of(unit, 1, cluster_rank()));
 
@@ -655,7 +673,7 @@ gemm(const __grid_constant__ CUtensorMap map_weight, const __grid_constant__ CUt
     consume(shared, memory, arguments, &map_y);
   }
   __syncwarp();
-  cluster_sync();  // no CTA leaves while another may still write to its shared memory
+  cluster_sync();  // another CTA may write to this one's shared memory until here
 }
 
 // --- host ---
@@ -677,12 +695,12 @@ struct DeviceScope {
   }
 };
 
-// Own errors, beside cudaError_t (positive) and 1000000 + CUresult.
+// Error codes beside cudaError_t (positive) and 1000000 + CUresult.
 constexpr int kMisaligned = -1;       // a pointer is no multiple of 16 bytes
 constexpr int kNoClusters = -2;       // the device cannot hold a cluster of this kernel
 constexpr int kDriverError = 1000000;
 
-// cuTensorMapEncodeTiled through the runtime: nothing links to the driver.
+// Finds cuTensorMapEncodeTiled through the runtime, so that nothing links to the driver.
 PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
@@ -708,7 +726,7 @@ int encode(CUtensorMap* map, const void* tensor, const Box& b) {
   return result == CUDA_SUCCESS ? 0 : kDriverError + result;
 }
 
-// Once on each device: shared memory above 48 KB, and whether a cluster fits.
+// Sets the shared-memory limit and checks that a cluster fits, once on each device.
 int prepare(int device, const cudaLaunchConfig_t& config) {
   constexpr int kDevices = 64;
   static std::mutex lock;

@@ -6,13 +6,15 @@
 //   x (128, 1024) -> y (128, 512), fp32
 //
 // Plan for sm_80 on h100:
-//   t0, the linear's result, is computed again by torch's library (0.134 GFLOP): no forward holds its 0.262 MB until then
+//   t0, the linear's result, is computed again by torch's library (0.134 GFLOP): no forward holds its 0.262 MB until
+//     then
 //   a warp takes a group of 64 values, for 1 sample in turn: 1024 parts
 //   the producer's result is read again wherever it is needed; a group's values are still in a cache then
-//   sums over samples have an order of their own: the same bits on every run
+//   sums over samples are added in a fixed order: the same bits on every run
 //   128 blocks of 256 threads, 0 bytes of shared memory
 //
-// Generated from specs/gemm_groupnorm_hardtanh_small.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_hardtanh_small.yaml
+// Generated from specs/gemm_groupnorm_hardtanh_small.yaml; do not edit.
+// Again: make generate SPEC=specs/gemm_groupnorm_hardtanh_small.yaml
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -41,7 +43,7 @@ __device__ __forceinline__ float hardtanh_grad(float v, float lo, float hi) {
   return v > lo && v < hi ? 1.0f : 0.0f;
 }
 
-// Back through what follows the norm: the gradient of v for that of the result, g.
+// Backward through the operators after the norm: the gradient of v, from the result's gradient g.
 __device__ __forceinline__ float after_norm_grad(float v, float g) {
   g = g * hardtanh_grad(v, kHardtanhMinVal, kHardtanhMaxVal);
   return g;
@@ -57,11 +59,11 @@ __device__ __forceinline__ void warp_sum(float (&v)[kNumbers]) {
   }
 }
 
-// A slab's sum so far, which one thread owns, and one sample more.
+// Adds one sample to a slab's sum, which one thread owns.
 __device__ __forceinline__ void add(float* sum, float v, bool first_sample) { *sum = first_sample ? v : *sum + v; }
 
-// A team goes back through one group of each sample of a slab. Two blocks must fit on an SM: asked for nothing, ptxas would rather spill than use
-// more registers than four leave it.
+// Backward of one group, for each sample of a slab, by one team. The launch bounds ask for two blocks on an SM: without
+// them ptxas spills to fit four.
 __global__ void __launch_bounds__(kThreads, 2) back(
     const float* __restrict__ t0,
     const float* __restrict__ group_norm_weight_data,
@@ -82,8 +84,8 @@ __global__ void __launch_bounds__(kThreads, 2) back(
     const int64_t base = (int64_t{sample} * kNumGroups + group) * kGroupSize;
     const float* const source = t0 + base;
 
-    // Statistics in two walks. The first sums differences from one value of the group, so that a constant group's mean is exact. The second
-    // sums differences from that mean: their own mean is what the first one's rounding left, however large the shift was.
+    // Statistics in two passes. The first sums differences from one value of the group, so that a constant group's mean
+    // is exact. The second sums differences from that mean; their mean is the first pass's rounding error.
     const float shift = source[0];
     float moment[1] = {0.0f};
     for (int i = thread; i < kGroupSize; i += kTeamThreads) {
@@ -91,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 2) back(
     }
     warp_sum(moment);
     const float mean = fmaf(moment[0], 1.0f / kGroupSize, shift);
-    float moments[2] = {0.0f, 0.0f};  // of differences, of their squares
+    float moments[2] = {0.0f, 0.0f};  // sums of differences and of their squares
     for (int i = thread; i < kGroupSize; i += kTeamThreads) {
       const float difference = __fsub_rn(source[i], mean);
       moments[0] += difference;
@@ -101,7 +103,8 @@ __global__ void __launch_bounds__(kThreads, 2) back(
     const float mean_rest = moments[0] * (1.0f / kGroupSize);
     const float rstd = rsqrtf(fmaf(-mean_rest, moments[0], moments[1]) * (1.0f / kGroupSize) + kEps);
 
-    // Back to the norm. Its own derivative takes two sums over the group: of the gradient, and of its product with the normalised value.
+    // Backward to the norm's result. The norm's derivative needs two sums over the group: the gradient, and its product
+    // with the normalised value.
     float totals[2] = {0.0f, 0.0f};
     for (int i = thread; i < kGroupSize; i += kTeamThreads) {
       const float normal = (__fsub_rn(source[i], mean) - mean_rest) * rstd;
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 2) back(
     }
     warp_sum(totals);
 
-    // Back through the norm and what comes before it.
+    // Backward through the norm and the operators before it.
     const float mean_scaled = totals[0] * (1.0f / kGroupSize);
     const float mean_product = totals[1] * (1.0f / kGroupSize);
     for (int i = thread; i < kGroupSize; i += kTeamThreads) {
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, 2) back(
   }
 }
 
-// A parameter's gradient, a value per channel: the slabs' sums in an order of their own.
+// Gradient of a parameter with one value a channel: the slabs' sums, added in a fixed order.
 __global__ void __launch_bounds__(kSumChannels * kSumLanes) add_up(const float* __restrict__ sums, float* __restrict__ gradient) {
   __shared__ float partial[kSumLanes][kSumChannels];
   const int channel = static_cast<int>(blockIdx.x * kSumChannels + threadIdx.x);
@@ -167,7 +170,7 @@ struct DeviceScope {
 }  // namespace
 }  // namespace backward_sm80
 
-// From the gradient of y to those of t0, the linear's result, and of the parameters behind it.
+// Computes the gradients of t0, the linear's result, and of the parameters behind it, from the gradient of y.
 extern "C" int backward_sm80_launch(
     const float* t0,
     const float* group_norm_weight_data,

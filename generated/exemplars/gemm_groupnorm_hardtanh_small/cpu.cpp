@@ -8,7 +8,8 @@
 // Plan for cpu on host:
 //   a thread takes whole groups: 1024 of 64 values (0.25 KB as float)
 //
-// Generated from specs/gemm_groupnorm_hardtanh_small.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_hardtanh_small.yaml
+// Generated from specs/gemm_groupnorm_hardtanh_small.yaml; do not edit.
+// Again: make generate SPEC=specs/gemm_groupnorm_hardtanh_small.yaml
 
 #include <cmath>
 #include <cstdint>
@@ -30,19 +31,20 @@ inline float hardtanh(float v, float lo, float hi) {
   return v < lo ? lo : (v > hi ? hi : v);
 }
 
-// What follows the norm.
+// The operators after the norm.
 inline float after_norm(float v) {
   v = hardtanh(v, kHardtanhMinVal, kHardtanhMaxVal);
   return v;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
-  double m2;  // sum of the squared deviations from the mean
+  double m2;  // sum of squared deviations from the mean
 };
 
-// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+// Moments in two passes: the mean of values shifted by one of them, then the deviations. Equal values give exactly
+// their value and 0.
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -65,9 +67,9 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
 
   const float* const value = t0 + std::int64_t{index} * kGroupSize;
 
-  const Moments group = moments(value, kGroupSize);
+  const DoubleMoments group = moments(value, kGroupSize);
   const float mean = static_cast<float>(group.mean);
-  const float mean_rest = static_cast<float>(group.mean - mean);  // what rounding took: it matters where the mean is large against the spread
+  const float mean_rest = static_cast<float>(group.mean - mean);  // rounding error of a large mean
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
 
   float* const target = y + std::int64_t{index} * kGroupSize;

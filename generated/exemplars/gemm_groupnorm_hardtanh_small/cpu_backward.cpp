@@ -7,10 +7,11 @@
 //
 // Plan for cpu on host:
 //   a thread takes whole groups of a slab of 16 samples: 64 parts
-//   sums over samples are in double precision and in an order of their own, whatever the number of threads
+//   sums over samples are in double precision and in a fixed order, for any number of threads
 //   0.25 KB of scratch a thread, on its stack
 //
-// Generated from specs/gemm_groupnorm_hardtanh_small.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_hardtanh_small.yaml
+// Generated from specs/gemm_groupnorm_hardtanh_small.yaml; do not edit.
+// Again: make generate SPEC=specs/gemm_groupnorm_hardtanh_small.yaml
 
 #include <cmath>
 #include <cstdint>
@@ -36,19 +37,20 @@ inline float hardtanh_grad(float v, float lo, float hi) {
   return v > lo && v < hi ? 1.0f : 0.0f;
 }
 
-// Back through what follows the norm: the gradient of v for that of the result, g.
+// Backward through the operators after the norm: the gradient of v, from the result's gradient g.
 inline float after_norm_grad(float v, float g) {
   g = g * hardtanh_grad(v, kHardtanhMinVal, kHardtanhMaxVal);
   return g;
 }
 
-struct Moments {
+struct DoubleMoments {
   double mean;
-  double m2;  // sum of the squared deviations from the mean
+  double m2;  // sum of squared deviations from the mean
 };
 
-// Two passes: the mean of values shifted by one of them, then the deviations from it. Equal values give exactly themselves and 0.
-inline Moments moments(const float* value, int count) {
+// Moments in two passes: the mean of values shifted by one of them, then the deviations. Equal values give exactly
+// their value and 0.
+inline DoubleMoments moments(const float* value, int count) {
   const double shift = value[0];
   double sum = 0.0;
 #pragma omp simd reduction(+ : sum)
@@ -65,7 +67,7 @@ inline Moments moments(const float* value, int count) {
   return {mean, m2};
 }
 
-// One group of one sample: the chain again as far as the derivatives need it, then back.
+// Backward of one group of one sample: recomputes the chain as far as derivatives need it, then goes back.
 inline void run_group(const float* t0, const float* group_norm_weight_data, const float* group_norm_bias_data,
     const float* grad_y, float* grad_t0, double* sums, int index) {
   alignas(64) float grad[kGroupSize];  // the gradient of the normalised values
@@ -75,12 +77,13 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
 
   const float* const value = t0 + std::int64_t{index} * kGroupSize;
 
-  const Moments group = moments(value, kGroupSize);
+  const DoubleMoments group = moments(value, kGroupSize);
   const float mean = static_cast<float>(group.mean);
   const float mean_rest = static_cast<float>(group.mean - mean);
   const float rstd = static_cast<float>(1.0 / std::sqrt(group.m2 / kGroupSize + kEps));
 
-  // Back to the norm. Its own derivative needs two sums over the group: of the gradient, and of its product with the normalised value.
+  // Backward to the norm's result. The norm's derivative needs two sums over the group: the gradient, and its product
+  // with the normalised value.
   double total = 0.0, total_normal = 0.0;
   const float* const incoming = grad_y + std::int64_t{index} * kGroupSize;
 #pragma omp simd reduction(+ : total, total_normal)
@@ -95,7 +98,7 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
     total_normal += static_cast<double>(grad[i]) * normal;
   }
 
-  // Back through the norm and what comes before it.
+  // Backward through the norm and the operators before it.
   const float mean_grad = static_cast<float>(total / kGroupSize);
   const float mean_product = static_cast<float>(total_normal / kGroupSize);
   float* const target = grad_t0 + std::int64_t{index} * kGroupSize;
@@ -107,7 +110,7 @@ inline void run_group(const float* t0, const float* group_norm_weight_data, cons
   }
 }
 
-// A parameter's gradient, a value per channel: the sums of the slabs, in their order.
+// Gradient of a parameter with one value a channel: the slabs' sums, in their order.
 inline void add_up(const double* sums, float* grad) {
   for (int channel = 0; channel < kChannels; ++channel) {
     double total = 0.0;
@@ -121,7 +124,7 @@ inline void add_up(const double* sums, float* grad) {
 }  // namespace
 }  // namespace chain_backward_cpu
 
-// From the gradient of y to those of t0, torch's linear, and of the parameters behind it, on `threads` threads.
+// Computes the gradients of t0, torch's linear, and of the parameters behind it, from that of y, on `threads` threads.
 // Returns 0, or -1 for a wrong number of threads.
 extern "C" int chain_backward_cpu_launch(const float* t0, const float* group_norm_weight_data, const float* group_norm_bias_data,
     const float* grad_y, float* grad_t0, float* group_norm_weight_grad, float* group_norm_bias_grad,

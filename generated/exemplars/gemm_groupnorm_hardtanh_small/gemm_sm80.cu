@@ -1,4 +1,5 @@
-// gemm_groupnorm_hardtanh_small: x W^T by three TF32 products of operands split in two, promoted, the whole chain in its epilogue
+// gemm_groupnorm_hardtanh_small: x W^T by three TF32 products of operands split in two, promoted, the whole chain in
+//   its epilogue
 //
 //   linear(in_features=1024, out_features=512, bias=True)  # gemm
 //   group_norm(num_groups=8, eps=1e-05, affine=True)  # group_norm
@@ -11,7 +12,8 @@
 //   groups of 64 channels lie within a tile, so the whole chain ends in this kernel
 //   64 blocks of 256 threads, 81920 bytes of shared memory
 //
-// Generated from specs/gemm_groupnorm_hardtanh_small.yaml; do not edit. Again: make generate SPEC=specs/gemm_groupnorm_hardtanh_small.yaml
+// Generated from specs/gemm_groupnorm_hardtanh_small.yaml; do not edit.
+// Again: make generate SPEC=specs/gemm_groupnorm_hardtanh_small.yaml
 
 #include <cuda_runtime.h>
 #include <cstdint>
@@ -24,45 +26,45 @@ constexpr int kBatch = 128;  // rows of x and y
 constexpr int kInFeatures = 1024;  // K: values in a row of x or W
 constexpr int kOutFeatures = 512;  // rows of W, columns of y
 constexpr int kGroupWidth = 64;  // out_features / num_groups = 512 / 8
-constexpr float kEps = 1.0e-5f;  // added to the variance, inside the root
+constexpr float kEps = 1.0e-5f;  // added to the variance
 constexpr int kTileM = 16;  // rows of x in a block's tile
 constexpr int kTileN = 64;  // rows of W in a block's tile
 constexpr int kTileColumns = 64;  // columns of y that a block writes
 constexpr int kTilesM = (kBatch + kTileM - 1) / kTileM;  // batch / tile_m, rounded up: 8
 constexpr int kTilesN = (kOutFeatures + kTileColumns - 1) / kTileColumns;  // out_features / tile_columns, rounded up: 8
-constexpr int kRaster = 8;  // tiles of x that pass by one tile of W before the next
+constexpr int kRaster = 8;  // tiles of x that meet one tile of W before the next
 constexpr int kWarpsM = 1;  // warps along the tile's rows
 constexpr int kWarpsN = 2;  // warps along the tile's columns
 constexpr int kWarpsK = 4;  // layers of warps, each with its own part of K
 constexpr int kThreads = 256;  // 32 * warps_m * warps_n * warps_k
-constexpr int kBlocksPerSm = 1;  // leaves 255 registers a thread
+constexpr int kBlocksPerSm = 1;  // resident blocks of an SM, which leaves 255 registers a thread
 constexpr int kWarpM = 16;  // tile_m / warps_m: rows of a warp's part
 constexpr int kWarpN = 32;  // tile_n / warps_n: columns of a warp's part
 constexpr int kBlocksM = 1;  // warp_m / 16: multiplies along the rows
 constexpr int kBlocksN = 4;  // warp_n / 8: multiplies along the columns
-constexpr int kRowBytes = 128;  // one row of a panel in shared memory
+constexpr int kRowBytes = 128;  // bytes of a panel's row
 constexpr int kPanelK = 32;  // row_bytes / 4: values of K in a panel
 constexpr int kStageK = 128;  // panel_k * warps_k: values of K in a stage, one panel for each layer of warps
 constexpr int kStages = 2;  // stages in flight
 constexpr int kStageCount = 8;  // in_features / stage_k, rounded up to whole partial sums
 constexpr int kCopyRows = 32;  // rows that the block's threads copy at once, 16 bytes each: threads * 16 / row_bytes
 constexpr int kStageBytes = 40960;  // (tile_m + tile_n) * row_bytes * warps_k
-constexpr int kSharedBytes = 81920;  // 2 stages, reused by the epilogue
+constexpr int kSharedBytes = 81920;  // bytes of 2 stages, reused by the epilogue
 constexpr int kBlocks = kTilesM * kTilesN;  // 64
 constexpr int kStagesPerSum = 1;  // K = 32 in one partial sum of a warp
 constexpr int kSpan = kGroupWidth;  // neighbouring columns that a team of lanes takes together
-constexpr int kVector = 4;  // values in one access: the most that span and out_features allow, 16 bytes at most
+constexpr int kVector = 4;  // values of one access: the most that span and out_features allow
 constexpr int kTeam = 16;  // lanes in a team
 constexpr int kTeams = kThreads / kTeam;  // 16
 constexpr int kVectorsPerLane = (kSpan / kVector + kTeam - 1) / kTeam;  // 1
-constexpr int kRoundRows = 16;  // rows staged at once: what fits into the stages' memory
+constexpr int kRoundRows = 16;  // rows staged at once, as many as fit into the stages' memory
 constexpr int kItemsPerTeam = kRoundRows / kTeams;  // 1
-constexpr int kPitch = 72;  // tile_n + 8: a staged row in floats, so that a warp's stores meet no bank twice
-constexpr float kInverseSpan = 1.0f / kSpan;  // for the mean and the variance
+constexpr int kPitch = 72;  // tile_n + 8: floats of a staged row, without bank conflicts
+constexpr float kInverseSpan = 1.0f / kSpan;  // factor of the mean and the variance
 constexpr float kHardtanhMinVal = -2.0f;  // hardtanh's min_val
 constexpr float kHardtanhMaxVal = 2.0f;  // hardtanh's max_val
 
-// On Hopper a kernel may be launched while the one before it ends. From here on that one's results are there, and the next may be launched.
+// Early launch on Hopper: waits for the previous kernel's results, then allows the next kernel to launch.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -81,30 +83,34 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l / 4 of each.
-// On fp32 rows a matrix is 8 x 4 values, and lane l receives value l % 4 of row l / 4.
+// Four 8x8 matrices of 16-bit values: lane l names row l % 8 of matrix l / 8 and receives values 2 (l % 4), +1 of row l
+// / 4 of each.
+// A matrix of fp32 rows is 8 x 4 values: lane l receives value l % 4 of row l / 4.
 __device__ __forceinline__ void load_matrices(uint32_t (&values)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 { %0, %1, %2, %3}, [%4];"
                : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
                : "r"(row));
 }
 
-// sums (16x8) += a (16x8) b (8x8)
+// Matrix product: sums (16x8) += a (16x8) b (8x8).
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 { %0, %1, %2, %3}, { %4, %5, %6, %7}, { %8, %9}, { %0, %1, %2, %3};"
                : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// The nearest TF32 number, ties away from zero; infinities and NaN stay what they are.
+// Nearest TF32 number, ties away from zero; infinities and NaN stay unchanged.
 __device__ __forceinline__ uint32_t round_tf32(float v) {
   uint32_t rounded;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(v));
   return rounded;
 }
 
-// Shared memory holds kStages stages; a stage is kWarpsK panels of x, then kWarpsK panels of W; a panel has kRowBytes of K for each row.
-// Byte offset of 16-byte piece `piece` of `row` in a panel, permuted so that 8 neighbouring rows meet every bank once.
+// Shared memory holds kStages stages; a stage is kWarpsK panels of x, then kWarpsK panels of W; a panel has kRowBytes
+// of K for each row.
+
+// Byte offset of 16-byte piece `piece` of `row` in a panel. The permutation lets 8 neighbouring rows touch every bank
+// once.
 __device__ __forceinline__ uint32_t panel_offset(int row, int piece) {
   return row * kRowBytes + ((piece ^ (row & 7)) << 4);
 }
@@ -116,7 +122,7 @@ __device__ __forceinline__ void copy_piece(uint32_t shared, const float* global)
 
 // Starts this thread's copies of one stage of x.
 __device__ __forceinline__ void copy_x(uint32_t shared, const float* global) {
-  if (threadIdx.x >= kTileM * (kRowBytes / 16)) return;  // more threads than pieces
+  if (threadIdx.x >= kTileM * (kRowBytes / 16)) return;  // there are more threads than pieces
 #pragma unroll
   for (int panel = 0; panel < kWarpsK; ++panel) {
 #pragma unroll
@@ -139,7 +145,7 @@ __device__ __forceinline__ void copy_w(uint32_t shared, const float* global) {
   }
 }
 
-// Where this thread reads x and W and writes shared memory: piece `threadIdx.x % pieces` of every kCopyRows-th row.
+// This thread's place in x, W and shared memory: piece `threadIdx.x % pieces` of every kCopyRows-th row.
 struct Source {
   const float* x;
   const float* w;
@@ -168,7 +174,8 @@ struct TilePlace {
   int first_column;
 };
 
-// Blocks that run at the same time share tiles: kRaster tiles of x pass by one tile of W before the next tile of W comes.
+// Raster order: kRaster tiles of x meet one tile of W before the next tile of W, so that concurrent blocks share tiles
+// in the L2 cache.
 __device__ __forceinline__ TilePlace place_of(int block) {
   const int group = block / (kRaster * kTilesN);
   const int within = block % (kRaster * kTilesN);
@@ -187,20 +194,21 @@ __device__ __forceinline__ WarpPlace warp_place() {
   return {warp / (kWarpsM * kWarpsN), warp / kWarpsN % kWarpsM * kWarpM, warp % kWarpsN * kWarpN};
 }
 
-// The shared-memory row and 16-byte piece that this lane names to load_matrices: for 16 rows of x (a fragment of the left operand) the
-// matrices are (rows 0-7, piece 0), (8-15, 0), (0-7, 1), (8-15, 1); for 16 rows of W they are (0-7, 0), (0-7, 1), (8-15, 0), (8-15, 1).
+// Shared-memory row and 16-byte piece that this lane passes to load_matrices. The four matrices of 16 rows of x (a left
+// fragment) are (rows 0-7, piece 0), (8-15, 0), (0-7, 1), (8-15, 1); those of 16 rows of W are (0-7, 0), (0-7, 1),
+// (8-15, 0), (8-15, 1).
 __device__ __forceinline__ int left_row() { return threadIdx.x % 16; }
 __device__ __forceinline__ int left_piece() { return threadIdx.x / 16 % 2; }
 __device__ __forceinline__ int right_row() { return threadIdx.x % 8 + threadIdx.x / 16 % 2 * 8; }
 __device__ __forceinline__ int right_piece() { return threadIdx.x / 8 % 2; }
 
-// v = high + low to about 22 bits; v's own infinity or NaN makes both parts useless, which the sums then show.
+// Split v = high + low, to about 22 bits. Infinity or NaN spoils both parts, and the sums then show it.
 __device__ __forceinline__ void split(float v, uint32_t& high, uint32_t& low) {
   high = round_tf32(v);
   low = round_tf32(v - __uint_as_float(high));
 }
 
-// 8 of K of 16 rows of x from `piece` on, split: x[0] the leading parts, x[1] what they leave.
+// Fragment of 16 rows of x and 8 values of K from `piece` on, split: x[0] leading parts, x[1] remainders.
 __device__ __forceinline__ void load_left(uint32_t (&x)[2][4], uint32_t panel, int row, int piece) {
   uint32_t raw[4];
   load_matrices(raw, panel + panel_offset(row + left_row(), piece + left_piece()));
@@ -208,7 +216,7 @@ __device__ __forceinline__ void load_left(uint32_t (&x)[2][4], uint32_t panel, i
   for (int i = 0; i < 4; ++i) split(__uint_as_float(raw[i]), x[0][i], x[1][i]);
 }
 
-// 8 of K of 16 rows of W, as two right operands.
+// Fragments of 16 rows of W and 8 values of K: two right operands.
 __device__ __forceinline__ void load_right(uint32_t (&first)[2][2], uint32_t (&second)[2][2], uint32_t panel, int row, int piece) {
   uint32_t raw[4];
   load_matrices(raw, panel + panel_offset(row + right_row(), piece + right_piece()));
@@ -219,7 +227,8 @@ __device__ __forceinline__ void load_right(uint32_t (&first)[2][2], uint32_t (&s
   }
 }
 
-// One stage of a warp's product: in every step the corrections come before the product of the leading parts, while the sums are small.
+// One stage of a warp's product: in every step the corrections come before the product of the leading parts, while the
+// sums are small.
 __device__ __forceinline__ void multiply_stage(float (&sums)[kBlocksM][kBlocksN][4], uint32_t x_panel, uint32_t w_panel,
                                                const WarpPlace& warp) {
   constexpr int kStepBytes = 32;  // 8 of K
@@ -245,8 +254,8 @@ __device__ __forceinline__ void multiply_stage(float (&sums)[kBlocksM][kBlocksN]
   }
 }
 
-// The product of a tile. The tensor cores' additions cut off instead of rounding, so they sum kStagesPerSum stages at most; a rounded
-// addition then takes each partial sum into `sums`. kStages - 1 stages of copies are under way meanwhile.
+// The product of a tile. Tensor cores truncate when they add, so a partial sum covers kStagesPerSum stages at most and
+// is then added to `sums` with rounding. Meanwhile kStages - 1 stages are being copied.
 __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][4], uint32_t shared, Source source,
                                               const WarpPlace& warp) {
   const uint32_t x_panel = shared + warp.layer * kTileM * kRowBytes;
@@ -264,7 +273,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][
 #pragma unroll
     for (int stage = 0; stage < kStagesPerSum; ++stage) {
       wait_copies<kStages - 2>();
-      __syncthreads();  // the stage has arrived, and the one before it has been read by all
+      __syncthreads();  // this stage has arrived; all threads have read the previous one
       if (first + stage + kStages - 1 < kStageCount) copy_stage(shared + write * kStageBytes, source);
       close_copies();
       multiply_stage(partial, x_panel + read * kStageBytes, w_panel + read * kStageBytes, warp);
@@ -283,8 +292,9 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[kBlocksM][kBlocksN][
   wait_copies<0>();
 }
 
-// Whether any of a thread's sums is infinite or NaN, or so small that an operand may be: 0 * v is 0 for every other v. An operand that is infinite or NaN, or that rounds to
-// infinity, shows in every sum that it enters. One near fp32's smallest, whose second part is lost, leaves a small sum.
+// Whether any of a thread's sums is infinite or NaN: 0 * v is 0 for every other v. Very small sums count too.
+// An operand that is infinite, NaN or rounds to infinity shows in each of its sums.
+// An operand near fp32's smallest number, whose second part is lost, leaves a small sum.
 __device__ __forceinline__ bool beyond_parts(const float (&sums)[kBlocksM][kBlocksN][4]) {
   float zero = 0.0f;
   bool faint = false;
@@ -300,10 +310,10 @@ __device__ __forceinline__ bool beyond_parts(const float (&sums)[kBlocksM][kBloc
       }
     }
   }
-  return zero != 0.0f || faint;  // NaN differs from everything
+  return zero != 0.0f || faint;  // NaN differs from every number
 }
 
-// The sums once more, by fp32 multiply-adds straight from global memory: slow, and right for whatever fp32 operands there are.
+// Recomputes the sums by fp32 multiply-adds from global memory: slow, and correct for all fp32 operands.
 __device__ __forceinline__ void recompute(float (&sums)[kBlocksM][kBlocksN][4], const float* __restrict__ x, const float* __restrict__ w,
                                           int first_row, int first_column, int layer) {
   constexpr int kPartialK = 128;
@@ -355,7 +365,8 @@ __device__ __forceinline__ void recompute(float (&sums)[kBlocksM][kBlocksN][4], 
   }
 }
 
-// Writes a warp's sums to its rows and columns of the staged tile. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) and the next.
+// Writes a warp's sums to its rows and columns of the staged tile. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l
+// % 4) and the next.
 __device__ __forceinline__ void stage_sums(float* staged, const float (&sums)[kBlocksM][kBlocksN][4], int row, int column) {
   const int lane = threadIdx.x % 32;
   float* corner = staged + (row + lane / 4) * kPitch + column + lane % 4 * 2;
@@ -404,8 +415,8 @@ __device__ __forceinline__ float lane_sum(float v) {
 
 __device__ __forceinline__ float2 lane_sum(float2 v) { return make_float2(lane_sum(v.x), lane_sum(v.y)); }
 
-// Squares may exceed fp32's range where values do not. What is formed of such values is formed of them times kShrink, a power of two: a sum of
-// squares above 2^128 is then above 2^-32, and one of any values stays below 2^128.
+// Scale for values whose squares exceed fp32's range. Statistics are then formed of the values times kShrink, a power
+// of two: a sum of squares above 2^128 becomes one above 2^-32, and every sum of squares stays below 2^128.
 constexpr float kShrink = 8.271806125530277e-25f;  // 2^-80
 constexpr float kGrow = 1.2089258196146292e24f;    // 2^80
 
@@ -446,7 +457,8 @@ __device__ __forceinline__ void finish_rows(
       for (int e = 0; e < kVector; ++e) values[j][e] += c_gemm_bias[e];
     }
 
-    // Differences from one value first, so that a constant group's mean is exact; then from that mean: their own mean corrects it.
+    // First pass: differences from one value, so that a constant group's mean is exact. Second pass: differences from
+    // that mean; their mean corrects it.
     const float shift = __shfl_sync(0xffffffffu, values[0][0], 0, kTeam);
     float sum = 0.0f;
 #pragma unroll
@@ -455,7 +467,7 @@ __device__ __forceinline__ void finish_rows(
       for (int e = 0; e < kVector; ++e) sum += __fsub_rn(values[j][e], shift);
     }
     float mean = fmaf(lane_sum(sum), kInverseSpan, shift);
-    float2 sums = make_float2(0.0f, 0.0f);  // of differences, of their squares
+    float2 sums = make_float2(0.0f, 0.0f);  // sums of differences and of their squares
 #pragma unroll
     for (int j = 0; j < kVectorsPerLane; ++j) {
 #pragma unroll
@@ -470,7 +482,7 @@ __device__ __forceinline__ void finish_rows(
     const float m2 = fmaf(-mean_rest, sums.x, sums.y);
     float rstd = rsqrtf(m2 * kInverseSpan + kEps);
     const bool beyond = !(m2 < INFINITY);
-    if (__any_sync(0xffffffffu, beyond)) {  // the same of values kShrink times as large
+    if (__any_sync(0xffffffffu, beyond)) {  // repeated with the values times kShrink
       const float shrunk_shift = shift * kShrink;
       float sum = 0.0f;
 #pragma unroll
@@ -560,7 +572,7 @@ struct DeviceScope {
   }
 };
 
-// More than 48 KB of shared memory must be asked for, once on each device.
+// Raises the shared-memory limit above 48 KB, once on each device.
 cudaError_t allow_shared_memory(int device) {
   constexpr int kDevices = 64;
   static std::mutex lock;

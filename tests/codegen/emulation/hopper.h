@@ -227,10 +227,14 @@ inline void atomicMin(std::uint32_t* to, std::uint32_t v) { *to = min(*to, v); }
 inline int cluster_rank() { return emulation::rank(); }
 inline void cluster_sync() { emulation::meet(emulation::whole_cluster, emulation::block_size * emulation::cluster_size); }
 inline void named_barrier(int id, int members) { emulation::meet(emulation::named[emulation::rank() * 16 + id], members); }
+inline void barrier_init_done() {}
+inline std::uint32_t remote_address(std::uint32_t address, int rank) { return (address & 0xFFFFFF) | static_cast<std::uint32_t>(rank) << 24; }
 template <int kRegisters>
 void give_registers() {}
 template <int kRegisters>
 void take_registers() {}
+template <int kCount>
+void pin(float (&)[kCount]) {}
 
 namespace emulation {
 

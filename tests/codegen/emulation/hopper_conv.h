@@ -7,7 +7,7 @@
 
 inline void barrier_init(std::uint64_t* barrier, int arrivals) { emulation::make_mbarrier(__cvta_generic_to_shared(barrier), arrivals); }
 inline void arrive(std::uint64_t* barrier) { emulation::mbarrier(__cvta_generic_to_shared(barrier)).arrive(); }
-inline void wait(std::uint64_t* barrier, int parity) { emulation::mbarrier(__cvta_generic_to_shared(barrier)).wait(parity); }
+inline void wait(std::uint64_t* barrier, int parity, const char*) { emulation::mbarrier(__cvta_generic_to_shared(barrier)).wait(parity); }
 inline void expect_bytes(std::uint64_t* barrier, int bytes) { emulation::mbarrier(__cvta_generic_to_shared(barrier)).arrive(bytes); }
 inline void copy_run(void* to, const void* from, int bytes, std::uint64_t* barrier) {
   const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(barrier));
@@ -20,9 +20,6 @@ inline void copy_run(void* to, const void* from, int bytes, std::uint64_t* barri
     emulation::mbarrier(address).complete(bytes);
   });
 }
-inline std::uint32_t remote_address(const void* p, int rank) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p) & 0xFFFFFF) | static_cast<std::uint32_t>(rank) << 24;
-}
 inline void store_remote(std::uint32_t to, float a, float b, float c, float d, std::uint32_t barrier) {
   const float4 values = {a, b, c, d};
   emulation::later([=] {
@@ -32,12 +29,12 @@ inline void store_remote(std::uint32_t to, float a, float b, float c, float d, s
 }
 inline void max_remote(std::uint32_t to, std::uint32_t v) { atomicMax(reinterpret_cast<std::uint32_t*>(emulation::place(to)), v); }
 inline void named_arrive(int id, int members) { emulation::meet(emulation::named[emulation::rank() * 16 + id], members, false); }
-inline void fence_operands() {}
+inline void fence_async() {}
 inline void prefetch(const void*) {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
-template <int kAccumulators>
-void wgmma_wait(float (&)[kAccumulators]) {}
+template <int kPending>
+void wgmma_wait() {}
 
 // A from registers: a lane's words hold k 2 (lane % 4) and the next of rows lane / 4 and 8 more. B without swizzle: 8 values of K a pixel.
 template <int kAccumulators>

@@ -83,8 +83,6 @@ inline void store(std::uint32_t to, const void* from, std::uint32_t bytes) {
   std::memcpy(place(to, bytes), from, bytes);
 }
 
-inline std::uint32_t in_cta(std::uint32_t address, int cta) { return (address & 0xFFFFFF) | static_cast<std::uint32_t>(cta) << 24; }
-
 inline void copy_box_into(std::uint32_t to, const TensorMap& map, const int (&at)[3], std::uint32_t barrier) {
   if (early && !lane().waited_for_previous && std::count(earlier.begin(), earlier.end(), map.tensor)) {
     fail("a tensor of the kernel in front is read before that has ended");
@@ -245,17 +243,15 @@ inline bool is_nan(std::uint16_t half) { return (half & 0x7FFF) > 0x7C00; }
 // --- barriers ---
 
 inline void barrier_init(std::uint32_t barrier, int arrivals) { emulation::make_mbarrier(barrier, arrivals); }
-inline void barrier_init_done() {}
 inline void expect_bytes(std::uint32_t barrier, int bytes) { emulation::mbarrier(barrier).arrive(bytes); }
 inline void arrive(std::uint32_t barrier) { emulation::mbarrier(barrier).arrive(); }
-inline void arrive(std::uint32_t barrier, int rank) { emulation::mbarrier(emulation::in_cta(barrier, rank)).arrive(); }
+inline void arrive(std::uint32_t barrier, int rank) { emulation::mbarrier(remote_address(barrier, rank)).arrive(); }
 inline void wait(std::uint32_t barrier, int parity, const char*) {
   if (emulation::mbarrier(barrier).remote) emulation::fail("what other CTAs have stored is not visible after this wait");
   emulation::mbarrier(barrier).wait(parity);
 }
 inline void wait_cluster(std::uint32_t barrier, int parity, const char*) { emulation::mbarrier(barrier).wait(parity); }
-inline void store_remote(std::uint32_t to, float v, std::uint32_t barrier, int rank) {
-  to = emulation::in_cta(to, rank), barrier = emulation::in_cta(barrier, rank);
+inline void store_remote(std::uint32_t to, float v, std::uint32_t barrier) {
   emulation::mbarrier(barrier).remote = true;
   emulation::later([=] {
     std::memcpy(emulation::place(to, sizeof v), &v, sizeof v);
@@ -272,7 +268,7 @@ inline void copy_box(std::uint32_t to, const CUtensorMap* map, int c0, int c1, i
 }
 inline void copy_box_to_all(std::uint32_t to, const CUtensorMap* map, int c0, int c1, int c2, std::uint32_t barrier) {
   for (int cta = 0; cta < emulation::cluster_size; ++cta) {
-    emulation::copy_box_into(emulation::in_cta(to, cta), *map, {c0, c1, c2}, emulation::in_cta(barrier, cta));
+    emulation::copy_box_into(remote_address(to, cta), *map, {c0, c1, c2}, remote_address(barrier, cta));
   }
 }
 inline void store_box(const CUtensorMap* map, std::uint32_t from, int c0, int c1) {
@@ -291,7 +287,7 @@ inline void store_box(const CUtensorMap* map, std::uint32_t from, int c0, int c1
 inline void wait_stores_read() {
   while (emulation::lane().stores > 0) emulation::sleep_on(emulation::lane().stores);
 }
-inline void fence_copy_engine() {
+inline void fence_async() {
   for (emulation::Unit* unit : emulation::lane().unfenced) --unit->unfenced;
   emulation::lane().unfenced.clear();
 }

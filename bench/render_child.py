@@ -1,0 +1,49 @@
+"""Renders packages with the `codegen` that PYTHONPATH names, which may be another commit's: `python -P render_child.py JOBS.json OUT`.
+
+JOBS.json maps a folder's name to {spec, text, precision, prepack, device}. Of each package OUT/<folder> gets its files, standalone.py where it has
+one, or error.txt. The program imports nothing else of ours, and of `codegen` only the steps from a spec to files.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from codegen.emit import make_package
+from codegen.plan import Refusal
+from codegen.render import render
+from codegen.spec import SpecError, load_spec
+from codegen.standalone import render_standalone
+
+
+def files_of(job: dict, folder: Path) -> dict[str, str]:
+    """The texts of a package by name. Raises SpecError or Refusal."""
+    path = job["spec"]
+    if job["text"] is not None:
+        folder.with_name(f"{folder.name}.specs").mkdir()
+        path = folder.with_name(f"{folder.name}.specs") / job["spec"]
+        path.write_text(job["text"], encoding="utf-8")
+    package = make_package(load_spec(path, job["precision"], job["prepack"]), (), job["device"])
+    files = render(package)
+    try:
+        return files | {"standalone.py": render_standalone(package, files)}
+    except Refusal:
+        return files
+
+
+def main(jobs: Path, out: Path) -> None:
+    for name, job in json.loads(jobs.read_text(encoding="utf-8")).items():
+        folder = out / name
+        folder.mkdir()
+        try:
+            files = files_of(job, folder)
+        except (SpecError, Refusal) as error:
+            files = {"error.txt": str(error)}
+        for file, text in files.items():
+            (folder / file).write_text(text, encoding="utf-8", newline="\n")
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
