@@ -12,13 +12,14 @@ from bench.harness import reference_source
 from codegen.from_module.worker import answer, import_file
 from codegen.ops import OPERATORS, Kind
 from codegen.spec import load_spec, shipped
+from tests.codegen.level2_small import small
 from tests.codegen.module_files import BIAS, CONV, CONV_SCALE, LINEAR, SWISH, SWISH_BIAS, TOP, chain, comparable, faults, read, spec_of
 
 
-# Their references are run; at the benchmarks' own sizes that takes seconds each.
 @pytest.mark.parametrize("path", [pytest.param(path, marks=[] if path.endswith("_small.yaml") else pytest.mark.slow) for path in shipped()])
 def test_shipped_specs_come_back_from_their_own_reference(path, tmp_path):
-    spec = load_spec(path)
+    """At small sizes, for their references are run."""
+    spec = small(path, tmp_path)
     found = spec_of(tmp_path, read(tmp_path, reference_source(spec), name=spec.name))
     if spec.name == "matmul_groupnorm_leakyrelu_sum":  # its input_size and hidden_size are one number, which the reference repeats
         found, spec = (replace(each, chain=tuple(replace(step, sources={}) for step in each.chain)) for each in (found, spec))
