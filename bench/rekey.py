@@ -274,6 +274,10 @@ def main(commit, chosen, kinds, results, capability, workers, dry_run) -> None:
         before = tree_of(commit, Path(work) / "tree")
         told = lambda number: status.update(f"rendering: {number} of {len(names)} packages")  # noqa: E731
         old, new = render_both(before, {name: package for package, name in names.items()}, Path(work), told)
+        for what, folder in ((f"at {commit}", old), ("today", new)):
+            refused = [(folder / name / "error.txt").read_text(encoding="utf-8") for name in names.values() if (folder / name / "error.txt").is_file()]
+            if refused:
+                console.print(f"{len(refused)} packages cannot be rendered {what}, such as: {refused[0].splitlines()[0]}")
         current, neither, moved = _sorted(claims, names, old, new)
         comparer = Comparer(workers)
         needed = [
