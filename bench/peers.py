@@ -37,6 +37,7 @@ Builder = Callable[[Emitted, nn.Module, Inputs], list[Peer]]
 
 
 def _eager(emitted: Emitted, eager: nn.Module, inputs: Inputs) -> list[Peer]:
+    eager(*inputs)  # where PyTorch lacks an operator for this type and device, the peer has failed
     return [Peer("eager", lambda: eager(*inputs))]
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from codegen.targets import Target
 from runtime.errors import BuildError
 from runtime.process import run_program
-from runtime.toolchain import Tool, Toolchain, arch_flags, compile_command, compile_flags, portable_flags, toolchain
+from runtime.compiler_flags import arch_flags, compile_command, compile_flags, portable_flags
+from runtime.toolchain import Tool, Toolchain, toolchain
 
 _KEPT = ("--no-compress", "--keep", "--keep-dir", ".")  # device code as it is, no temporary file's name in the object, and nvcc's name of the source in a file
 

@@ -27,6 +27,7 @@ from codegen.render import render
 from codegen.spec import Spec, load_spec
 from runtime import Package, RuntimeFailure
 from runtime.launch import ALLOCATION
+from runtime.library import SINGLE_ON_CPU, in_single, lacks_16_bits
 from runtime.load import best_target
 
 SEED = 42
@@ -171,6 +172,7 @@ class Subject:
         self._exact = copy.deepcopy(self.eager).double()
         self._loaded = self.initial
         self._masks = Masks(device)
+        self._single = SingleOnCpu()
 
     def load(self, parameters: dict[str, torch.Tensor], training: bool = True) -> None:
         """Give all models these parameters and running statistics, the initial ones where there are none, and a mode."""
@@ -197,10 +199,16 @@ class Subject:
             return self.ours(*inputs)
 
     def run_eager(self, inputs: Inputs, precision: str | None = None) -> torch.Tensor:
-        """PyTorch's result at the spec's precision (or with TF32 as `precision` has it), for any number of rows."""
-        with torch.no_grad(), precision_flags(precision or self.spec.precision.name), self._masks.drawn():
+        """PyTorch's result at the spec's precision (or with TF32 as `precision` has it), for any number of rows. What it lacks in 16 bits on a CPU it
+        computes in float32 (`eager_in_single`)."""
+        with torch.no_grad(), precision_flags(precision or self.spec.precision.name), self._masks.drawn(), self._single:
             self._begin(self.eager)
             return self.eager(*inputs)
+
+    @property
+    def eager_in_single(self) -> tuple[str, ...]:
+        """The operators that eager has computed in float32 so far, as PyTorch lacks them in the spec's 16 bits on a CPU."""
+        return tuple(sorted(self._single.met))
 
     def run_eager_beside_exact_norm(self, inputs: Inputs, precision: str | None = None) -> torch.Tensor:
         """PyTorch's result as `run_eager` gives it, but for the norm, which is float64's, rounded once: that of an eager whose squares cannot exceed their range."""
@@ -244,6 +252,23 @@ class RoundedProducts(TorchFunctionMode):
         if func in self.PRODUCTS:
             args = (*(round_tf32(operand.float()).double() for operand in args[:2]), *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+class SingleOnCpu(TorchFunctionMode):
+    """Inside, PyTorch computes in float32, and rounds once, what it lacks in 16 bits on a CPU, as library steps do. `met`: the names of such calls."""
+
+    LACKED = {getattr(functional, name): name for name in SINGLE_ON_CPU}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.met: set[str] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func not in self.LACKED or not lacks_16_bits(args[0]):
+            return func(*args, **kwargs)
+        self.met.add(self.LACKED[func])
+        return in_single(func, *args, **kwargs)
 
 
 class Masks:

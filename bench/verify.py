@@ -48,6 +48,7 @@ class Finding:
     problems: tuple[str, ...]
     draws: int = 1
     mode: str = ""  # of a chain whose training computes something else: training or evaluation
+    eager_in_single: tuple[str, ...] = ()  # what eager computed in float32, as PyTorch lacks it in the spec's 16 bits on a CPU
 
     @property
     def name(self) -> str:
@@ -65,6 +66,7 @@ class Finding:
             "eager_rel_error": rounded(self.by.eager.relative), "max_error": rounded(self.ours.largest), "outside": self.ours.outside,
             "eager_outside": self.by.eager.outside, "elements": self.ours.elements, "group_mean": rounded(self.ours.group_mean),
             "group_std": rounded(self.ours.group_std), "problems": list(self.problems), "draws": self.draws,
+            **({"eager_in_fp32": list(self.eager_in_single)} if self.eager_in_single else {}),
         }  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def _again(subject: Subject, first: Finding) -> Finding:
     ours, by = [found.ours for found in draws], [found.by for found in draws]
     allowed, outside, problems = pooled(spec, ours, by, family.initial)
     eager = pooled_errors([one.eager for one in by])
-    return Finding(family, pooled_errors(ours), replace(by[0], eager=eager), allowed, outside, first.repeats, tuple(problems), count, first.mode)
+    return Finding(family, pooled_errors(ours), replace(by[0], eager=eager), allowed, outside, first.repeats, tuple(problems), count, first.mode, first.eager_in_single)
 
 
 def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: int) -> Finding:
@@ -156,7 +158,7 @@ def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: in
     problems += broken(spec, ours, by, family.initial)
     if changed:
         problems.append(f"{changed} of {repeats} repeated runs gave other bits")
-    return Finding(family, ours, by, allowed_error(spec, by), allowed_outside(spec, by, family.initial), repeats, tuple(problems), mode=mode)
+    return Finding(family, ours, by, allowed_error(spec, by), allowed_outside(spec, by, family.initial), repeats, tuple(problems), mode=mode, eager_in_single=subject.eager_in_single)
 
 
 def _state_problems(ours: State, eager: State, exact: State) -> list[str]:
@@ -194,7 +196,9 @@ def _costly(spec: Spec, device: torch.device) -> bool:
 
 def table_of(findings: list[Finding], title: str) -> Table:
     """The findings for a terminal."""
-    table = Table(title=title, title_justify="left")
+    single = sorted({name for f in findings for name in f.eager_in_single})
+    caption = f"eager computes {', '.join(single)} in fp32 and rounds once: PyTorch lacks it in 16 bits on a CPU" if single else None
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     table.add_column("data")
     for column in ("rel. error", "allowed", "eager", "largest", "outside", "eager's", "group mean", "group std", "draws", "repeats"):
         table.add_column(column, justify="right")

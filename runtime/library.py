@@ -2,6 +2,7 @@
 
 A row makes a function of tensors from a step's options. The functions are pure: running statistics and dropout's masks come back
 as further results. What torch takes from process-wide switches (TF32) is decided here by the precision, and nothing sets a switch.
+What torch lacks in 16 bits on a CPU is computed in float32 there and rounded once.
 """
 
 from collections.abc import Callable, Mapping
@@ -197,10 +198,28 @@ PRODUCERS: dict[str, Callable[[Options, str], Callable[..., Made]]] = {
     **{name: _producer(name) for name in (f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3))},
 }
 NAMES = frozenset((*CALLS, *PRODUCERS))
+# Operators that torch has in float32 and lacks in 16 bits on a CPU.
+SINGLE_ON_CPU = frozenset({"avg_pool3d"})
+
+
+def lacks_16_bits(v: torch.Tensor) -> bool:
+    """Does torch lack the operators of SINGLE_ON_CPU for this tensor's type and device?"""
+    return v.device.type == "cpu" and v.dtype in (torch.float16, torch.bfloat16)
+
+
+def in_single(function: Callable[..., torch.Tensor], *operands: Any, **further: Any) -> torch.Tensor:
+    """``function`` of tensors and whatever else it takes, in float32, and its result rounded once to the first operand's type."""
+    kind = operands[0].dtype
+    return function(*(v.float() if isinstance(v, torch.Tensor) and v.dtype == kind else v for v in operands), **further).to(kind)
+
+
+def _single_on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda *operands: in_single(function, *operands) if lacks_16_bits(operands[0]) else function(*operands)
 
 
 def call_of(name: str, options: Options, precision: str) -> Callable[..., Made]:
     """The function of the operator `name` with these options: (value, parameters..., second value...) -> y, or a tuple that y starts."""
     if name in PRODUCERS:
         return PRODUCERS[name](options, precision)
-    return CALLS[name](options)
+    call = CALLS[name](options)
+    return _single_on_cpu(call) if name in SINGLE_ON_CPU else call

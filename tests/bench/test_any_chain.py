@@ -1,16 +1,21 @@
 """verify of chains beyond a producer and a norm: several inputs, two modes, running statistics, masks; and models that are wrong in known ways."""
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 
 from bench.data import Draw
 from bench.families import FAMILIES
 from bench.machine import describe
 from bench.measure import measure
 from bench.subject import Subject, construct, emit
+from bench.sweep.judge import judge
 from bench.timing import Ceilings
-from bench.verify import verify
+from bench.verify import table_of, verify
 
 CPU = torch.device("cpu")
 MODES = """\
@@ -25,6 +30,15 @@ chain:
   - dropout: {p: 0.3}
   - mul: {name: scale, shape: [1]}
   - div: {name: by, shape: [16, 1, 1, 1]}
+"""
+POOLED = """\
+name: pooled
+batch: 3
+input: {depth: 6, height: 7, width: 8}
+chain:
+  - conv3d: {name: conv, in_channels: 4, out_channels: 6, kernel_size: 3}
+  - avg_pool3d: {kernel_size: 2}
+  - tanh
 """
 TWO = """\
 name: two_products
@@ -125,3 +139,33 @@ def test_any_chain_is_timed_beside_its_peers(emitted):
     one = emitted["any_chain"]
     record = measure(one, construct(one, CPU, "cpu"), CPU, describe(CPU), Ceilings(10.0, 0.1, 0.1, 0.1, 0.1), ("eager", "library"), 0.2)
     assert record["ours"]["rel_error"] <= 3e-7 and record["speedup_torch"] > 0 and set(record["peers"]) == {"eager"}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_what_pytorch_lacks_in_16_bits_on_a_cpu_is_judged_and_said(tmp_path, precision):
+    path = tmp_path / "pooled.yaml"
+    path.write_text(POOLED)
+    one = emit(str(path), precision, "cpu")
+    lacked = [] if precision == "fp32" else ["avg_pool3d"]
+    ours = construct(one, CPU, "cpu")
+    subject = Subject(one, ours, CPU)
+    found = verify(subject, repeats=1)
+    assert all(finding.ok and finding.record().get("eager_in_fp32", []) == lacked for finding in found)
+    assert all(row.get("eager_in_fp32", []) == lacked for row in judge(subject, ("benchmark",)))
+    text = io.StringIO()
+    Console(file=text, width=200).print(table_of(found, "pooled"))
+    assert ("eager computes avg_pool3d in fp32 and rounds once" in text.getvalue()) == bool(lacked)
+    x = torch.randn(one.spec.input_shape).to(getattr(torch, one.spec.precision.dtype))
+    exact = copy.deepcopy(subject.eager).double()
+    for model, v in ((ours, x.requires_grad_()), (exact, x.detach().double().requires_grad_())):
+        model(v).sum().backward()
+        wanted = v.grad
+    assert float((x.grad.double() - wanted).norm() / wanted.norm()) <= 4 * torch.finfo(x.dtype).eps
+
+
+def test_eager_that_cannot_run_is_a_peer_that_failed(tmp_path):
+    path = tmp_path / "pooled.yaml"
+    path.write_text(POOLED)
+    one = emit(str(path), "fp16", "cpu")
+    record = measure(one, construct(one, CPU, "cpu"), CPU, describe(CPU), Ceilings(10.0, 0.1, 0.1, 0.1, 0.1), ("eager",), 0.1)
+    assert not record["peers"] and "avg_pool3d" in record["failed"]["eager"] and record["ours"]["ms"] > 0

@@ -27,6 +27,7 @@ chain:
   - mul: {name: scale, shape: [1]}
 """,
     "products": """\
+gemm: library
 inputs: {x: {shape: [24]}}
 chain:
   - linear: {name: a, in_features: 24, out_features: 16}

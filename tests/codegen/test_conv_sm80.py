@@ -37,6 +37,7 @@ EMULATED = {
     "few_short_groups": chain(cin=3, cout=16, size=9, kernel=3, groups=4, pool=0, batch=1, after=("silu",)),
     "shared_finish": chain(cin=3, cout=16, size=(24, 70), kernel=3, groups=1, pool=0, batch=1, after=("gelu",)),
     **{name: data | {"batch": 2} for name, data in STRIDED.items()},
+    "many_weights": chain(cin=24, cout=24, size=(9, 10), kernel=3, groups=3, pool=0, batch=2),
     "tall_tiles": chain(cin=3, cout=80, size=(24, 19), kernel=4, groups=5, pool=2, batch=1),
 }
 
@@ -273,7 +274,25 @@ def test_emulated_kernels_keep_the_promise(tmp_path, name, precision):
 @pytest.mark.nvcc
 @pytest.mark.parametrize(("name", "precision"), cases(FAMILY | STRIDED, ("fp32", "tf32", "fp16")))
 def test_family_compiles_within_its_plan(tmp_path, name, precision):
-    chosen = planned(read((FAMILY | STRIDED)[name], tmp_path, precision))
+    compiles_within_its_plan(planned(read((FAMILY | STRIDED)[name], tmp_path, precision)), tmp_path)
+
+
+# Of these too few registers were left for the second round of a unit, or for the route in fp32.
+CLOSE = {
+    "no_column_is_sure": (chain(cin=3, cout=16, size=96, kernel=4, groups=16, pool={"kernel_size": [4, 6]}, batch=59, before=("hardswish",)), "a100"),
+    "four_steps_of_two_tiles": (STRIDED["dilated"], "rtx3090"),
+}
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+@pytest.mark.parametrize("name", CLOSE)
+def test_rare_routes_have_registers(tmp_path, name, precision):
+    data, device = CLOSE[name]
+    compiles_within_its_plan(planned(read(data, tmp_path, precision), device), tmp_path)
+
+
+def compiles_within_its_plan(chosen, tmp_path):
     assert not (found := [text for kernel in chosen.kernels for text in faults(chosen, kernel, tmp_path)]), "\n".join(found)
 
 

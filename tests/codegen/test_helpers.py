@@ -11,7 +11,8 @@ from codegen.index import entries, prepared
 from codegen.plan.model import Plan
 from codegen.render import TEMPLATES, render_kernel
 from codegen.spec import load_spec
-from tests.fused_draw import LARGE, SMALL, draw
+from bench.sweep.draw import LARGE, SMALL
+from tests.fused_draw import draw
 
 HELPER = re.compile(r"^__device__ __forceinline__ [\w:]+[&*]? (\w+)\(", re.MULTILINE)
 SHIPPED = [(path, precision, False) for path, precision in entries(Path("generated"))] + [(path, precision, True) for path, precision in prepared(Path("generated"))]

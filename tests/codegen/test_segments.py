@@ -81,7 +81,7 @@ def test_groupings_are_pytorchs(tmp_path):
         assert not moved.view(-1)[: -found.joined].any()
 
 
-@pytest.mark.parametrize(("places", "reason"), [((0,), "it has no norm"), ((0, 1, 1), "group_norm is a second norm"), ((1, 0), "it starts with group_norm")])
+@pytest.mark.parametrize(("places", "reason"), [((0, 1, 1), "group_norm is a second norm"), ((1, 0), "it starts with group_norm"), ((0, 1, 0), "linear follows")])
 def test_only_a_chain_of_the_form_is_seen_as_a_fused_one(places, reason):
     spec = load_spec("specs/default.yaml")
     other = replace(spec, chain=tuple(spec.chain[place] for place in places))
@@ -90,3 +90,11 @@ def test_only_a_chain_of_the_form_is_seen_as_a_fused_one(places, reason):
         FusedSpec.of(other)
     with pytest.raises(ValueError, match=reason):
         replace(FusedSpec.of(spec), chain=other.chain)
+
+
+def test_a_product_without_a_norm_is_a_beginning_of_the_form():
+    """Kernels that need no norm read it as a fused chain; as a whole chain it is planned in parts."""
+    spec = load_spec("specs/default.yaml")
+    product = replace(spec, chain=(spec.chain[0], replace(spec.chain[2], index=1)))
+    form = FusedSpec.of(product)
+    assert fused(product) is None and not form.has_norm and form.before_norm == product.chain[1:] and form.after_norm == () == form.affine

@@ -28,7 +28,12 @@ OVERHEAD, TALL, NARROW, PADDED = 28, 10, 10, 8
 # What ptxas was seen to miss where weights are many, for each instruction of them, or where few pixels meet two tiles of them. Where nothing but fewer
 # registers than needed would be left, some are spilled.
 CROWDED, MANY_WEIGHTS, TWO_TILES = 1.4, 12, 14
-LOADS, LOADING = 5, 60  # pixels of 8 channels that a thread has on their way, at most; registers beside those and the weights meanwhile
+# The same for each tile of weights: the scales and the route in fp32 for values beyond fp16's range, the second round for squares beyond fp32's. That round
+# takes UNSURE more where every column may be missing from some tile: what says which are there is kept for it.
+RARE = {"fp32": 12, "tf32": 12, "bf16": 3, "fp16": 0}
+UNSURE = 32
+LOADS = 5  # pixels of 8 channels that a thread has on their way, at most
+LOADING = {"fp32": 60, "tf32": 76, "bf16": 60, "fp16": 60}  # registers beside those and the weights meanwhile, as ptxas allots them
 UNIT_COST = 16  # pixels whose multiplication takes as long as a unit's end: moments and extremes to shared memory
 # Share of a part's time, for each row of x over its conv rows, that bringing the rows takes: by the parts of an operand, whose products take longer.
 STARTING = {1: 0.3, 2: 0.15}
@@ -65,6 +70,7 @@ class Geometry:
     part_strips: int
     weight_bytes: int
     noted_bytes: int  # room for what a warp notes of x
+    loading: int  # registers beside the weights and the pixels on their way
     blocks_per_sm: int
     max_registers: int
 
@@ -127,6 +133,11 @@ class Geometry:
         return ceil_div(self.halves, 2)
 
     @property
+    def many_weights(self) -> bool:
+        """Has a channel so many weights that a thread must not hold them all at once?"""
+        return self.steps >= MANY_WEIGHTS
+
+    @property
     def operand_bytes(self) -> int:
         """x's planes and a pixel of zeros; the weights pass through the same place first."""
         return ceil_to(max((self.planes * self.plane + 1) * PIXEL_BYTES, self.weight_bytes), 16)
@@ -146,7 +157,7 @@ class Geometry:
     def loads(self) -> int:
         """Pixels that a thread has on their way: as many as there are registers for beside the weights, the fewest idle ones at the end, then the most."""
         pixels = ceil_div(self.octets * self.part_rows * self.pitch, self.threads)
-        room = (self.max_registers - LOADING - 4 * self.steps * self.parts * self.row_tiles) // 8
+        room = (self.max_registers - self.loading - 4 * self.steps * self.parts * self.row_tiles) // 8
         return min(range(1, max(1, min(LOADS, room)) + 1), key=lambda count: (ceil_to(pixels, count) + ceil_div(pixels, count), -count))
 
     def blocks(self, batch: int, device: DeviceClass) -> int:
@@ -155,7 +166,7 @@ class Geometry:
 
     def sure_octets(self, width: int) -> int:
         """The largest power of two of 8 columns that exist in every tile of rows of `width`, at most 4; 0 where there are none."""
-        columns = min(self.used_columns, width - (self.column_tiles - 1) * self.used_columns)
+        columns = sure_columns(self.used_columns, self.column_tiles, width)
         return next((count for count in (4, 2, 1) if count <= min(columns, self.tile_columns) // 8), 0)
 
     def cost(self, batch: int, device: DeviceClass) -> float:
@@ -177,10 +188,17 @@ def registers_needed(steps: int, parts: int, row_tiles: int, tile_rows: int, til
     return steps * 4 * parts * row_tiles + 4 * octets * row_tiles + extremes + 6 * row_tiles + 2 * octets * parts + OVERHEAD + special
 
 
-def _crowded(weights: int, row_tiles: int, tile_columns: int) -> float:
-    """Registers more than needed, by what a thread holds of `weights` instructions."""
+def sure_columns(used: int, column_tiles: int, width: int) -> int:
+    """Of a tile's `used` columns, those that exist in every tile of rows of `width`."""
+    return min(used, width - (column_tiles - 1) * used)
+
+
+def _crowded(weights: int, row_tiles: int, tile_columns: int, rare: int, sure: bool) -> float:
+    """Registers more than needed, by what a thread holds of `weights` instructions, what its `rare` routes take for each tile of them, and whether an
+    octet of columns is `sure` to exist."""
     many = CROWDED * weights if weights >= MANY_WEIGHTS else 0.0
-    return max(many, TWO_TILES if row_tiles == 2 and tile_columns < 32 else 0.0)
+    routes = rare * row_tiles + (UNSURE if rare and not sure else 0)
+    return max(many, TWO_TILES if row_tiles == 2 and tile_columns < 32 else 0.0, routes)
 
 
 def candidates(spec: FusedSpec, windows: Windows, parts: int, channel_floats: int) -> Iterator[Geometry]:
@@ -198,11 +216,12 @@ def candidates(spec: FusedSpec, windows: Windows, parts: int, channel_floats: in
         if not used or windows.size[0] % tile_rows or height % tile_rows:
             continue
         column_tiles = ceil_div(width, used)
+        sure = sure_columns(used, column_tiles, width) >= 8
         slack = max(0, ((column_tiles - 1) * used + tile_columns - 1) * stride[1] + reach[1] - pitch)
         for row_tiles in (2, 1) if spec.channels > ROWS_A else (1,):
             needed = registers_needed(ceil_div(octets * taps, 2), parts, row_tiles, tile_rows, tile_columns, fold)
             needed += PADDED if padding != (0, 0) else 0
-            crowded = _crowded(ceil_div(octets * taps, 2) * parts * row_tiles, row_tiles, tile_columns)
+            crowded = _crowded(ceil_div(octets * taps, 2) * parts * row_tiles, row_tiles, tile_columns, RARE[spec.precision.name], sure)
             registers = next((count for count in REGISTERS if needed + (0 if row_tiles == 1 and count == REGISTERS[-1] else crowded) <= count), None)
             if registers is None:
                 continue
@@ -215,7 +234,8 @@ def candidates(spec: FusedSpec, windows: Windows, parts: int, channel_floats: in
                     channel_warps=channel_warps, column_warps=column_warps, row_tiles=row_tiles,
                     channel_tiles=ceil_div(spec.channels, channels), channel_floats=channel_floats, octets=octets, taps=taps, parts=parts, pitch=pitch,
                     slack=slack, tile_rows=tile_rows, tile_columns=tile_columns, used_columns=used, column_tiles=column_tiles, fold=fold,
-                    window_rows=windows.size[0], row_stride=stride[0], reach=reach[0], strips=strips, part_strips=part_strips, weight_bytes=weight_bytes, noted_bytes=16 if spec.precision.itemsize == 4 else 0,
+                    window_rows=windows.size[0], row_stride=stride[0], reach=reach[0], strips=strips, part_strips=part_strips, weight_bytes=weight_bytes,
+                    noted_bytes=16 if spec.precision.itemsize == 4 else 0, loading=LOADING[spec.precision.name],
                     blocks_per_sm=REGISTERS_PER_SM // (ceil_to(registers, 8) * channel_warps * column_warps * WARP), max_registers=registers,
                 )  # fmt: skip
 
