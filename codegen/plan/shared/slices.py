@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from codegen.ir.apply import Apply, Constant, applies, unique_constants
+from codegen.ir.apply import Constant, applies, called, unique_constants
 from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, Precision
 from codegen.plan.model import Buffer, Kernel, Launch
@@ -30,7 +30,7 @@ class EndSlicesKernel(PointerKernel):
 
     width: int = 4
     ragged: bool = False
-    applied: tuple[Apply, ...] = ()
+    functions: tuple[str, ...] = ()  # the C functions that it calls
     operands: tuple[LoadedOperand, ...] = ()
     lines: tuple[str, ...] = ()
     storage: Precision = FP32
@@ -78,7 +78,7 @@ def end_slices_kernel(spec: FusedSpec, slices: int) -> EndSlicesKernel:
     return EndSlicesKernel(
         name="end_slices", template="gemm/end_slices.cu.j2", arguments=(SLICES, *(operand.key for operand in operands), "y"),
         constants=(*constants, *unique_constants(items)), summary=f"adds the sums of {slices} parts of K and ends the chain",
-        threads=ADD_THREADS, blocks=blocks, max_registers=64, pointers=pointers, width=width, ragged=values // width % ADD_THREADS != 0, applied=items,
+        threads=ADD_THREADS, blocks=blocks, max_registers=64, pointers=pointers, width=width, ragged=values // width % ADD_THREADS != 0, functions=called(items),
         operands=operands, lines=(*lines, *vector_statements(items)), storage=spec.precision,
     )  # fmt: skip
 
