@@ -1,4 +1,4 @@
-"""The golden record: a hash of what the generator emits and explains, for shipped and for random specs.
+"""The golden record: a hash of what the generator emits and explains, for shipped specs, a benchmark's and random ones.
 
     python -m tests.golden        renews tests/golden.json (make golden)
 
@@ -24,7 +24,7 @@ from codegen.package import make_package
 from codegen.plan import Refusal
 from codegen.render import render
 from codegen.report import explain
-from codegen.spec import Spec, load_spec, shipped
+from codegen.spec import Spec, benchmark, load_spec, shipped
 from codegen.targets import DEVICES
 from tests.fused_draw import draw
 
@@ -78,9 +78,18 @@ def drawn_cases(count: int = DRAWN) -> Iterator[Case]:
             yield Case(f"drawn {index:03d} {device or 'default'}", partial(texts, spec, (), device))
 
 
+def benchmark_cases() -> Iterator[Case]:
+    """The specs of KernelBench's second level for a Hopper card, at fp32 and in turn at another precision: chains in parts."""
+    others = [name for name in PRECISIONS if name != "fp32"]
+    for number, path in enumerate(benchmark()):
+        for precision in ("fp32", others[number % len(others)]):
+            yield Case(f"level2 {Path(path).stem} {precision}", partial(texts, load_spec(path, precision), (), "h200"))
+
+
 def cases() -> Iterator[Case]:
     """All cases of the record, one after the other: they are many, and each is made when its turn comes."""
     yield from shipped_cases()
+    yield from benchmark_cases()
     yield from drawn_cases()
 
 
