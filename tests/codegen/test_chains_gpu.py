@@ -61,6 +61,12 @@ for head in ("silu", "mish"):  # many minima are the function's own least value
     CHAINS[f"min_{head}"] = deep(linear_chain([], [head, *reduced("min", True, TAIL)], 512, 8), 300)
 CHAINS["min_wide_batch"] = deep(linear_chain([], ["silu", *reduced("min", True, TAIL)], 8192, 32), 1024)  # sm_90a: groups of a tile, float32 y
 CHAINS["mean_two_tiles"] = deep(linear_chain(["relu"], ["mish", *reduced("mean", True, TAIL)], 8192, 16), 1024)  # groups of two: the norm kernel
+PLAIN = {"linear": {"name": "gemm", "in_features": DEPTH, "out_features": 512}}
+GAIN = {"mul": {"name": "gain", "shape": [512]}}
+CHAINS["plain"] = [PLAIN, "silu", {"add": {"from": "gemm"}}, GAIN], 4100, None
+CHAINS["plain_few"] = [PLAIN, "mish", GAIN], 37, None
+CHAINS["plain_long"] = [{"linear": {"name": "gemm", "in_features": 32768, "out_features": 256}}, "gelu"], 128, None  # K in slices
+CHAINS["plain_twice"] = [PLAIN, "gelu", {"linear": {"name": "back", "in_features": 512, "out_features": DEPTH}}, {"softmax": {"dim": 1}}], 4096, None
 
 
 def models(spec: Spec, target: str, folder):
@@ -106,7 +112,7 @@ def test_chains(name: str, precision: str, target: str, tmp_path) -> None:
     spec = replace(make_spec(tmp_path, chain, batch, precision, size), name=f"chain_{name}")  # a name of its own: a process knows a package by it
     ours, eager = models(spec, target, tmp_path)
     generator = torch.Generator("cuda").manual_seed(2)
-    x = torch.randn((batch, DEPTH) if size is None else (batch, 3, *size), generator=generator, device="cuda").to(getattr(torch, {"fp32": "float32"}.get(precision, "bfloat16")))
+    x = torch.randn(spec.input_shape, generator=generator, device="cuda").to(getattr(torch, {"fp32": "float32"}.get(precision, "bfloat16")))
     steeper = max(4.0, STEEPER.get(name.split("_")[0], 1.0))  # the error of a producer and of a norm, magnified by what follows
     compare(ours, eager, x, steeper)
     x[0].view(-1)[0] = torch.nan
@@ -137,7 +143,7 @@ def test_gradients(name: str, precision: str, tmp_path) -> None:
     spec = replace(make_spec(tmp_path, chain, batch, precision, size), name=f"gradients_{name}")
     ours, eager = models(spec, "sm_80", tmp_path)
     generator = torch.Generator("cuda").manual_seed(4)
-    x = torch.randn((batch, DEPTH) if size is None else (batch, 3, *size), generator=generator, device="cuda").to(next(eager.parameters()).dtype)
+    x = torch.randn(spec.input_shape, generator=generator, device="cuda").to(next(eager.parameters()).dtype)
     with torch.no_grad():
         plain = ours(x)
     grad_y = torch.randn(plain.shape, generator=generator, device="cuda").to(plain.dtype)
