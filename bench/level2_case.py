@@ -26,7 +26,10 @@ from bench.peers import build as build_peers
 from bench.subject import Emitted, Subject, construct, emit, target_for
 from bench.timing import interleaved
 from bench.verify import Finding, rounded, verify
-from codegen.spec import load_spec
+from codegen.package import make_package
+from codegen.plan import Refusal
+from codegen.render import render
+from codegen.spec import SpecError, load_spec
 from runtime import Package
 from runtime.build import ensure_built, plan_build
 
@@ -43,7 +46,7 @@ def build(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
     ensure_built(plan_build(package, package.target(target), capability))
     entry, floor = emitted.manifest["targets"][target], emitted.floor(target)
     return {
-        "package": emitted.spec.package, "path": emitted.spec.path, "folder": str(emitted.folder), "target": target, "key": evidence_key(entry),
+        "package": emitted.spec.package, "path": emitted.spec.named, "folder": str(emitted.folder), "target": target, "key": evidence_key(entry),
         "library_steps": [step["library"] for step in entry["steps"] if "library" in step], "kernels": sum("launch" in step for step in entry["steps"]),
         "flop": floor["flop"], "bytes": floor["bytes"],
     }  # fmt: skip
@@ -53,6 +56,15 @@ def evidence_key(entry: Mapping[str, Any]) -> str:
     """The digest of what a target runs, library steps too: what a measurement is evidence for."""
     runs = [entry["source_key"], entry["steps"], entry.get("training")]
     return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()
+
+
+def todays_key(path: str, precision: str, target: str) -> str | None:
+    """The evidence key of what is emitted now for a spec; None where there is no such spec or target any more."""
+    try:
+        manifest = json.loads(render(make_package(load_spec(path, precision)))["manifest.json"])
+    except (OSError, SpecError, Refusal):
+        return None
+    return evidence_key(manifest["targets"][target]) if target in manifest["targets"] else None
 
 
 def _model(job: Mapping[str, Any], setting: Mapping[str, Any]) -> tuple[Emitted, nn.Module, torch.device]:

@@ -9,6 +9,7 @@ import jinja2
 
 from bench import store
 from bench.level2 import geometric_mean, speedups
+from bench.level2_case import todays_key
 from bench.level2_classes import CLASSES, MEANINGS, ORDINARY
 from bench.store import LEVEL2, Record
 from bench.tables import TEMPLATES
@@ -35,11 +36,12 @@ def _card(records: list[Record]) -> dict[str, Any] | None:
 def _part(precision: str, records: list[Record]) -> dict[str, Any]:
     """What the page says of one precision on one card."""
     rows = [_row(record) for record in sorted(records, key=lambda record: record["problem"])]
-    ordinary = list(speedups(rows))
-    over = lambda peer: geometric_mean(list(speedups(rows, lambda r: r["peers"][peer] / r["ours_ms"] if r.get("ours_ms") and r["peers"].get(peer) else None)))  # noqa: E731
+    current = [row for row in rows if row["current"]]
+    ordinary = list(speedups(current))
+    over = lambda peer: geometric_mean(list(speedups(current, lambda r: r["peers"][peer] / r["ours_ms"] if r.get("ours_ms") and r["peers"].get(peer) else None)))  # noqa: E731
     present = {row["problem"] for row in rows}
     return {
-        "precision": precision, "records": rows, "verified": sum(row["verified"] for row in rows), "timed": sum(row["ours_ms"] is not None for row in rows),
+        "precision": precision, "records": rows, "verified": sum(row["verified"] for row in current), "timed": sum(row["ours_ms"] is not None for row in current), "earlier": len(rows) - len(current),
         "ordinary": len(ordinary), "mean": geometric_mean(ordinary), "mean_eager": over("eager"), "mean_compile": over("compile"),
         "below": sum(ratio < LEAST for ratio in ordinary), "harness": sum(row["harness"] is not None for row in rows),
         "correct": sum((row["harness"] or {}).get("verdict") == "correct" for row in rows), "missing": _spans([n for n in range(1, PROBLEMS + 1) if n not in present]),
@@ -59,13 +61,18 @@ def _row(record: Record) -> dict[str, Any]:
     problems = "; ".join(f"{family}: {', '.join(found)}" for family, found in record.get("problems", {}).items())
     failed = "; ".join(f"{name} could not be run: {why}" for name, why in record.get("failed", {}).items())
     complaint = "; ".join(filter(None, (record.get("failure"), problems, failed)))
-    return {**shown, "class": ORDINARY, "peers": {}, **record, "complaint": complaint.replace("\n", " ")}
+    return {**shown, "class": ORDINARY, "peers": {}, **record, "current": _is_current(record), "complaint": complaint.replace("\n", " ")}
+
+
+def _is_current(record: Record) -> bool:
+    """Whether a record is of today's sources; one without a key measured none."""
+    return "key" not in record or record["key"] == todays_key(record["path"], record["precision"], record["target"])
 
 
 def _environment() -> jinja2.Environment:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     env.filters.update(
-        verdict=lambda verified: "yes" if verified else "**no**", exp=lambda value: "-" if value is None else f"{value:.1e}", ms=_ms,
+        verdict=lambda row: "earlier sources" if not row["current"] else "yes" if row["verified"] else "**no**", exp=lambda value: "-" if value is None else f"{value:.1e}", ms=_ms,
         times=lambda value: "-" if value is None else f"**{value:.2f}x**", peer=lambda row, name: _ms(row["peers"].get(name)), torchs=_torchs, harness=_harness,
     )  # fmt: skip
     return env

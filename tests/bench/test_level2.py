@@ -14,6 +14,7 @@ from bench import harness, level2, store
 from bench.harness import reference_source, work_tree
 from bench.kernelbench import main
 from bench.level2_classes import CLASSES, MEANINGS, ORDINARY, class_of
+from bench.level2_case import todays_key
 from bench.level2_page import page
 from bench.machine import Machine
 from bench.store import LEVEL2
@@ -69,7 +70,7 @@ def test_problems_are_verified_timed_and_gone_on_with(folder, tmp_path):
     (folder / "45_two_products.yaml").write_text(GOOD.replace("sigmoid", "tanh"))
     assert call(folder, results, work, "--verify-only").exit_code == 0
     changed = store.find(LEVEL2, results, "cpu", problem=45, precision="fp32")
-    assert changed["library_steps"][1] == "tanh" and "ours_ms" not in changed, "times of other sources leave the record"
+    assert changed["key"] != right["key"] and "ours_ms" not in changed, "times of other sources leave the record"
     text = page(results)
     assert "| 45 | two_products | yes |" in text and text.index("| 45 |") < text.index("Listed apart") < text.index("| 80 | again")
 
@@ -113,6 +114,15 @@ def test_means_are_of_ordinary_verified_and_timed_problems(tmp_path):
     assert "Over the 2 ordinary ones that are both: 4.000 times" in text and "### bf16" in text and "(TF32)" in text
     assert level2.geometric_mean(list(level2.speedups(rows[:3]))) == pytest.approx(math.sqrt(16.0))
     assert "Without a record: 5 to 8, 10 to 65, 67 to 100." in text
+
+
+def test_records_of_earlier_sources_are_shown_and_left_out_of_counts_and_means(folder, tmp_path):
+    path = str(folder / "45_two_products.yaml")
+    now = {"path": path, "target": "cpu", "key": todays_key(path, "fp32", "cpu")}
+    store.replace(LEVEL2, tmp_path, "cpu", [record(1, **timed(2.0), **now), record(2, **timed(8.0), **now | {"key": "0" * 64}), record(3, **timed(8.0), **now | {"path": "gone.yaml"})])
+    text = page(tmp_path)
+    assert "3 of 100 problems have a record; 1 of them are verified and 1 are timed" in text and "Over the 1 ordinary ones that are both: 2.000 times" in text
+    assert "2 records are of earlier sources" in text and text.count("| earlier sources |") == 2
 
 
 def test_the_page_needs_no_record(tmp_path):
