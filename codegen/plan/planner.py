@@ -76,7 +76,8 @@ def _in_parts(request: Request) -> Plan:
     found = plan_parts(spec, target, device, parts, functools.partial(Plan, spec, target, device, floor=floor(spec, device)))
     rival = target.rival
     if rival is not None and not any(part.plan for part in parts):
-        raise Refusal(f"none of this target's kernels serves a part of the chain; {rival} has the same steps")
+        reasons = "".join(f"; {reason}" for part in parts for reason in part.why)
+        raise Refusal(f"none of this target's kernels serves a part of the chain, and {rival} has the same steps{reasons}")
     return found
 
 
