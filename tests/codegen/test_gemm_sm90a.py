@@ -20,6 +20,7 @@ from codegen.plan.route import Choice
 from codegen.render import render_kernel
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.forced import hopper_gemm
+from tests.codegen.gemm_cases import Case
 from tests.compile_matrix import faults
 from tests.fused import load_fused
 
@@ -298,6 +299,22 @@ def test_sources_compile_without_spills(shape, precision, extra, tmp_path):
     plan = hopper_gemm(spec_of(tmp_path, *shape, precision, **extra), DEVICE)
     found = [fault for kernel in plan.kernels for fault in faults(plan, kernel, tmp_path)]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.nvcc
+@pytest.mark.parametrize("operators", [("relu",), ("gelu", {"add": {"from": "gemm"}}, "mish", {"mul": {"name": "gain", "shape": [8192]}}, "tanh")], ids=["plain", "costly"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
+def test_products_without_a_norm_compile_without_spills(precision, operators, tmp_path):
+    plan = hopper_gemm(Case("product", 1024, 8192, 8192, 0, operators, linear={"bias": operators != ("relu",)}).spec(tmp_path, precision, None), DEVICE)
+    found = [fault for kernel in plan.kernels for fault in faults(plan, kernel, tmp_path)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("k", "promoted"), [(512, 64), (1024, 64), (2048, 128), (4096, 128), (8192, 256)])
+def test_sums_that_no_norm_scales_are_promoted_more_often(k, promoted, tmp_path):
+    """What the tensor cores cut off makes a sum smaller, which a norm takes away."""
+    kernel = gemm_of(hopper_gemm(Case("product", 4096, k, 2048, 0, ("relu",)).spec(tmp_path, "fp32", None), DEVICE))
+    assert kernel.promote * TILE_K == promoted
 
 
 def test_sums_of_few_results_are_promoted_more_often(tmp_path):
