@@ -46,7 +46,7 @@ SMALL = {
         Case("few_costly", 4, 48, 16872, 1, before=("elu", "celu"), after=("softplus", "elu", "tanh")),
         Case("product", 70, 130, 170, 0, (bias(170), "silu", {"add": {"from": "gemm"}}, {"mul": {"name": "gain", "shape": [1]}})),
         Case("product_alone", 35, 77, 51, 0, linear={"bias": False}),
-        Case("product_sliced", 20, 20011, 52, 0, ({"mul": {"name": "gain", "shape": [1]}}, "silu", {"mul": {"from": "gemm"}}, bias(52))),
+        Case("product_sliced", 20, 20011, 52, 0, ({"mul": {"name": "gain", "shape": [1]}}, "silu", {"add": {"from": "gemm"}}, bias(52))),
         Case("slices_odd", 7, 3863, 51, 3, before=("relu",), after=("sigmoid",)),
         Case("slices_even", 16, 4096, 64, 4, linear={"bias": False}),
         Case("slices_half", 35, 2050, 66, 3, before=(bias(66), "silu")),

@@ -47,7 +47,7 @@ class EndSlicesKernel(PointerKernel):
     @property
     def accesses(self) -> tuple[tuple[Precision, list[int], list[int]], ...]:
         """(type, widths of loads, widths of stores) of the sums and of the chain's tensors."""
-        if self.storage == FP32:
+        if self.storage.dtype == FP32.dtype:
             return ((FP32, [self.width], [self.width]),)
         return (FP32, [self.width], []), (self.storage, [self.width] if self.vectors else [], [self.width])
 
