@@ -108,7 +108,7 @@ ONCE = (
 FURTHER = {
     "fp16": (*LONGER, *PRODUCTS, *SLICED_PRODUCT, *SLICED_HALVES, Entry("saturated", (64, 64), False), Entry("tiles_alone", (16, 256), False), Entry("few_costly"), Entry("blocks_share_a_group")),
     "bf16": (*PRODUCTS, *SLICED_HALVES, Entry("saturated", (64, 64), False), Entry("tiles_alone", (16, 256), False), Entry("blocks_share_a_group", sms=1)),  # in front of the kernel that streams
-    "tf32": (*LONGER, *PRODUCTS, *SLICED, *SLICED_PRODUCT),
+    "tf32": (*LONGER, *PRODUCTS, *SLICED),
     "fp16x3": (*LONGER, *PRODUCTS, *ONCE, Entry("longer_than_registers")),
     "tf32x3": (*LONGER, *PRODUCTS, *SLICED_PRODUCT, *SLICED, Entry("slices_half", (16, 32), False, 4)),
     "bf16x3": (),

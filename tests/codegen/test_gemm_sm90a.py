@@ -305,7 +305,7 @@ def test_sources_compile_without_spills(shape, precision, extra, tmp_path):
 @pytest.mark.parametrize("operators", [("relu",), ("gelu", {"add": {"from": "gemm"}}, "mish", {"mul": {"name": "gain", "shape": [8192]}}, "tanh")], ids=["plain", "costly"])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
 def test_products_without_a_norm_compile_without_spills(precision, operators, tmp_path):
-    plan = hopper_gemm(Case("product", 1024, 8192, 8192, 0, operators, linear={"bias": operators != ("relu",)}).spec(tmp_path, precision, None), DEVICE)
+    plan = hopper_gemm(Case("product", 1024, 512, 8192, 0, operators, linear={"bias": operators != ("relu",)}).spec(tmp_path, precision, None), DEVICE)
     found = [fault for kernel in plan.kernels for fault in faults(plan, kernel, tmp_path)]
     assert not found, "\n".join(found)
 

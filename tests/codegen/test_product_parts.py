@@ -67,6 +67,15 @@ def test_the_library_multiplies_where_it_is_estimated_faster(tmp_path):
         plan(replace(spec, gemm="library"), "sm_90a", "h200")
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_long_sums_at_tf32_are_left_to_the_library(tmp_path, target):
+    """What tensor cores cut off would be more than the error of rounded operands where all products have one sign."""
+    with pytest.raises(Refusal, match="loses more to truncation than tf32 allows"):
+        plan(layer(tmp_path, FIRST, "relu", precision="tf32", gemm="generated"), target, "h200")
+    short = {"linear": {"name": "first", "in_features": 512, "out_features": 2048}}
+    assert "gemm" in kinds(plan(layer(tmp_path, short, "relu", precision="tf32", gemm="generated"), target, "h200"))
+
+
 def test_the_cpu_leaves_products_to_the_library(tmp_path):
     assert kinds(plan(layer(tmp_path, FIRST, "relu"), "cpu")) == ["torch linear", "map"]
 

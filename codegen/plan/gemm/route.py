@@ -16,6 +16,7 @@ from codegen.plan.model import Buffer, Launch, Plan
 from codegen.plan.norm.route import plan_norm, plan_norm_of_product
 from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.shared.moments import TileStatistics
+from codegen.plan.shared.product import refuse_truncated
 from codegen.plan.shared.slices import sliced_product
 from codegen.targets import DeviceClass, Target
 
@@ -35,6 +36,7 @@ def arithmetics(spec: FusedSpec) -> list[str]:
 def offers(request: Request) -> tuple[Offer, ...]:
     """Every tile of every arithmetic that keeps the promise: those of the fastest arithmetic first, and of one arithmetic the fastest tile first."""
     spec, device = request.form, request.device
+    refuse_truncated(spec)
     names = [spec.math] if spec.math else arithmetics(spec)
     found = [[offer_of(request, ARITHMETICS[name], tiling) for tiling in tile_choices(spec, device, ARITHMETICS[name])] for name in names]
     return tuple(offer for listed in sorted(found, key=lambda listed: listed[0].ms) for offer in listed)

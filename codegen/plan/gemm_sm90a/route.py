@@ -25,6 +25,7 @@ from codegen.plan.model import Buffer, Launch, Plan, Refusal
 from codegen.plan.norm.flat import access_width, residency
 from codegen.plan.norm.route import plan_norm, plan_norm_of_product
 from codegen.plan.route import Choice, Offer, Request, Route, refuse_kept
+from codegen.plan.shared.product import refuse_truncated
 from codegen.plan.shared.slices import sliced_product
 from codegen.targets import DeviceClass
 
@@ -48,6 +49,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
     spec, target, device = request.form, request.target, request.device
     if spec.has_norm:
         refuse_kept(spec)
+    refuse_truncated(spec)
     _check(spec)
     forms = forms_of(spec)
     whole = tuple((form, choose_layout(spec, target, device, form)) for form in forms)

@@ -1,10 +1,11 @@
-"""The producer by torch's library, as a step of fused plans and of backwards."""
+"""The producer alone: by torch's library, as a step of fused plans and of backwards, and what kernels of ours refuse of it."""
 
 from __future__ import annotations
 
 from codegen.ir.fused_form import FusedSpec
-from codegen.plan.model import Library
+from codegen.plan.model import Library, Refusal
 
+TRUNCATED_K = 512  # see refuse_truncated
 _OPTIONS = ("stride", "padding", "dilation", "groups")  # of a convolution
 
 
@@ -13,3 +14,14 @@ def library_product(spec: FusedSpec, bias: bool = True) -> Library:
     producer = spec.producer
     options = {key: producer.values[key] for key in _OPTIONS} if producer.operator.rank else {}
     return Library(producer.operator.name, ("x", spec.weight, spec.bias if bias else None), "t0", options)
+
+
+def refuse_truncated(spec: FusedSpec) -> None:
+    """Raises Refusal for a long product at tf32 that no norm scales.
+
+    Tensor cores cut off what a sum cannot hold, 4.6e-9 of it for each k. Rounded operands err by about 2e-4 / sqrt(K) of a sum of one sign, which is less from
+    TRUNCATED_K on, and the promise of tf32 leaves room for that error alone.
+    """
+    k = spec.input_shape[1]
+    if not spec.has_norm and spec.precision.name == "tf32" and k > TRUNCATED_K:
+        raise Refusal(f"in_features: {k}: at tf32 a sum of more than {TRUNCATED_K} products, which no norm scales, loses more to truncation than tf32 allows")
