@@ -221,7 +221,9 @@ class GeneratedModule(ParameterOwners):
             return operators.forward(x, *parameters)
         try:
             return operators.forward(x, *parameters)
-        except (NotImplementedError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
+        except (CallError, torch.OutOfMemoryError):  # told by their own sentences
+            raise
+        except (NotImplementedError, RuntimeError, TypeError, AttributeError, AssertionError) as error:  # whatever a subclass raises for what it lacks
             name, tensor = wrappers[0]
             raise CallError(
                 f"{name} is a {type(tensor).__name__}, which does not know the operator {operators.name('forward')} "

@@ -93,7 +93,7 @@ class Tracer(fx.Tracer):
             if node.op == "call_method":
                 return getattr(args[0], node.target)(*args[1:], **kwargs)
             return node.target(*args, **kwargs)
-        except NotImplementedError:
+        except NotImplementedError:  # torch has no shape rule for it: no chain knows the operator either, and its line is refused
             return None
         finally:
             self.inside = False

@@ -205,8 +205,7 @@ def _product(request: Request) -> str:
 
 
 def _title(request: Request, route: Route) -> str:
-    title = route.title if request.form.has_norm else route.title.removesuffix(", then the norm kernel")
-    return title.format(_product(request))
+    return route.title.format(_product(request))
 
 
 def _reasons(request: Request, ways: Ways, rival: tuple[str, float] | None) -> tuple[str, ...]:

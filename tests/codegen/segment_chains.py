@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench.subject import SingleOnCpu
 from codegen.ir.chain import chain_of
 from codegen.ir.segment import Segment
 from codegen.plan import Launch, Plan, plan
@@ -75,7 +76,7 @@ class SegmentChain:
         module = self.module.to(device, dtype).train(training)
         names = {"torch": torch, "F": F, "self": module}
         names |= {given.name: source.to(device, dtype) for given, source in zip(self.spec.inputs, sources, strict=True)}
-        with torch.no_grad():
+        with torch.no_grad(), SingleOnCpu():
             exec("\n".join(reference_lines(self.spec)), names)  # noqa: S102
             made = {
                 "y": names["v"].to(self.device),

@@ -14,7 +14,7 @@ from codegen.plan.gemm.epilogue import Epilogue, epilogue_of
 from codegen.plan.gemm.tiles import Tile, aligned_k, partial_sum_stages, slice_stages
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer, PointerKernel
-from codegen.plan.shared.values import LoadedOperand, kept_in_front, loaded, named_operand, norm_operands, vector_statements
+from codegen.plan.shared.values import LoadedOperand, kept_in_front, loaded, named_operand, norm_operands
 
 RASTER_ROWS = 16  # tiles of x that pass by one tile of W before the next: both stay in L2
 FFMA_PARTIAL_K = 128  # K of one partial sum, at most: its error stays below that of one chain of K additions
@@ -76,7 +76,6 @@ class GemmKernel(TiledKernel):
     after: tuple[Apply, ...] = ()
     epilogue: Epilogue | None = None
     kept_lines: tuple[tuple[str, ...], ...] = ((), (), ())
-    normed: bool = True  # whether the chain has a norm
     fold: Kernel | None = None  # a StageKernel: what folds the finished row, in place of writing it
 
     @property
@@ -136,13 +135,13 @@ class GemmKernel(TiledKernel):
     @property
     def before_lines(self) -> tuple[str, ...]:
         """C statements on `v`, element `e` of a vector, up to the norm."""
-        return (*self.kept_lines[0], *vector_statements(self.before))
+        return (*self.kept_lines[0], *_statements(self.before))
 
     @property
     def after_lines(self) -> tuple[str, ...]:
         """C statements on the normalised `v`."""
         affine = ("v = fmaf(v, {}[e], {}[e]);".format(*(operand.value for operand in self.affine)),) if self.affine else ()
-        return (*self.kept_lines[1], *affine, *self.kept_lines[2], *vector_statements(self.after))
+        return (*self.kept_lines[1], *affine, *self.kept_lines[2], *_statements(self.after))
 
 
 def gemm_kernel(spec: FusedSpec, arithmetic: Arithmetic, choice: Tiling, statistics: bool, notes: tuple[str, ...] = ()) -> GemmKernel:
@@ -181,7 +180,7 @@ def gemm_kernel(spec: FusedSpec, arithmetic: Arithmetic, choice: Tiling, statist
         ragged_outputs=tiles_n * choice.columns != spec.channels, raster_remainder=tiles_m % raster != 0,
         finished=choice.finished, statistics=statistics, bias=named_operand(bias) if bias else None,
         weight=named_operand(spec.weight).pointer, affine=affine, before=before, after=after, epilogue=epilogue, notes=notes,
-        kept_lines=((), (), ()) if bare else _kept_lines(spec, choice.finished), slices=choice.slices, normed=spec.has_norm,
+        kept_lines=((), (), ()) if bare else _kept_lines(spec, choice.finished), slices=choice.slices,
     )  # fmt: skip
     constants = _shape_constants(spec, choice, k) + _tile_constants(spec, kernel, choice, tiles_m, tiles_n, raster, stage_count, stages_per_chunk)
     constants += _epilogue_constants(spec, kernel) + unique_constants(before + after)
@@ -192,6 +191,18 @@ def rounds_early(spec: FusedSpec, choice: Tiling) -> bool:
     """Whether values would be rounded to 16 bits between the operators in front of the norm and the norm itself. Where a sigmoid or a bound has brought them
     near one another, rounding leaves of their differences nothing that the norm could find again, so the linear's own result is rounded instead, as PyTorch's is."""
     return spec.has_norm and not choice.finished and bool(spec.before_norm) and spec.result.itemsize == 2
+
+
+def _statements(items: tuple[Apply, ...]) -> tuple[str, ...]:
+    """The operators as C statements on `v`, element `e` of a vector."""
+    lines = []
+    for item in items:
+        operand = loaded(item.operand) if item.operand else None
+        value = f"{operand.value}[e]" if operand and operand.per_channel else operand and operand.value
+        lines.append(f"v = {item.apply('v', value)};  // {item.comment}")
+        if item.keeps:
+            lines.append(f"const float {item.keeps} = v;")
+    return tuple(lines)
 
 
 def _kept_lines(spec: FusedSpec, finished: bool) -> tuple[tuple[str, ...], ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from codegen.ir.apply import Apply, applies
 from codegen.ir.operand import Operand, operand_of
 from codegen.ir.fused_form import FusedSpec
-from codegen.plan.shared.values import kept_in_front
 
 
 def epilogue(spec: FusedSpec, finished: bool) -> tuple[tuple[Apply, ...], tuple[Apply, ...], list[Operand], list[Operand]]:
@@ -31,13 +30,3 @@ def distinct(operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
 def line(item: Apply) -> str:
     """The C expression of an operator on `value`."""
     return item.apply("value", f"{item.operand.pointer}_c[h]" if item.operand else None)
-
-
-def statements(spec: FusedSpec) -> tuple[str, ...]:
-    """C statements on `value`, a sum, that end a chain without a norm: the bias, then the operators. Results that are reused stay in variables."""
-    made = [f"value = value + {operand_of(spec.bias).pointer}_c;"] if spec.bias else []
-    made += kept_in_front(spec, spec.before_norm, 0, "value")
-    for item in applies(spec, spec.before_norm):
-        made.append(f"value = {item.apply('value', f'{item.operand.pointer}_c' if item.operand else None)};")
-        made += [f"const float {item.keeps} = value;"] if item.keeps else []
-    return tuple(made)

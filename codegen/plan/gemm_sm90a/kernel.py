@@ -9,7 +9,7 @@ from codegen.ir.apply import Apply, Constant, called, costly, unique_constants
 from codegen.ir.operand import Operand, c_identifier
 from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, float_literal
-from codegen.plan.gemm_sm90a.epilogue import distinct, epilogue, line, statements, vector_count
+from codegen.plan.gemm_sm90a.epilogue import distinct, epilogue, line, vector_count
 from codegen.plan.gemm_sm90a.layout import (
     CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks,
 )  # fmt: skip
@@ -17,6 +17,7 @@ from codegen.plan.gemm_sm90a.split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT,
 from codegen.plan.gemm_sm90a.window import window
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer
+from codegen.plan.shared.values import ValueFunction, finish_product
 from codegen.targets import Target
 
 THREADS = 128 * (1 + CONSUMERS)
@@ -46,23 +47,17 @@ class GemmSm90aKernel(Kernel):
     before: tuple[Apply, ...] = ()
     after: tuple[Apply, ...] = ()
     before_lines: tuple[str, ...] = ()
-    before_statements: tuple[str, ...] = ()  # of a chain without a norm: C statements on `value` that end it
+    finish: ValueFunction | None = None  # of a chain without a norm: what ends it, where values are stored
     before_parameters: tuple[Operand, ...] = ()
     after_lines: tuple[str, ...] = ()
     after_parameters: tuple[Operand, ...] = ()
     producer_bias: bool = False
     result_type: str = "float"
     in_features: int = 0
-    normed: bool = True  # whether the chain has a norm
     result_pitch: int = 0  # values from one row of the result to the next, where that is not out_features
 
     input_unscale = X_UNSCALE
     weight_unscale = WEIGHT_UNSCALE
-
-    @property
-    def ends(self) -> bool:
-        """Whether the chain has no norm and ends here with operators: values are finished where they are stored."""
-        return not self.normed and bool(self.before_statements)
 
     @property
     def calls_finish(self) -> bool:
@@ -282,8 +277,8 @@ def gemm_kernel(spec: FusedSpec, target: Target, form: Form, layout: Layout, sms
         c_identifier(weight_operand), input_operand, c_identifier(spec.weight), guarded, width,
         batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
         channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
-        tuple(before_lines), statements(spec) if finished and not spec.has_norm else (), tuple(before_vectors), tuple(after_lines), tuple(after_vectors), bias is not None, spec.result.c_type, spec.input_shape[1],
-        spec.has_norm, result_pitch(spec, layout),
+        tuple(before_lines), finish_product(spec) if finished and not spec.has_norm else None, tuple(before_vectors), tuple(after_lines), tuple(after_vectors), bias is not None, spec.result.c_type, spec.input_shape[1],
+        result_pitch(spec, layout),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import math
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.norm.cost import norm_ms
 from codegen.plan.norm.flat import split_groups
-from codegen.plan.shared.fitted import LIBRARY_SHAPES, SWEEP, Fitted
+from codegen.plan.shared.fitted import LIBRARY_SHAPES, MACHINE, SWEEP, Fitted
 from codegen.targets import DeviceClass
 
 # The vendor's half-precision GEMM by the alignment that its kernels need of K and N (8, 2 or 1 values): shares of the tensor cores' and of the memory's
@@ -23,8 +23,8 @@ FEW_ROWS = 8  # of x, up to which operands out of step go through a kernel for v
 FEW_ROWS_SHARE = Fitted(0.28, "share", LIBRARY_SHAPES)  # of the memory's rate, which that kernel reaches
 
 SINGLES = {  # the vendor's GEMM of fp32 operands, by whether TF32 is allowed: its rate as a share of the card's
-    "fp32": Fitted(0.76, "share", LIBRARY_SHAPES),
-    "tf32": Fitted(0.77, "share", LIBRARY_SHAPES),
+    "fp32": Fitted(0.76, "share", MACHINE),
+    "tf32": Fitted(0.77, "share", MACHINE),
 }
 
 # The library's convolution.

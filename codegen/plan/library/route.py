@@ -41,4 +41,4 @@ def plan(request: Request, offer: Offer) -> Plan:
     return Plan(spec, target, device, (library, *tail.steps), (temporary, *tail.buffers), floor(spec, device, 1, rate), tail.why)
 
 
-LIBRARY = Route("library", "torch's {}, then the norm kernel", frozenset({"sm_80"}), frozenset(PRODUCERS), offers, plan, own=False, products=frozenset({"linear"}))
+LIBRARY = Route("library", "torch's {}", frozenset({"sm_80"}), frozenset(PRODUCERS), offers, plan, own=False, products=frozenset({"linear"}))

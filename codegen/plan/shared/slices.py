@@ -10,7 +10,7 @@ from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, Precision
 from codegen.plan.model import Buffer, Kernel, Launch
 from codegen.plan.shared.pointers import Pointer, PointerKernel
-from codegen.plan.shared.values import LoadedOperand, kept_in_front, loaded, named_operand, vector_statements
+from codegen.plan.shared.values import LoadedOperand, ValueFunction, finish_product
 
 SLICES = "sliced_sums"
 ADD_THREADS = 256  # of a block
@@ -26,14 +26,17 @@ class AddSlicesKernel(Kernel):
 
 @dataclass(frozen=True)
 class EndSlicesKernel(PointerKernel):
-    """The same at the end of a chain without a norm: `lines`, C statements on `v`, element `e`, apply the bias and the operators to every sum."""
+    """The same at the end of a chain without a norm: `finish` applies the bias and the operators to every sum."""
 
     width: int = 4
     ragged: bool = False
     functions: tuple[str, ...] = ()  # the C functions that it calls
-    operands: tuple[LoadedOperand, ...] = ()
-    lines: tuple[str, ...] = ()
+    finish: ValueFunction | None = None
     storage: Precision = FP32
+
+    @property
+    def operands(self) -> tuple[LoadedOperand, ...]:
+        return self.finish.operands if self.finish else ()
 
     @property
     def vectors(self) -> tuple[LoadedOperand, ...]:
@@ -68,18 +71,16 @@ def end_slices_kernel(spec: FusedSpec, slices: int) -> EndSlicesKernel:
     values = math.prod(spec.producer.output_shape)
     width = math.gcd(4, spec.channels)
     constants, blocks = _share(spec, slices, width)
-    items = applies(spec, spec.before_norm)
-    bias = [named_operand(spec.bias)] if spec.bias else []
-    operands = tuple(dict.fromkeys((*bias, *(loaded(item.operand) for item in items if item.operand))))
+    items, finish = applies(spec, spec.before_norm), finish_product(spec)
+    operands = finish.operands if finish else ()
     if any(operand.per_channel for operand in operands):
         constants += (Constant("kOutFeatures", str(spec.channels), "values of a row of y"),)
-    lines = (*(f"v = v + {operand.value}[e];  // {spec.producer.operator.name}'s bias" for operand in bias), *kept_in_front(spec, spec.before_norm, 0))
     pointers = (Pointer("float", "slices"), *(Pointer(spec.precision.c_type, operand.pointer) for operand in operands), Pointer(spec.result.c_type, "y", True))
     return EndSlicesKernel(
         name="end_slices", template="gemm/end_slices.cu.j2", arguments=(SLICES, *(operand.key for operand in operands), "y"),
         constants=(*constants, *unique_constants(items)), summary=f"adds the sums of {slices} parts of K and ends the chain",
         threads=ADD_THREADS, blocks=blocks, max_registers=64, pointers=pointers, width=width, ragged=values // width % ADD_THREADS != 0, functions=called(items),
-        operands=operands, lines=(*lines, *vector_statements(items)), storage=spec.precision,
+        finish=finish, storage=spec.precision,
     )  # fmt: skip
 
 

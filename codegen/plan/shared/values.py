@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies, called, kept_name, unique_constants
 from codegen.ir.operand import Operand, c_identifier
@@ -160,18 +160,6 @@ def statements(spec: Spec, steps: Sequence[Step]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def vector_statements(items: Sequence[Apply]) -> tuple[str, ...]:
-    """Operators as C statements on `v`, element `e` of a vector, whose channels' parameters lie in arrays; results that are reused stay in variables."""
-    lines = []
-    for item in items:
-        operand = loaded(item.operand) if item.operand else None
-        value = f"{operand.value}[e]" if operand and operand.per_channel else operand and operand.value
-        lines.append(f"v = {item.apply('v', value)};  // {item.comment}")
-        if item.keeps:
-            lines.append(f"const float {item.keeps} = v;")
-    return tuple(lines)
-
-
 def keep_line(step: Step, value: str = "v") -> str:
     """C: the step's result, kept for an operator that takes it once more."""
     return f"const float {kept_name(step)} = {value};"
@@ -195,6 +183,12 @@ def prepare_function(spec: FusedSpec, apply_before: bool, producer_bias: str | N
     lines += kept_in_front(spec, steps, 0) + statements(spec, steps)
     operands = ((bias,) if bias else ()) + _operands(items)
     return ValueFunction("prepare_value", "The norm's input, from the producer's value.", lines, operands) if lines else None
+
+
+def finish_product(spec: FusedSpec) -> ValueFunction | None:
+    """From a sum to the result of a product without a norm: bias and operators; None where there are none."""
+    function = prepare_function(spec, True, spec.bias)
+    return function and replace(function, name="finish", comment="The operators behind the product, for one value.")
 
 
 def normalise_lines(spec: FusedSpec) -> tuple[str, ...]:

@@ -434,7 +434,7 @@ __device__ __forceinline__ void store(float* to, const float (&v)[4]) {
 }
 
 // Finishes kRoundRows staged rows of the tile. A team of lanes takes kSpan neighbouring columns of a row into registers
-// and stores the input of the norm kernel.
+// and stores them.
 __device__ __forceinline__ void finish_rows(
     const float* staged,
     int first_row,
