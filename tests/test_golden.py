@@ -7,18 +7,19 @@ import pytest
 from codegen import render
 from codegen.constants import with_constants
 from codegen.plan.model import Kernel
-from tests.golden import DIGITS, Case, cases, difference, hashed, recorded
+from tests.codegen.test_segment_kernels import specs_of
+from tests.golden import DIGITS, Case, cases, difference, hashed, recorded, texts
 
 
 @pytest.mark.slow
-def test_everything_emitted_and_explained_is_as_recorded(monkeypatch):
-    """And no kernel's table has a constant that not one of these sources shows. Segments have more forms than the benchmark's chains take: theirs are not asked."""
+def test_everything_emitted_and_explained_is_as_recorded(monkeypatch, tmp_path):
+    """And no kernel's table has a constant that not one of these sources shows. Segments have more forms than these chains take, so those of their own tests are asked too."""
     listed, seen = set(), set()
 
     def noting(kernel: Kernel, text: str) -> str:
         source = with_constants(kernel, text)
         defined = set(re.findall(r"^constexpr [\w:]+ (\w+) = ", source, re.MULTILINE))
-        for constant in () if kernel.template.startswith("segments/") else kernel.constants:
+        for constant in kernel.constants:
             (seen if constant.name in defined else listed).add((kernel.template, constant.name))
         return source
 
@@ -32,6 +33,8 @@ def test_everything_emitted_and_explained_is_as_recorded(monkeypatch):
             different.append(found)
     different += [f"{name}: is recorded and no case any more" for name in known if name not in names]
     assert not different, f"{len(different)} cases; if that is meant, run make golden\n" + "\n".join(different[:40])
+    for spec in specs_of(tmp_path, "fp32"):
+        texts(spec, ("cpu", "sm_80"), None)
     assert not listed - seen, f"constants that no source shows: {sorted(listed - seen)}"
 
 

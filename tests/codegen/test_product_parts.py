@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from codegen.plan import Launch, Library, plan
 from codegen.plan.model import Plan, Refusal
 from codegen.spec import Spec, SpecError, load_spec
+from tests.codegen.cpu_chains import make_spec
 
 FIRST = {"linear": {"name": "first", "in_features": 1024, "out_features": 2048}}
 SECOND = {"linear": {"name": "second", "in_features": 2048, "out_features": 512}}
 
 
-def layer(folder: Path, *chain: Any, precision: str = "fp32", batch: int = 4096, **more: Any) -> Spec:
-    path = folder / "layer.yaml"
-    path.write_text(yaml.safe_dump({"name": "layer", "batch": batch, "chain": list(chain), **more}, sort_keys=False))
-    return load_spec(path, precision)
+def layer(folder: Path, *chain: Any, precision: str = "fp32", batch: int = 4096, **keys: Any) -> Spec:
+    return replace(make_spec(folder, list(chain), batch, precision), **keys)
 
 
 def kinds(found: Plan) -> list[str]:
@@ -101,7 +99,7 @@ DROPPED = (FIRST, "relu", {"dropout": {"p": 0.5}}, {"softmax": {"dim": 1}})
     ],
 )
 def test_what_the_library_may_compute(tmp_path, library, chain, target, refused):
-    spec = layer(tmp_path, *chain, library=library)
+    spec = layer(tmp_path, *chain, library=None if library == "allow" else library)
     with pytest.raises(Refusal, match=refused) if refused else nullcontext():
         plan(spec, target)
 
@@ -111,5 +109,7 @@ def test_where_the_library_is_forbidden_kernels_of_ours_multiply_whatever_the_es
 
 
 def test_a_library_that_is_asked_for_and_forbidden_is_a_fault_of_the_spec(tmp_path):
+    path = tmp_path / "layer.yaml"
+    path.write_text("name: layer\nbatch: 4\ngemm: library\nlibrary: forbid\nchain:\n- linear: {name: a, in_features: 8, out_features: 8}\n")
     with pytest.raises(SpecError, match="library: forbid contradicts gemm: library"):
-        layer(tmp_path, FIRST, "relu", gemm="library", library="forbid")
+        load_spec(path)

@@ -71,7 +71,9 @@ class Planner:
         outputs = [self.result] if results is None else list(results)
         outputs += [f"state:{key}" for key in state[:2]]
         template = f"segments/{'segment.cpp' if self.target.language == 'cpp' else kind + '.cu'}.j2"
-        constants = tuple({c.name: c for c in (*more.pop("numbers", ()), *before.constants, *after.constants, *self.numbers())}.values())
+        finishes = kind != "map" and more.get("writes") != "partial"
+        own = self.numbers(running) if finishes else []
+        constants = tuple({c.name: c for c in (*more.pop("numbers", ()), *before.constants, *after.constants, *own)}.values())
         return SegmentKernel(
             name=f"{self.name}_{more.pop('label', kind)}", template=template,
             arguments=(*(tensor.argument for tensor in tensors), *extra, *state, *outputs), constants=constants,
@@ -79,15 +81,14 @@ class Planner:
             core=self.core_name, statistic=statistic_of(self.core_name) if self.core_name else "", folds=self.folds, **more,
         )  # fmt: skip
 
-    def numbers(self) -> list[Constant]:
-        """What the core's arithmetic needs."""
+    def numbers(self, running: Running | None) -> list[Constant]:
+        """Constants of statistics that a kernel finishes, and of running ones that it renews."""
         if self.core is None:
             return []
         found, name = [], self.core.operator.name
         if self.core_name in ("group_norm", "rms_norm"):
             given = self.core.values["eps"]
             found.append(Constant("kEps", float_literal(EPSILON[self.precision.dtype] if given is None else given), f"{name}'s eps", "float"))
-        running = self.running
         if running and running.momentum is not None:
             found.append(Constant("kMomentum", float_literal(running.momentum), f"{name}'s momentum: the share of the new statistics", "float"))
         return found
