@@ -23,12 +23,11 @@ from bench.measure import INPUT_SEED
 from bench.packages import load_package
 from bench.peers import Peer
 from bench.peers import build as build_peers
+from bench.records import present_manifest
 from bench.subject import Emitted, Subject, construct, emit, target_for
 from bench.timing import interleaved
 from bench.verify import Finding, rounded, verify
-from codegen.package import make_package
 from codegen.plan import Refusal
-from codegen.render import render
 from codegen.spec import SpecError, load_spec
 from runtime import Package
 from runtime.build import ensure_built, plan_build
@@ -61,10 +60,10 @@ def evidence_key(entry: Mapping[str, Any]) -> str:
 def todays_key(path: str, precision: str, target: str) -> str | None:
     """The evidence key of what is emitted now for a spec; None where there is no such spec or target any more."""
     try:
-        manifest = json.loads(render(make_package(load_spec(path, precision)))["manifest.json"])
+        targets = present_manifest(path, precision).get("targets", {})
     except (OSError, SpecError, Refusal):
         return None
-    return evidence_key(manifest["targets"][target]) if target in manifest["targets"] else None
+    return evidence_key(targets[target]) if target in targets else None
 
 
 def _model(job: Mapping[str, Any], setting: Mapping[str, Any]) -> tuple[Emitted, nn.Module, torch.device]:

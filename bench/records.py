@@ -6,13 +6,13 @@ A record is evidence for the sources it was measured on, named by `key`. When to
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench import store
 from bench.store import EVIDENCE, RESULTS, Record
 from codegen import index
-from codegen.manifest import source_key
 from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
@@ -124,24 +124,22 @@ class Status:
         return self.state == "verified"
 
 
+def present_manifest(spec_path: str, precision: str, prepack: bool = False) -> dict[str, Any]:
+    """The manifest of a package as its spec emits it today. Raises SpecError or Refusal."""
+    return json.loads(render(make_package(load_spec(spec_path, precision, prepack)))["manifest.json"])
+
+
 def present_keys(spec_path: str, precision: str, prepack: bool = False, batch: int | None = None) -> dict[str, str]:
     """source_key of every target of a package as its spec emits it today, of a range for one `batch` of it; empty where it is not of the range."""
-    package = make_package(load_spec(spec_path, precision, prepack))
-    files = render(package)
-    if package.sizes or batch is not None:
-        package = next((size for size in package.sizes if size.spec.batch == batch), replace(package, plans=()))
-    keys = {}
-    for plan in package.plans:
-        sources = {kernel.file(plan.target): files[kernel.file(plan.target)] for kernel in plan.kernels}
-        keys[plan.target.name] = source_key(sources, plan.target.flags, plan.target.name)
-    return keys
+    manifest = present_manifest(spec_path, precision, prepack)
+    sizes = manifest.get("sizes", [manifest | {"batch": None}])
+    entries = next((size["targets"] for size in sizes if size["batch"] == batch), {})
+    return {name: entry["source_key"] for name, entry in entries.items()}
 
 
 def backward_keys(spec_path: str, precision: str, prepack: bool = False) -> dict[str, str]:
     """source_key of every backward of a package as its spec emits it today, by the target that it is made for."""
-    package = make_package(load_spec(spec_path, precision, prepack))
-    manifest = json.loads(render(package)["manifest.json"])
-    return {name: entry["source_key"] for name, entry in manifest.get("backward", {}).items()}
+    return {name: entry["source_key"] for name, entry in present_manifest(spec_path, precision, prepack).get("backward", {}).items()}
 
 
 def with_backward_of(record: Record, before: Record | None) -> Record:
