@@ -125,13 +125,20 @@ def environment(checkout: Path, work: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": "0"}
 
 
+def check_start(checkout: Path, env: dict[str, str], timeout_s: float = 120.0) -> None:
+    """Start the script without arguments, which it refuses once all it imports is there. Raises click.ClickException that names a missing module."""
+    output = call([sys.executable, str(SCRIPT)], checkout, env, timeout_s)
+    if missing := re.search(r"(?:ModuleNotFoundError|ImportError): (.*)", output):
+        raise click.ClickException(f"the harness does not start: {missing.group(1)}; install what {checkout.name}/pyproject.toml lists (pydra is pydra-config, dotenv is python-dotenv)")
+
+
 def prebuild(sources: list[Path], env: dict[str, str], builds: Path) -> None:
     """Compile the standalone files several at once, where the harness will look for them; it finds nothing left to do."""
     program = (
         "import os, sys; text = open(sys.argv[1]).read(); os.environ['TORCH_EXTENSIONS_DIR'] = os.path.join(sys.argv[2], 'test_build', str(hash(text)));"
         "os.makedirs(os.environ['TORCH_EXTENSIONS_DIR'], exist_ok=True); scope = {}; exec(text, scope); scope['_library']()"
     )
-    with ThreadPoolExecutor(_workers()) as pool:
+    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
         list(pool.map(lambda path: subprocess.run([sys.executable, "-c", program, str(path), str(builds)], env=env, capture_output=True), sources))
 
 
@@ -204,11 +211,12 @@ def told(found: dict[str, Any]) -> str:
     return f"{found['verdict']}, {found['speedup_eager']}x eager, {found['speedup_compile']}x torch.compile{again}"
 
 
-def command_line(run: Any, reference: Path, standalone: Path, architecture: str, builds: Path) -> list[str]:
-    """The harness's own command line; `run` is anything that has a `precision`."""
+def command_line(run: Any, reference: Path, standalone: Path, architecture: str, builds: Path, trials: int | None = None) -> list[str]:
+    """The harness's own command line; `run` is anything that has a `precision`, `trials` how often it times, its own number without."""
     return [
         sys.executable, str(SCRIPT), "ref_origin=local", f"ref_arch_src_path={reference.resolve()}", f"kernel_src_path={standalone.resolve()}", "eval_mode=local",
         f'gpu_arch=["{architecture}"]', f"precision={run.precision}", "backend=cuda", f"build_dir_prefix={builds.resolve()}",
+        *([f"num_perf_trials={trials}"] if trials else []),
     ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from bench import level2, store
-from bench.harness import ARCHITECTURES, PRECISIONS, command_line, environment, in_lanes, measure, on_cards, prebuild, problem_file, reference_source, told, warm_up, work_tree, write_standalone
+from bench.harness import ARCHITECTURES, PRECISIONS, check_start, command_line, environment, in_lanes, measure, on_cards, prebuild, problem_file, reference_source, told, warm_up, work_tree, write_standalone
 from bench.machine import cards, choose_device, describe
 from bench.store import FORMAT, KERNELBENCH, RESULTS
 from codegen.spec import Spec, load_spec
@@ -69,7 +69,7 @@ def reference_path(run: Run, checkout: Path, work: Path) -> Path:
     return path
 
 
-def whole_level(checkout, problems, precisions, results, work, budget_s, timeout_s, force, own, timing, folder, device, seconds) -> None:
+def whole_level(checkout, problems, precisions, results, work, budget_s, timeout_s, force, own, timing, judging, folder, device, seconds) -> None:
     """Both phases of a level, or one: our own where `own`, the harness's where there is a `checkout`."""
     where = choose_device(device)
     if checkout is not None and where.type != "cuda":
@@ -80,7 +80,7 @@ def whole_level(checkout, problems, precisions, results, work, budget_s, timeout
     level = level2.Level(describe(where), where, results, console, deadline, timeout_s, seconds, work / "packages")
     complete = level2.measure_all(level, chosen, timing, force) if own else True
     if checkout is not None and (deadline is None or time.time() < deadline):
-        complete &= level2.run_harness(level, chosen, checkout, work, timeout_s, force)
+        complete &= level2.run_harness(level, chosen, checkout, work, timeout_s, force, not judging)
     records = [level.record(problem) for problem in chosen]
     right = sum(bool(record.get("verified")) for record in records)
     mean = level2.geometric_mean(list(level2.speedups([record for record in records if "verified" in record])))
@@ -104,12 +104,13 @@ def whole_level(checkout, problems, precisions, results, work, budget_s, timeout
 @click.option("--warm", is_flag=True, help="First run every case once, several at once, and discard the results: the caches are full when the measuring begins.")
 @click.option("--no-harness", is_flag=True, help="Of a level: verify and time by ourselves alone.")
 @click.option("--harness-only", is_flag=True, help="Of a level: the harness alone.")
+@click.option("--verdicts", is_flag=True, help="Of a level: the harness's verdicts alone, several runs at once on a card, without times.")
 @click.option("--verify-only", is_flag=True, help="Of a level: verify by ourselves, time nothing.")
 @click.option("--specs", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Of a level: the folder of its specs, <number>_<name>.yaml.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Of a level: where to run; else the GPU where one is visible.")
 @click.option("--seconds", default=1.0, show_default=True, help="Of a level: time for our own trials of one problem.")
 @click.option("--prepare-only", is_flag=True, help="Write the standalone files, references and stubs, print the command lines and run nothing.")
-def main(checkout, level, problems, shapes, precisions, results, work, budget_s, timeout_s, force, warm, no_harness, harness_only, verify_only, folder, device, seconds, prepare_only) -> None:
+def main(checkout, level, problems, shapes, precisions, results, work, budget_s, timeout_s, force, warm, no_harness, harness_only, verdicts, verify_only, folder, device, seconds, prepare_only) -> None:
     """Run KernelBench's run_and_check.py on standalone.py of the nine systems, or of a whole level, and record what it says."""
     if level:
         needs_harness = not no_harness and not verify_only
@@ -117,7 +118,7 @@ def main(checkout, level, problems, shapes, precisions, results, work, budget_s,
             raise click.UsageError("the harness needs --checkout; --no-harness verifies and times without it")
         whole_level(
             work_tree(checkout.resolve(), work.resolve()) if needs_harness else None, tuple(problems), precisions or ("fp32",), results, work, budget_s, timeout_s, force,
-            not harness_only, not verify_only, folder or level2.SPECS, device, seconds,
+            not (harness_only or verdicts), not verify_only, verdicts, folder or level2.SPECS, device, seconds,
         )  # fmt: skip
         return
     if checkout is None:
@@ -139,6 +140,7 @@ def main(checkout, level, problems, shapes, precisions, results, work, budget_s,
         return
     if not torch.cuda.is_available():
         raise click.ClickException("the harness needs a CUDA GPU; --prepare-only writes what it needs and prints its command lines")
+    check_start(checkout, env)
     machine = describe(torch.device("cuda", 0))
     architecture = ARCHITECTURES.get(torch.cuda.get_device_capability(0), "Hopper")
     recorded = store.read(KERNELBENCH, results, machine.slug) or store.read(KERNELBENCH, RESULTS, machine.slug)

@@ -32,6 +32,8 @@ from runtime.resources import usable_cores
 
 SPECS = Path(__file__).resolve().parents[1] / "codegen" / "specs" / "kernelbench" / "level2"
 EXAMINERS = 5  # children that verify at once on a card, at most; what finds too little memory is verified alone afterwards
+JUDGES = 4  # runs of the harness at once on a card where only its verdict is asked for
+UNTIMED = 1  # trials of its times then, the least that it takes
 HELD = 2.5  # times bench.sweep.draw.footprint: what verifying a large result holds on the card at most, with what torch's allocator keeps
 _NUMBERED = re.compile(r"(\d+)_(\w+)\.yaml")
 
@@ -205,9 +207,13 @@ def _timed(record: Record) -> str:
     return f"{record['ours_ms']:.4f} ms; {peers}; {record['speedup_torch']}x {record['best_torch']}"
 
 
-def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Path, timeout_s: float, force: bool = False) -> bool:
-    """The second phase, by bench.harness. True when nothing is left to do for lack of time."""
+def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Path, timeout_s: float, force: bool = False, timing: bool = True) -> bool:
+    """The second phase, by bench.harness. True when nothing is left to do for lack of time.
+
+    Without `timing`, several runs share a card and their times are dropped; a call with it takes those that are right again.
+    """
     env, builds = harness.environment(checkout, work.resolve()), work / "build"
+    harness.check_start(checkout, env)
     written: dict[Problem, tuple[Path, str]] = {}
     for problem in problems:
         if problem.precision not in harness.PRECISIONS:
@@ -219,24 +225,29 @@ def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Pat
             level.console.print(f"{problem.label}: no standalone.py: {error}", highlight=False)
             continue
         written[problem] = path, hashlib.sha256(path.read_bytes()).hexdigest()
-    runs = [problem for problem, (_, key) in written.items() if force or level.record(problem).get("harness", {}).get("key") != key]
+    runs = [problem for problem, (_, key) in written.items() if force or not _judged_before(level.record(problem).get("harness", {}), key, timing)]
     with level.console.status(f"compiling {len(runs)} files"):
         harness.prebuild([written[problem][0] for problem in runs], env, builds)
     architecture = harness.ARCHITECTURES.get(torch.cuda.get_device_capability(level.device), "Hopper")
-    commands = {p: harness.command_line(p, harness.problem_file(checkout, p.number), written[p][0], architecture, builds) for p in runs}
+    commands = {p: harness.command_line(p, harness.problem_file(checkout, p.number), written[p][0], architecture, builds, None if timing else UNTIMED) for p in runs}
 
     def take(problem: Problem, found: dict[str, Any]) -> None:
+        times = {name: found[f"{of}_ms"] if timing else None for name, of in (("ms", "ours"), ("eager_ms", "eager"), ("compile_ms", "compile"))}
         told = {
-            "verdict": found["verdict"], "ms": found["ours_ms"], "eager_ms": found["eager_ms"], "compile_ms": found["compile_ms"],
-            "tf32_reference": uses_tf32(problem.spec), "static_errors": found["static_errors"], "spread": found["spread"], "noisy": found["noisy"],
-            "key": written[problem][1], **({} if found["correct"] else {"output": found["output"][-12:]}),
+            "verdict": found["verdict"], **times, "tf32_reference": uses_tf32(problem.spec), "static_errors": found["static_errors"],
+            **({"spread": found["spread"], "noisy": found["noisy"]} if timing else {}), "key": written[problem][1], **({} if found["correct"] else {"output": found["output"][-12:]}),
         }  # fmt: skip
         level.keep(problem, {"harness": told})
-        level.console.print(f"{problem.label}: {harness.told(found)}", highlight=False)
+        level.console.print(f"{problem.label}: {harness.told(found) if timing else found['verdict']}", highlight=False)
 
     deadline = time.perf_counter() + level.deadline - time.time() if level.deadline else None
-    places = harness.on_cards(env, cards(level.device))
+    places = harness.on_cards(env, cards(level.device)) * (1 if timing else JUDGES)
     return harness.in_lanes(runs, lambda p, place: harness.measure(commands[p], checkout, work, place, timeout_s), take, places, deadline)
+
+
+def _judged_before(known: Record, key: str, timing: bool) -> bool:
+    """Is nothing left to ask the harness about a file? What it finds wrong has no times."""
+    return known.get("key") == key and (not timing or known.get("ms") is not None or known.get("verdict") != "correct")
 
 
 def uses_tf32(spec: Spec) -> bool:

@@ -72,13 +72,13 @@ def lenient(spec: Spec) -> bool:
 def allowed_outside(spec: Spec, by: Yardsticks, benchmark: bool) -> int | None:
     """How many elements may lie outside the tolerance; None where there is no rule.
 
-    Zero on the benchmark's inputs in fp32. Else as many as a result has whose errors are all as large as the promise allows, the yardstick's times
+    Zero on the benchmark's inputs in fp32, where PyTorch has none there itself. Else as many as a result has whose errors are all as large as the promise allows, the yardstick's times
     `margin_of`: n of them, and three times the root of n, by which a count scatters. (Errors of which a tenth more is right, and elements of which
     not one more is, would contradict each other.) The yardstick is eager, for tf32 the TF32 model or eager with TF32 off.
     """
     if lenient(spec):
         return None
-    if _none_outside(spec, benchmark):
+    if _none_outside(spec, benchmark, by):
         return 0
     count = _counted(by).nearly_outside
     return math.floor(count + SIGMAS * math.sqrt(count))
@@ -89,9 +89,9 @@ def _counted(by: Yardsticks) -> Errors:
     return max((by.eager_fp32, by.tf32), key=lambda errors: errors.nearly_outside) if by.tf32 else by.eager
 
 
-def _none_outside(spec: Spec, benchmark: bool) -> bool:
-    """Is no element at all allowed outside, whatever the yardstick has?"""
-    return spec.precision.name == "fp32" and benchmark
+def _none_outside(spec: Spec, benchmark: bool, *by: Yardsticks) -> bool:
+    """Is no element at all allowed outside, however near to it the yardstick's are?"""
+    return spec.precision.name == "fp32" and benchmark and not any(one.eager.outside for one in by)
 
 
 def _excused(found: Errors, by: Sequence[Yardsticks]) -> int:
@@ -192,6 +192,6 @@ def pooled(spec: Spec, ours: Sequence[Errors], by: Sequence[Yardsticks], benchma
     limits = [allowed_error(spec, one) for one in by]
     allowed = factor * root_mean_square(limits)
     counts = [allowed_outside(spec, one, benchmark) for one in by]
-    outside = None if None in counts else max(math.floor(few * sum(counts)), 0 if _none_outside(spec, benchmark) else _excused(found, by))
+    outside = None if None in counts else max(math.floor(few * sum(counts)), 0 if _none_outside(spec, benchmark, *by) else _excused(found, by))
     groups = {which: factor * root_mean_square([allowed_group(one, most, which) for one, most in zip(by, limits, strict=True)]) for which in GROUP_LABELS}
     return allowed, outside, _exceeded(found, allowed, outside, groups, f" over {len(ours)} draws")

@@ -138,15 +138,15 @@ def departure(chain: Sequence[Step]) -> str | None:
 def is_product(chain: Sequence[Step]) -> bool:
     """Is `chain`, whose taps lie within it, a product and element-wise operators that its epilogue computes, without a norm?
 
-    Gradients of such a part are the reference's, so that values without a gradient make no difference.
+    Gradients of such a part are the reference's, so that neither values without a gradient nor a weight without a module make a difference.
     """
-    return _departure(chain, detached=True) is None and all(step.operator.kind in (Kind.PRODUCER, Kind.ELEMENTWISE) for step in chain)
+    return _departure(chain, product=True) is None and all(step.operator.kind in (Kind.PRODUCER, Kind.ELEMENTWISE) for step in chain)
 
 
-def _departure(chain: Sequence[Step], detached: bool = False) -> str | None:
+def _departure(chain: Sequence[Step], product: bool = False) -> str | None:
     if not chain or PRODUCERS.get(chain[0].operator.name) != len(chain[0].input_shape):
         return f"it starts with {chain[0].operator.name if chain else 'nothing'}, not with {_HEADS}"
-    if chain[0].module is None:
+    if chain[0].module is None and not product:
         return f"{chain[0].operator.name} has a weight without a module"
     norm: Step | None = None
     fold: Step | None = None
@@ -158,7 +158,7 @@ def _departure(chain: Sequence[Step], detached: bool = False) -> str | None:
             norm = step
             continue
         if kind is Kind.ELEMENTWISE:
-            reason = _other_elementwise(chain, place, norm, fold, detached)
+            reason = _other_elementwise(chain, place, norm, fold, product)
         elif norm is None:
             reason = f"{name} comes before a norm"
         elif fold is not None:
@@ -188,13 +188,13 @@ def _other_norm(step: Step) -> str | None:
     return None if name == "group_norm" else f"{name} joins other values than groups of a sample's channels"
 
 
-def _other_elementwise(chain: Sequence[Step], place: int, norm: Step | None, fold: Step | None, detached: bool) -> str | None:
+def _other_elementwise(chain: Sequence[Step], place: int, norm: Step | None, fold: Step | None, product: bool) -> str | None:
     step = chain[place]
     name, shape, values = step.operator.name, step.input_shape, step.values
     if name in ("rsub", "rdiv") or (name in ("minimum", "maximum") and values["value"] is None):
         return f"{name} is no element-wise operator of fused kernels"
     for key, what in (("detach", "a value without its gradient"), ("view", "a parameter under another shape"), ("parameter", "an earlier operator's parameter")):
-        if values.get(key) and not (detached and key == "detach"):
+        if values.get(key) and not (product and key == "detach"):
             return f"{name} takes {what}"
     if step.tap is not None:
         return _out_of_reach(chain, place, norm)

@@ -160,8 +160,16 @@ print("[Eval] Custom Kernel exec time: 1.0 ms")
 """
 
 
+def test_a_harness_that_does_not_start_judges_nothing(tmp_path):
+    """What it lacks is said once, instead of a verdict for every problem."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "run_and_check.py").write_text("import a_module_that_is_nowhere")
+    with pytest.raises(click.ClickException, match="No module named 'a_module_that_is_nowhere'"):
+        harness.check_start(tmp_path, harness.environment(tmp_path, tmp_path))
+
+
 def test_the_harness_judges_each_file_once(folder, tmp_path, monkeypatch):
-    """A stand-in for the script; what it says goes into the record beside our own figures, and is not asked for again."""
+    """A stand-in for the script; what it says goes into the record beside our own figures, and is asked for again only where times are wanted and missing."""
     scripts, problems = tmp_path / "kb" / "scripts", tmp_path / "kb" / "KernelBench" / "level2"
     scripts.mkdir(parents=True), problems.mkdir(parents=True)
     (scripts / "run_and_check.py").write_text(HARNESS)
@@ -171,12 +179,13 @@ def test_the_harness_judges_each_file_once(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
     machine, told = Machine("NVIDIA H200", "h200", "2.11.0", "13.0", None), io.StringIO()
     store.put(LEVEL2, tmp_path, "h200", [record(45, **machine.facts, **timed(2.0))])
-    for expected in (1, 0):
+    for timing, expected in ((False, 1), (False, 0), (True, 1), (False, 0), (True, 0)):
         level = level2.Level(machine, torch.device("cuda"), tmp_path, Console(file=told), None, 60.0, 0.1, tmp_path / "packages")
         chosen = level2.problems_in(folder, (), ("fp32",))
         told.truncate(0)
-        assert level2.run_harness(level, chosen, work_tree(tmp_path / "kb", tmp_path), tmp_path / "work", 60.0)
+        assert level2.run_harness(level, chosen, work_tree(tmp_path / "kb", tmp_path), tmp_path / "work", 60.0, timing=timing)
         assert told.getvalue().count("correct") == expected
+        assert timing or expected == 0 or store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32")["harness"]["ms"] is None
     made = store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32")
     assert made["harness"]["verdict"] == "correct" and made["harness"]["ms"] == 1.0 and made["harness"]["tf32_reference"] is False
     assert made["speedup_torch"] == 2.0 and "correct, 1 / 2" in page(tmp_path)

@@ -27,6 +27,7 @@ LOOK = r"""  asm("{\n.reg .b32 magnitude, below;\n"
 REPLACED = {
     LOOK: "  look_at_halves(seen.largest[h], seen.faint[h], halves, kFaintHalves);\n",
     'asm volatile("add.f32 %0, %0, %1;" : "+f"(total[block][i]) : "f"(sums[block][i]));': "total[block][i] += sums[block][i];",
+    'asm volatile("fma.rn.f32 %0, %1, %2, %0;" : "+f"(total[block][i]) : "f"(sums[block][i]), "f"(kRestored));': "total[block][i] = fmaf(sums[block][i], kRestored, total[block][i]);",
     'asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));': "",
     'asm volatile("griddepcontrol.launch_dependents;" ::: "memory");': "",
     "extern __shared__ __align__(1024) unsigned char memory[];": "unsigned char* const memory = emulation::shared_memory();",

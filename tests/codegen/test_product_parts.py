@@ -74,6 +74,21 @@ def test_long_sums_at_tf32_are_left_to_the_library(tmp_path, target):
     assert "gemm" in kinds(plan(layer(tmp_path, short, "relu", precision="tf32", gemm="generated"), target, "h200"))
 
 
+def test_promotion_restores_what_truncation_takes_of_products_alone(tmp_path):
+    """Averages of results would have it whole; a norm divides by it."""
+    norm = {"group_norm": {"name": "norm", "num_groups": 8}}
+    alone, normed = (plan(layer(tmp_path, FIRST, *tail), "sm_90a", "h200") for tail in (["relu"], ["relu", norm]))
+    restored = [{c.name: c.text for c in launch.kernel.constants}.get("kRestored") for found in (alone, normed) for launch in found.steps if launch.kernel.name.endswith("gemm")]
+    assert restored == ["1.0000001f", None]
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
+def test_a_weight_without_a_module_is_multiplied_too(tmp_path, target):
+    bare = {"linear": {"name": "first", "in_features": 1024, "out_features": 2048, "bias": False, "init": "randn"}}
+    found = plan(layer(tmp_path, bare, {"div": {"value": 2.0}}, {"sum": {"dim": 1}}), target, "h200")
+    assert kinds(found)[-2:] == ["gemm", "rows"] and "first" in found.steps[-2].arguments
+
+
 def test_the_cpu_leaves_products_to_the_library(tmp_path):
     assert kinds(plan(layer(tmp_path, FIRST, "relu"), "cpu")) == ["torch linear", "map"]
 

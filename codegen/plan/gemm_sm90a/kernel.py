@@ -10,6 +10,7 @@ from codegen.ir.operand import Operand, c_identifier
 from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32, float_literal
 from codegen.plan.gemm_sm90a.epilogue import distinct, epilogue, line, vector_count
+from codegen.plan.gemm_sm90a.forms import restoring_factor
 from codegen.plan.gemm_sm90a.layout import (
     CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks,
 )  # fmt: skip
@@ -55,6 +56,7 @@ class GemmSm90aKernel(Kernel):
     result_type: str = "float"
     in_features: int = 0
     result_pitch: int = 0  # values from one row of the result to the next, where that is not out_features
+    restores: bool = False  # promotion gives back what truncation takes on average
 
     input_unscale = X_UNSCALE
     weight_unscale = WEIGHT_UNSCALE
@@ -278,7 +280,7 @@ def gemm_kernel(spec: FusedSpec, target: Target, form: Form, layout: Layout, sms
         batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
         channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
         tuple(before_lines), finish_product(spec) if finished and not spec.has_norm else None, tuple(before_vectors), tuple(after_lines), tuple(after_vectors), bias is not None, spec.result.c_type, spec.input_shape[1],
-        result_pitch(spec, layout),
+        result_pitch(spec, layout), restoring_factor(spec, form) is not None,
     )  # fmt: skip
 
 
@@ -373,6 +375,8 @@ def _constants(
     constants = [Constant(name, str(value), why) for name, value, why in rows]
     if form.registers:
         constants += window(form, min(k, steps * TILE_K), steps * TILE_K * layout.slices - k, "in_features" if layout.slices == 1 else "kSliceK")
+    if restoring := restoring_factor(spec, form):
+        constants.append(Constant("kRestored", float_literal(restoring), "times a promoted sum, of which the tensor core cuts off so much on average", "float"))
     if layout.statistics != "none":
         constants.append(Constant("kEps", float_literal(spec.norm.values["eps"]), "added to the variance", "float"))
     return (*constants, *unique_constants(items))
