@@ -25,7 +25,7 @@ from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import Spec
 from codegen.standalone import render_standalone
-from codegen.torch_text import module_lines, parameters, reference_lines
+from codegen.torch_text import module_lines, parameters, reference_lines, value_variable
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCRIPT = Path("scripts/run_and_check.py")
@@ -65,7 +65,7 @@ class Model(nn.Module):
 
     def forward(self, {", ".join(given.name for given in spec.inputs)}):
 {forward}
-        return v
+        return {value_variable(spec)}
 
 
 def get_inputs():

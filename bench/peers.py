@@ -15,7 +15,7 @@ from bench.timing import capture
 from codegen.ir.fused_form import departure
 from codegen.ops import Kind
 from codegen.plan import Refusal
-from codegen.torch_text import reference_lines
+from codegen.torch_text import reference_lines, value_variable
 
 EVIDENCE = ("eager", "graph", "compile", "library")
 AUTOTUNED = ("max-autotune-no-cudagraphs", "max-autotune", "triton", "library-tail")
@@ -136,7 +136,8 @@ class _Tail(nn.Module):
                 setattr(self, step.name, getattr(eager, step.name))
         body = "\n".join(f"    {line}" for line in reference_lines(emitted.spec)[1:])
         scope = {"torch": torch, "F": F}
-        exec(f"def forward(self, v):\n{body}\n    return v\n", scope)  # noqa: S102 - text of our own operator table
+        value = value_variable(emitted.spec)
+        exec(f"def forward(self, {value}):\n{body}\n    return {value}\n", scope)  # noqa: S102 - text of our own operator table
         self.forward = scope["forward"].__get__(self)
 
 

@@ -23,7 +23,7 @@ from codegen.plan.model import Kernel, Plan
 from codegen.report import header_lines
 from codegen.spec import Spec
 from codegen.spec.writer import resolved_yaml
-from codegen.torch_text import input_texts, module_lines, parameters, reference_lines, uses_functional
+from codegen.torch_text import input_texts, module_lines, parameters, reference_lines, uses_functional, value_variable
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -70,7 +70,7 @@ def render(package: Package) -> dict[str, str]:
     files = {kernel.file(plan.target): render_kernel(plan, kernel) for plan in (*package.plans, *package.backward_plans) for kernel in plan.kernels}
     half = spec.precision.itemsize == 2
     files["model.py"] = render_template(
-        "model/model.py.j2", spec=spec, package=package, modules=module_lines(spec), reference=reference_lines(spec), functional=uses_functional(spec),
+        "model/model.py.j2", spec=spec, package=package, modules=module_lines(spec), reference=reference_lines(spec), value=value_variable(spec), functional=uses_functional(spec),
         names=parameters(spec), keywords=[f"{name}={name}" for name, _ in spec.args], init=[repr(value) for value in spec.init_values], half=half,
         x_shape=_shape_text(spec, spec.input_shape, True),
         arguments=[given.name for given in spec.inputs], inputs=input_texts(spec), y_shape=_shape_text(spec, spec.output_shape, spec.rows_are_samples),

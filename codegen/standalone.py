@@ -16,8 +16,9 @@ from codegen.ops import OPERATORS, Kind
 from codegen.plan import Refusal
 from codegen.plan.model import Launch, Library, Plan
 from codegen.render import render_template
+from codegen.spec import Spec
 from codegen.targets import TARGETS, Target, cuda_targets, preference
-from codegen.torch_text import as_operand, module_lines, parameters, torch_call
+from codegen.torch_text import as_operand, local_name, module_lines, parameters, torch_call
 
 PRODUCTS = frozenset(row.name for row in OPERATORS.values() if row.name == "linear" or (row.kind is Kind.PRODUCER and row.rank))
 
@@ -58,7 +59,7 @@ def render_standalone(package: Package, files: dict[str, str]) -> str:
         "model/standalone.py.j2", spec=spec, package=package, parts=parts, modules=module_lines(spec), inputs=[given.name for given in spec.inputs],
         kernels=any(part.sources for part in parts), functional=any("F." in line for line in statements), products=any("_product(" in line for line in statements),
         needed=_needed(TARGETS[targets[-1]]), names=[name for name, _ in spec.args], signature=parameters(spec),
-        half=spec.precision.itemsize == 2, parameters=[key for key, _ in spec.parameters], init_args=tuple(value for _, value in spec.args),
+        result=_variable("y", spec), local=lambda name: local_name(spec, name), half=spec.precision.itemsize == 2, parameters=[key for key, _ in spec.parameters], init_args=tuple(value for _, value in spec.args),
         sizes_text=f"up to {spec.batch}" if spec.pad_batch else " or ".join(filter(None, (", ".join(map(str, spec.batches[:-1])), str(spec.batch)))),
     )  # fmt: skip
 
@@ -96,12 +97,12 @@ def _statements(plan: Plan, steps: tuple[Launch | Library, ...]) -> Iterator[str
     for buffer in plan.buffers:
         if buffer.name in launched - made_by_torch:
             size = f"{buffer.bytes}, dtype=torch.uint8" if buffer.bytes else f"{buffer.shape}, dtype=torch.{buffer.dtype}"
-            yield f"{_variable(buffer.name)} = torch.empty({size}, {on})"
+            yield f"{_variable(buffer.name, spec)} = torch.empty({size}, {on})"
     if "y" not in made_by_torch:
-        yield f"y = torch.empty({spec.output_shape}, dtype=torch.{spec.precision.dtype}, {on})"
+        yield f"{_variable('y', spec)} = torch.empty({spec.output_shape}, dtype=torch.{spec.precision.dtype}, {on})"
     yield from (_statement(step, plan) for step in steps)
     renewed = [name.removeprefix("state:") for name in (buffer.name for buffer in plan.buffers) if name.startswith("state:") and name in launched]
-    yield from (f"self.{key}.copy_({_variable(f'state:{key}')})" for key in renewed)
+    yield from (f"self.{key}.copy_({_variable(f'state:{key}', spec)})" for key in renewed)
     norms = {key.rpartition(".")[0] for key in renewed}
     yield from (f"self.{key}.add_(1)" for key, _, _ in spec.buffers if key.endswith(".num_batches_tracked") and key.rpartition(".")[0] in norms)
 
@@ -117,24 +118,23 @@ def _tensor(name: str | None, plan: Plan) -> str:
     keys = {key for key, _ in plan.spec.parameters} | {key for key, _, _ in plan.spec.buffers}
     if name == "x":
         return plan.spec.inputs[0].name
-    return "None" if name is None else f"self.{name}" if name in keys else _variable(name)
+    return "None" if name is None else f"self.{name}" if name in keys else _variable(name, plan.spec)
 
 
-def _variable(name: str) -> str:
+def _variable(name: str, spec: Spec) -> str:
     """The local variable of a plan's value: `input:residual` is the argument, `value:3` v_3, `part0:sums` part0_sums, `state:bn.running_var`
-    new_bn_running_var."""
-    if name.startswith("input:"):
-        return name.removeprefix("input:")
-    if name.startswith("state:"):
-        return f"new_{name.removeprefix('state:').replace('.', '_')}"
-    return f"v_{name.removeprefix('value:')}" if name.startswith("value:") else name.replace(":", "_")
+    new_bn_running_var; with a trailing underscore where an input has that name."""
+    kind, _, own = name.partition(":")
+    if kind == "input":
+        return own
+    return local_name(spec, {"state": f"new_{own.replace('.', '_')}", "value": f"v_{own}"}.get(kind, name.replace(":", "_")))
 
 
 def _statement(step: Launch | Library, plan: Plan) -> str:
     if isinstance(step, Launch):
         arguments = ", ".join(_tensor(name, plan) for name in step.arguments)
         return f'_launch("{step.kernel.function(plan.target)}", {arguments})'
-    out = _variable(step.out)
+    out = _variable(step.out, plan.spec)
     if step.operation in PRODUCTS:
         return f"{out} = {_product(step, plan)}"
     own = next(other for other in plan.spec.chain if value_name(plan.spec, other.index) == step.out)

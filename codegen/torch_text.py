@@ -43,19 +43,32 @@ def input_texts(spec: Spec) -> list[str]:
     return texts
 
 
+def local_name(spec: Spec, name: str) -> str:
+    """`name`, or the next one that no input has, for a variable of a function whose arguments are the inputs."""
+    taken = {given.name for given in spec.inputs}
+    while name in taken:
+        name += "_"
+    return name
+
+
+def value_variable(spec: Spec) -> str:
+    """The variable that holds the chain's value in `reference_lines`."""
+    return local_name(spec, "v")
+
+
 def reference_lines(spec: Spec) -> list[str]:
-    """Statements that compute the chain on `v` (x at first) with PyTorch's own operators."""
-    kept = spec.kept(spec.chain)
+    """Statements that compute the chain of the inputs with PyTorch's own operators, into `value_variable`."""
+    value, kept = value_variable(spec), spec.kept(spec.chain)
     lines = []
     for step in spec.chain:
-        lines.append(f"v = {_call(spec, step)}")
+        lines.append(f"{value} = {_call(spec, step)}")
         if step.index in kept:
-            lines.append(f"{kept_name(step)} = v")
+            lines.append(f"{local_name(spec, kept_name(step))} = {value}")
     return lines
 
 
 def _call(spec: Spec, step: Step) -> str:
-    source = "v" if step.index else spec.inputs[0].name
+    source = value_variable(spec) if step.index else spec.inputs[0].name
     return torch_call(step, source, _other(spec, step, source))
 
 
@@ -69,7 +82,7 @@ def torch_call(step: Step, source: str, other: str | None) -> str:
 def _other(spec: Spec, step: Step, source: str) -> str:
     """What an operator takes beside its value: an earlier result, an input, or a parameter."""
     if step.tap is not None:
-        taken = source if step.taps_itself else kept_name(spec.chain[step.tap])
+        taken = source if step.taps_itself else local_name(spec, kept_name(spec.chain[step.tap]))
     else:
         taken = step.reads or f"self.{step.owned[0] if step.owned else step.name}"
     return as_operand(step, taken)

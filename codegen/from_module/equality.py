@@ -14,7 +14,7 @@ from codegen.from_module.creation import SEED, construct
 from codegen.from_module.faults import Fault, first_line, line_of
 from codegen.from_module.text import Given
 from codegen.spec import Spec
-from codegen.torch_text import module_lines, reference_lines
+from codegen.torch_text import module_lines, reference_lines, value_variable
 
 SAMPLES = 4
 # Both sides compute in float64, so that x * sigmoid(x) and F.silu(x) agree to rounding, and a different operator does not.
@@ -26,7 +26,7 @@ def reference(spec: Spec) -> nn.Module:
     """The spec's Model, from the very lines that its package's model.py has, under SEED."""
     names_of = ", ".join(given.name for given in spec.inputs)
     lines = ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()", *(f"        {line}" for line in module_lines(spec))]
-    lines += [f"    def forward(self, {names_of}):", *(f"        {line}" for line in reference_lines(spec)), "        return v"]
+    lines += [f"    def forward(self, {names_of}):", *(f"        {line}" for line in reference_lines(spec)), f"        return {value_variable(spec)}"]
     names = {"torch": torch, "nn": nn, "F": F}
     exec(compile("\n".join(lines), "<the spec's Model>", "exec"), names)  # every name and number in these lines went through load_spec
     torch.manual_seed(SEED)

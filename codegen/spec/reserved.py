@@ -22,6 +22,9 @@ OURS = frozenset("x y t0 workspace row_scales tile_statistics self device stream
 # Names that the emitted constructors read, and the parameter of the runtime's: an argument of one of them would hide it. A test derives them from the text.
 CONSTRUCTOR = frozenset("PACKAGE ValueError isinstance list package tuple".split())
 
+# Names that the emitted forwards read: an input of one of them would hide it. A test derives them from the text.
+FORWARD = frozenset("F getattr min".split())
+
 # Attributes of torch.nn.Module and of the runtime's module, as of torch 2.13; a test compares with the torch that is present.
 MODULE = frozenset(
     """

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from codegen.spec.reserved import RESERVED
+from codegen.spec.reserved import FORWARD, RESERVED
 from codegen.spec.types import MAX_ELEMENTS
 from codegen.spec.yaml_reader import Node, Problem
 
@@ -54,6 +54,8 @@ class Scalars:
 
     def input_name(self, node: Node, what: str) -> Any:
         """The name of an input: an identifier, or one of those that layers give theirs."""
+        if node.value in FORWARD:
+            return self.fault(node, f"{what}: {node.value} has a meaning of its own in the generated code; choose another name")
         return node.value if node.value in ("x", "y") else self.identifier(node, what)
 
     def word(self, node: Node, what: str, allowed: Iterable[str]) -> Any:

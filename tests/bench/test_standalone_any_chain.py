@@ -12,7 +12,7 @@ from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
 from codegen.standalone import render_standalone
-from codegen.torch_text import module_lines, reference_lines
+from codegen.torch_text import module_lines, reference_lines, value_variable
 from tests.codegen.emulated import STRICT, compile_text, emulated_text
 
 CHAINS = {
@@ -35,6 +35,17 @@ chain:
   - linear: {name: b, in_features: 16, out_features: 16, bias: false}
   - add: {from: act}
   - logsumexp: {dim: 1}
+""",
+    "names": """\
+inputs: {v: {shape: [12]}, y: {shape: [12]}, value_0: {shape: [12]}, v_1: {shape: [12]}, act_kept: {shape: [12]}}
+chain:
+  - mul: {from: y}
+  - sigmoid: {name: act}
+  - add: {from: v_1}
+  - softmax: {dim: 1}
+  - mul: {from: act_kept}
+  - mul: {from: value_0}
+  - add: {from: act}
 """,
     "line": """\
 inputs: {signal: {shape: [6, 20]}}
@@ -78,7 +89,7 @@ def reference(spec):
     forward = "\n".join(f"        {line}" for line in reference_lines(spec))
     scope: dict = {}
     text = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\nclass Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-    exec(f"{text}{body}\n    def forward(self, {', '.join(names)}):\n{forward}\n        return v\n", scope)
+    exec(f"{text}{body}\n    def forward(self, {', '.join(names)}):\n{forward}\n        return {value_variable(spec)}\n", scope)
     return scope["Model"]()
 
 
@@ -95,7 +106,7 @@ def emulated_launch(folder, spec):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [pytest.param(name, kind, marks=pytest.mark.representative if (name, kind) == ("modes", "fp32") else pytest.mark.emulated) for name in CHAINS for kind in ("fp32", "tf32")],
+    [pytest.param(name, kind, marks=pytest.mark.representative if (name, kind) in (("modes", "fp32"), ("names", "fp32")) else pytest.mark.emulated) for name in CHAINS for kind in ("fp32", "tf32")],
 )
 def test_it_computes_the_chain_in_both_modes(tmp_path, name, precision):
     spec, text = standalone(tmp_path, name, precision)

@@ -15,7 +15,7 @@ from codegen.folder import write_if_different
 from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import SpecError, load_spec, shipped
-from codegen.spec.reserved import CONSTRUCTOR, RESERVED
+from codegen.spec.reserved import CONSTRUCTOR, FORWARD, RESERVED
 from codegen.standalone import render_standalone
 from runtime import GeneratedModule
 
@@ -60,6 +60,44 @@ def test_what_the_emitted_constructors_read_is_reserved(path):
     assert names <= RESERVED, sorted(names - RESERVED)
     if any("tuple(" in text for text in texts(spec).values()):
         assert names >= CONSTRUCTOR, sorted(CONSTRUCTOR - names)  # nothing is refused without need
+
+
+RANGE = """\
+name: padded
+batch: [2, 4]
+pad_batch: true
+inputs: {x: {shape: [8]}, other: {shape: [4]}}
+chain:
+  - linear: {name: gemm, in_features: 8, out_features: 4}
+  - relu
+  - add: {from: other}
+  - softmax: {dim: 1}
+"""
+
+
+def read_in_forwards(text: str) -> set[str]:
+    """The names that a file's forwards, of each target too, take from outside themselves."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and (node.name == "forward" or node.name.startswith("_sm_")):
+            names = [name for name in ast.walk(node) if isinstance(name, ast.Name)]
+            own = {argument.arg for argument in node.args.args} | {name.id for name in names if isinstance(name.ctx, ast.Store)}
+            found |= {name.id for name in names if isinstance(name.ctx, ast.Load)} - own
+    return found
+
+
+def test_inputs_hide_no_name_that_a_forward_reads(tmp_path):
+    paths = [tmp_path / "padded.yaml", tmp_path / "exact.yaml"]
+    paths[0].write_text(RANGE)
+    paths[1].write_text(RANGE.replace("pad_batch: true\n", ""))
+    taken = {name for path in (*paths, "specs/default.yaml") for text in texts(load_spec(path)).values() for name in read_in_forwards(text)}
+    names = {name for name in taken if re.fullmatch("[A-Za-z].*", name)}
+    assert names <= RESERVED | FORWARD, sorted(names - RESERVED - FORWARD)
+    assert names >= FORWARD, sorted(FORWARD - names)
+    for word in FORWARD:
+        paths[0].write_text(RANGE.replace("other", word))
+        with pytest.raises(SpecError, match=f"inputs: {word} has a meaning of its own"):
+            load_spec(paths[0])
 
 
 def test_a_package_whose_arguments_have_any_name_that_is_taken_can_be_constructed(tmp_path, monkeypatch):
