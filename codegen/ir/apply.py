@@ -136,6 +136,11 @@ def parameter_keys(items: Iterable[Apply]) -> tuple[str, ...]:
 SPARING = frozenset({"relu", "relu6", "leaky_relu", "hardtanh", "clamp", "clamp_min", "clamp_max", "hardswish", "hardsigmoid", "softshrink"})
 
 
+def costly_step(step: Step) -> bool:
+    """Whether an element-wise operator takes an exponential or more."""
+    return step.operator.function is not None and step.operator.function(step.values) not in SPARING
+
+
 def costly(items: tuple[Apply, ...]) -> bool:
     """Whether an operator takes many registers: its value and an exponential of it, for as many values at once as the compiler finds room for."""
     return any(name not in SPARING for name in called(items))

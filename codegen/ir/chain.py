@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from codegen.ir.apply import SPARING
+from codegen.ir.apply import costly_step
 from codegen.ir.grouping import grouping_of
 from codegen.ir.segment import Segment, role
 from codegen.ir.value import Value, input_of, result_of
@@ -109,9 +109,8 @@ def _joins(before: Sequence[Step], core: Step) -> bool:
         return True
     window = window_of(core)
     again = math.prod(size / stride for size, stride in zip(window.size, window.stride, strict=True))
-    names = {step.operator.function(step.values) for step in before if step.operator.function}
     enlarged = bool(before) and before[0].output_shape != before[0].input_shape
-    return not enlarged and (again <= AGAIN or names <= SPARING)
+    return not enlarged and (again <= AGAIN or not any(map(costly_step, before)))
 
 
 def _within_reach(spec: Spec, run: _Run) -> _Run:

@@ -34,6 +34,15 @@ def test_element_wise_operators_end_in_the_epilogue(tmp_path, target):
     assert found.steps[-1].arguments[-1] == "y" and {"first.bias", "shift"} <= set(found.steps[-1].arguments)
 
 
+def test_costly_operators_wait_for_a_kernel_that_hides_them(tmp_path):
+    """One that reads the result anyway, or at 16 bits a pass of its own; what is cheap, or has neither, is in the epilogue."""
+    ends = lambda precision, *tail: kinds(plan(layer(tmp_path, FIRST, *tail, precision=precision, gemm="generated"), "sm_90a", "h200"))[-2:]  # noqa: E731
+    assert ends("fp32", "relu", "gelu") == ["split_x", "gemm"] and ends("fp32", "gelu", {"softmax": {"dim": 1}}) == ["gemm", "rows"]
+    assert ends("bf16", "relu", "gelu") == ["gemm", "map"] and ends("bf16", "relu", {"mul": {"value": 2.0}}) == ["gemm"]
+    found = plan(layer(tmp_path, FIRST, {"relu": {"name": "act"}}, "gelu", {"add": {"from": "first"}}, precision="bf16", gemm="generated"), "sm_90a", "h200")
+    assert kinds(found) == ["gemm", "map"] and found.steps[0].arguments[-1] == "value:0"  # reused behind the costly one
+
+
 def test_each_product_of_a_chain_is_a_part(tmp_path):
     found = plan(layer(tmp_path, FIRST, "gelu", SECOND, {"softmax": {"dim": 1}}), "sm_90a", "h200")
     assert kinds(found) == ["split_x", "gemm", "split_x", "gemm", "rows"]

@@ -70,7 +70,7 @@ class Shared(Whole):
             width //= 2
         lanes, columns = 32, grouping.groups // width
         tiles = -(-columns // lanes)
-        shares = max(1, min(-(-2 * self.sms // tiles), grouping.joined // (SLICES * 8), 1024))
+        shares = max(1, min(2 * self.sms // tiles, grouping.joined // (SLICES * 8), 1024))
         share = -(-grouping.joined // shares)
         shares = -(-grouping.joined // share)
         items = max(1, 16 // width)
@@ -133,7 +133,7 @@ class Shared(Whole):
             shift = f"{number * grouping.groups} + " if number else ""
             names[field] = f"s_{field}"
             accesses.append(replace(found, value=names[field], offset=shift + found.offset))
-        if any(found.mode == "vector" for found in accesses) and (grouping.groups % width or width > 4):
+        if any(found.mode == "vector" for found in accesses) and grouping.groups % min(width, 4):
             accesses = [replace(found, mode="element") for found in accesses]  # the second number of a group begins anywhere
         lines = program.lines[:at] + tuple(_named(line, names) for line in program.lines[at:])
         return replace(self.map(replace(program, accesses=(*program.accesses, *accesses), lines=lines), width, "apply"), core=self.core_name)
