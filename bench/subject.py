@@ -281,12 +281,20 @@ class Masks:
     def drawn(self):
         """Keep the masks that the block draws."""
         self._masks = []
+        within = False
 
         def dropout(v, p=0.5, training=True, inplace=False):
-            if training:
-                with torch.random.fork_rng(self._devices):
-                    self._masks.append(_dropout(torch.ones_like(v), p, True) != 0)
-            return _dropout(v, p, training, inplace)
+            nonlocal within
+            if within:  # torch's own function calls itself by its name where a mode looks at what functions get
+                return _dropout(v, p, training, inplace)
+            within = True
+            try:
+                if training:
+                    with torch.random.fork_rng(self._devices):
+                        self._masks.append(_dropout(torch.ones_like(v), p, True) != 0)
+                return _dropout(v, p, training, inplace)
+            finally:
+                within = False
 
         with mock.patch.object(functional, "dropout", dropout):
             yield

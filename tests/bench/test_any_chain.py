@@ -23,6 +23,7 @@ name: any_chain
 batch: 6
 inputs: {x: {shape: [8, 6, 10, 10]}, residual: {shape: [16, 1, 1, 1], batched: false}}
 chain:
+  - dropout: {p: 0.2}
   - avg_pool3d: {kernel_size: 2}
   - conv_transpose3d: {name: conv, in_channels: 8, out_channels: 16, kernel_size: 3, stride: 2, padding: 1, output_padding: 1}
   - batch_norm: {name: bn}
