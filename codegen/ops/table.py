@@ -276,7 +276,7 @@ OPERATORS: dict[str, Operator] = {
             shape=axes.batch_norm_shape, parameters=rules.group_norm_parameters, buffers=axes.batch_norm_buffers, module=axes.batch_norm_module, modes=True,
         ),
         Operator(
-            "rms_norm", Kind.NORM, "v / sqrt(mean of v^2 + eps) * gamma over trailing axes; eps left out is the storage type's epsilon",
+            "rms_norm", Kind.NORM, "v / sqrt(mean of v^2 + eps) * gamma over trailing axes; eps left out is 2^-23, float32's epsilon",
             (Argument("normalized_shape", "extents", None), Argument("eps", "bound", None, "positive"), Argument("elementwise_affine", "flag", True)),
             takes_name=True, requires_name=True, shape=lambda v, shape: axes.trailing(v, shape, "rms_norm") and shape, parameters=lambda v, shape: axes.trailing_parameters(v, shape, "rms_norm"),
             module=axes.trailing_module("RMSNorm", "rms_norm"),

@@ -239,3 +239,14 @@ def test_every_kind_compiles_for_a_gpu(tmp_path) -> None:
             made = plan(segment_spec(tmp_path, shape, chain, precision, inputs), "sm_80", "h200")
             found += [fault for kernel in made.kernels for fault in faults(made, kernel, tmp_path)]
     assert found == []
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_rms_norm_without_eps_has_the_one_that_torch_takes(precision, dtype, tmp_path):
+    """Torch computes it in float32 at 16 bits too, with that type's epsilon."""
+    x = torch.full((1, 8), 2.0**-14, dtype=dtype)
+    y = torch.nn.functional.rms_norm(x, (8,)).double()
+    assert ((x.double() / y).square() - x.double().square()).mean().item() == pytest.approx(2.0**-23, rel=0.02)
+    spec = segment_spec(tmp_path, (3, 8), [{"rms_norm": {"name": "norm"}}], precision)
+    (launch,) = plan(spec, "cpu").steps
+    assert [constant.text for constant in launch.kernel.constants if constant.name == "kEps"] == ["1.1920929e-7f"]

@@ -16,7 +16,7 @@ from codegen.plan.shared.values import VECTOR_BYTES
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
-EPSILON = {"float32": 1.1920928955078125e-07, "float16": 0.0009765625, "bfloat16": 0.0078125}  # of rms_norm where it has no eps: the storage type's own
+EPSILON = 2.0**-23  # of rms_norm where it has no eps: that of float32, in which torch computes it at 16 bits too
 AXES = ("Depth", "Height", "Width")
 
 
@@ -88,7 +88,7 @@ class Planner:
         found, name = [], self.core.operator.name
         if self.core_name in ("group_norm", "rms_norm"):
             given = self.core.values["eps"]
-            found.append(Constant("kEps", float_literal(EPSILON[self.precision.dtype] if given is None else given), f"{name}'s eps", "float"))
+            found.append(Constant("kEps", float_literal(EPSILON if given is None else given), f"{name}'s eps", "float"))
         if running and running.momentum is not None:
             found.append(Constant("kMomentum", float_literal(running.momentum), f"{name}'s momentum: the share of the new statistics", "float"))
         return found
