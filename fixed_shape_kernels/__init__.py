@@ -6,9 +6,14 @@
     print(fsk.explain("layer.yaml"))         # kernels, tiles, memory, the floor, and why
     model = fsk.load("layer.yaml").ModelNew(*fsk.load("layer.yaml").get_init_inputs())
 
-The command `fsk` does the same from a shell. `load` needs torch, the rest
+    fast = fsk.optimize(model, example)      # a whole model: kernels where they are right and faster
+    print(fast.report)
+
+The command `fsk` does the same from a shell. `load` and `optimize` need torch, the rest
 does not.
 """
+
+from typing import Any
 
 from codegen.plan import Refusal
 from codegen.spec import SpecError
@@ -17,4 +22,13 @@ from .api import SpecLike, explain, generate, load
 
 __version__ = "0.1.0"
 
-__all__ = ["Refusal", "SpecError", "SpecLike", "explain", "generate", "load"]
+__all__ = ["Refusal", "SpecError", "SpecLike", "explain", "generate", "load", "optimize"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch, imported where it is asked for."""
+    if name == "optimize":
+        from .models import optimize
+
+        return optimize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -77,6 +77,10 @@ COMMANDS = {
         _EMIT, "codegen.from_module.command:main", "the spec of a layer in a PyTorch file",
         ("from-module layers.py:Net --name layer --generate",),
     ),
+    "optimize": Row(
+        _EMIT, "fixed_shape_kernels.models.command:main", "replace the chains of a whole model",
+        ("optimize model.py:build --explain", "optimize model.py:build --device cuda --report report.html"),
+    ),
     "doctor": Row(
         _RUN, "runtime.cli:doctor", "what this machine has, lacks and should install",
         ("doctor", "doctor generated/layer"),

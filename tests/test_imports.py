@@ -49,6 +49,8 @@ LATE = {
     ("runtime/load.py", "build"): "a wheel carries no builder",
     ("runtime/toolchain.py", "ninja"): "the Python package is one of three places to find ninja in",
     ("runtime/allocation.py", "torch._C._dynamo"): "no public part of torch: missing in some releases",
+    ("fixed_shape_kernels/__init__.py", "models"): "whole models need torch, and specs do not",
+    ("fixed_shape_kernels/api.py", "models"): "whole models need torch, and specs do not",
     ("bench/peers.py", "torch._inductor"): "for peers of torch.compile alone",
     ("bench/peers.py", "bench.triton_gemm"): "Triton is not on every machine",
 }

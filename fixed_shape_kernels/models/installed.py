@@ -1,0 +1,193 @@
+"""Generated chains in a model: forwards of its modules that run them while the optimised module is at work, and the model's own otherwise."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from runtime import GeneratedModule
+
+from .chains import Chain
+from .regions import ITSELF, Region, kept_state
+from .report import Report
+
+Built = tuple[Chain, GeneratedModule]
+
+
+class Optimized(nn.Module):
+    """A model with generated kernels in the place of chains; its parameters, buffers, children and `state_dict` are the model's own.
+
+    `report` says what became of each chain, `fallbacks` how often and why the model's own modules ran instead. `restore()` takes everything back; inside
+    `with opt.disabled():` the model runs as it was. Calling the model itself does so always.
+    """
+
+    def __init__(self, model: nn.Module, chosen: Sequence[Built], report: Report, training: bool) -> None:
+        super().__init__()
+        self.__dict__.update(_model=model, _at_work=threading.local(), _enabled=True, report=report, fallbacks=Counter(), training=model.training)
+        for held in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[held] = model.__dict__[held]
+        regions: dict[int, list[Built]] = {}
+        for chain, made in chosen:
+            regions.setdefault(id(chain.region), []).append((chain, made))
+        self.__dict__["_places"] = [_Place(self, found[0][0].region, found, training) for found in regions.values()]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, with the generated chains."""
+        at_work, before = self._at_work, getattr(self._at_work, "value", False)
+        at_work.value = self._enabled
+        try:
+            return self._model(*args, **kwargs)
+        finally:
+            at_work.value = before
+
+    def train(self, mode: bool = True) -> Optimized:
+        self._model.train(mode)
+        self.training = mode
+        return self
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Run the model's own modules for the length of a block."""
+        before, self.__dict__["_enabled"] = self._enabled, False
+        try:
+            yield
+        finally:
+            self.__dict__["_enabled"] = before
+
+    def restore(self) -> nn.Module:
+        """Take all forwards back and return the model, which is as it was."""
+        for place in self._places:
+            place.remove()
+        self.__dict__["_places"] = []
+        return self._model
+
+    def extra_repr(self) -> str:
+        return self.report.summary
+
+    def fallen_back(self, path: str, why: str) -> None:
+        """Count a call that ran the model's own modules, and warn of the first of its kind."""
+        self.fallbacks[path, why] += 1
+        if self.fallbacks[path, why] == 1:
+            warnings.warn(f"{path}: {why}; the model's own modules run instead", stacklevel=3)
+
+
+class _Place:
+    """A region's forward with chains in it, put on the module itself."""
+
+    def __init__(self, owner: Optimized, region: Region, chains: Sequence[Built], training: bool) -> None:
+        self.owner, self.region, self.training = owner, region, training
+        self.module, self.original = region.module, region.module.forward
+        self.mode = region.module.training
+        self.signature = inspect.signature(self.original)
+        self.parameters = [parameter for chain, _ in chains for parameter in (*chain.eager.parameters(),)]
+        self.expected = [(name, value.shape, value.dtype, value.device) for name in region.tensors if isinstance(value := region.call.arguments[name], torch.Tensor)]
+        self.constants = [(name, value) for name, value in region.call.arguments.items() if name not in region.tensors]
+        self.path = region.path or type(region.module).__name__
+        self.run = _compiled(region, chains)
+        self.before = region.module.__dict__.get("forward")
+        region.module.forward = self.forward
+
+    def remove(self) -> None:
+        if self.module.__dict__.get("forward") == self.forward:
+            del self.module.forward
+            if self.before is not None:
+                self.module.forward = self.before
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The region with its chains where they serve the call, its own forward elsewhere."""
+        if not getattr(self.owner._at_work, "value", False) or torch.compiler.is_compiling():
+            return self.original(*args, **kwargs)
+        if kwargs or self.constants or len(args) != len(self.expected):
+            given = self.signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            tensors = [given.arguments.get(name) for name, *_ in self.expected]
+            changed = [name for name, value in self.constants if given.arguments.get(name) is not value and given.arguments.get(name) != value]
+            why = f"{', '.join(changed)} differ from the example's" if changed else None
+        else:
+            tensors, why = args, None
+        why = why or self.unlike(tensors)
+        if why is not None:
+            self.owner.fallen_back(self.path, why)
+            return self.original(*args, **kwargs)
+        return self.run(self.module, *tensors)
+
+    def unlike(self, tensors: Sequence[Any]) -> str | None:
+        """Why the chains do not serve a call; None where they do."""
+        for (name, shape, dtype, device), value in zip(self.expected, tensors, strict=True):
+            if not isinstance(value, torch.Tensor):
+                return f"{name} is no tensor"
+            if value.shape != shape:
+                return f"{name} is {tuple(value.shape)}, the kernels are for {tuple(shape)}"
+            if value.dtype is not dtype or value.device != device:
+                return f"{name} is {value.dtype} on {value.device}, the kernels are for {dtype} on {device}"
+        if self.module.training != self.mode:
+            return f"the module is in {'training' if self.module.training else 'evaluation'}, the kernels are for the other mode"
+        if torch.is_autocast_enabled(self.expected[0][3].type):
+            return "autocast is on"
+        if not self.training and torch.is_grad_enabled() and any(value.requires_grad for value in (*tensors, *self.parameters)):
+            return "gradients are asked for, and training=True was not"
+        return None
+
+
+def _compiled(region: Region, chains: Sequence[Built]) -> Callable[..., Any]:
+    """The region's forward as a function of its module and its tensors, with calls of the generated modules in it."""
+    graph, copies = fx.Graph(), {}
+    last = {chain.gives: (number, chain, made) for number, (chain, made) in enumerate(chains)}
+    inner = {node for chain, _ in chains for node in chain.nodes}
+    for node in region.graph.nodes:
+        if node in last:
+            number, chain, made = last[node]
+            copies[node] = graph.call_function(_named(made, f"chain_{number}"), tuple(copies[used] for used in chain.takes))
+        elif node not in inner:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "call_module" and node.target == ITSELF:
+                raise AssertionError("a module of torch alone is one chain")
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)
+    code = graph.python_code("self")
+    scope = dict(code.globals)
+    exec(compile(code.src, f"<{region.path or 'model'} with generated chains>", "exec"), scope)  # noqa: S102 - torch.fx's own text of a traced graph
+    return scope["forward"]
+
+
+def _named(made: GeneratedModule, name: str) -> Callable[..., torch.Tensor]:
+    """A function of its own name, as torch.fx's text needs it."""
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        return made(*tensors)
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = "generated"
+    return call
+
+
+def arguments_of(model: nn.Module, example: tuple[Any, ...], regions: Sequence[Region]) -> dict[int, list[torch.Tensor]]:
+    """The tensors that each region gets while the model runs on the example, by the region's id."""
+    found: dict[int, list[torch.Tensor]] = {}
+
+    def watch(region: Region) -> Callable[..., None]:
+        signature = inspect.signature(region.module.forward)
+
+        def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = signature.bind(*args, **kwargs).arguments
+            found[id(region)] = [given[name].clone() for name in region.tensors]
+
+        return seen
+
+    handles = [region.module.register_forward_pre_hook(watch(region), with_kwargs=True) for region in regions]
+    try:
+        with torch.no_grad(), kept_state(model), torch.random.fork_rng():
+            model(*example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found

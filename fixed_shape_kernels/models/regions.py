@@ -1,0 +1,265 @@
+"""Regions of a model: modules whose forward torch.fx can trace, with the arguments that the example hands them.
+
+The whole model is one region where it can be traced. Where it cannot, the reason is kept and its children are tried, down to single modules of torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses import FakeTensorMode
+
+from codegen.from_module.calls import MODULES
+
+CONSTANTS = (bool, int, float, str, type(None))
+
+
+class _Tracer(fx.Tracer):
+    """torch.fx's tracer that notes where in the user's code a node comes from. Modules of torch are nodes; containers are followed."""
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(*args, **kwargs)
+        frames = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename and f.filename != __file__ and not f.filename.startswith("<")]
+        node.meta["where"] = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
+        return node
+
+
+@dataclass
+class Call:
+    """What a module was called with by the example: its arguments by name, tensors without their data, and how often."""
+
+    arguments: dict[str, Any]
+    times: int = 1
+    plain: bool = True  # nothing but tensors and constants
+
+
+@dataclass
+class Region:
+    """A traced module: its path in the model, its graph, and what its tensors were in the example's run."""
+
+    path: str
+    module: nn.Module
+    graph: fx.Graph
+    call: Call
+    tensors: tuple[str, ...]  # the names of the arguments that are tensors
+    facts: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # results without data; those alone that are tensors
+
+
+@dataclass(frozen=True)
+class Untraced:
+    """A module that stays as it is, and why."""
+
+    path: str
+    kind: str
+    why: str
+
+
+def path_of(path: str, kind: str = "") -> str:
+    """A module's path for a report."""
+    return path or f"({kind or 'the model'})"
+
+
+def regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region], list[Untraced]]:
+    """The regions of a model, and what is none, in the order of `named_modules`.
+
+    The model runs on the example once without data, or with it where its course depends on data.
+    """
+    with kept_state(model):
+        return _regions_of(model, example)
+
+
+def _regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region], list[Untraced]]:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    calls = _record(model, example, mode)
+    found: list[Region] = []
+    left: list[Untraced] = []
+    met: set[nn.Module] = set()
+
+    def scan(path: str, module: nn.Module) -> None:
+        if module in met:
+            return
+        met.add(module)
+        call = calls.get(module)
+        if call is None:
+            if type(module) in MODULES:
+                left.append(Untraced(path, type(module).__name__, "never called by the example"))
+            for name, child in module.named_children():
+                scan(f"{path}.{name}" if path else name, child)
+            return
+        why = _refused(module, call)
+        region = None
+        if why is None:
+            try:
+                region = _traced(path, module, call, mode)
+            except Exception as error:  # whatever a user's forward raises under tracing
+                why = _reason(error)
+        if region is not None:
+            found.append(region)
+            met.update(module.modules())
+            return
+        if not any(True for _ in module.children()) and type(module) not in MODULES:
+            left.append(Untraced(path, type(module).__name__, why))
+            return
+        if any(True for _ in module.children()):
+            left.append(Untraced(path, type(module).__name__, f"{why}; its parts are looked at by themselves"))
+            for name, child in module.named_children():
+                scan(f"{path}.{name}" if path else name, child)
+        else:
+            left.append(Untraced(path, type(module).__name__, why))
+
+    scan("", model)
+    return found, left
+
+
+def _record(model: nn.Module, example: tuple[Any, ...], mode: FakeTensorMode) -> dict[nn.Module, Call]:
+    """The first call of every module while the model runs on the example. Raises what the model raises."""
+    calls: dict[nn.Module, Call] = {}
+    faked = lambda value: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value  # noqa: E731
+
+    def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module in calls:
+            calls[module].times += 1
+            return
+        try:
+            bound = inspect.signature(module.forward).bind(*args, **kwargs)
+            bound.apply_defaults()
+            arguments = dict(bound.arguments)
+            kinds = inspect.signature(module.forward).parameters
+            plain = all(kinds[name].kind not in (kinds[name].VAR_POSITIONAL, kinds[name].VAR_KEYWORD) or not value for name, value in arguments.items())
+            arguments = {name: faked(value) for name, value in arguments.items() if kinds[name].kind not in (kinds[name].VAR_POSITIONAL, kinds[name].VAR_KEYWORD)}
+        except (TypeError, ValueError):
+            arguments, plain = {}, False
+        calls[module] = Call(arguments, 1, plain and all(isinstance(value, (torch.Tensor, *CONSTANTS)) for value in arguments.values()))
+
+    handles = [module.register_forward_pre_hook(seen, with_kwargs=True) for module in model.modules()]
+    try:
+        with torch.no_grad(), mode:
+            model(*map(faked, example))
+    except Exception:  # its course depends on data, or an operator has no rule for results without it; what is wrong itself is wrong again
+        calls.clear()
+        with torch.no_grad(), torch.random.fork_rng():
+            model(*example)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+@contextmanager
+def kept_state(model: nn.Module) -> Iterator[None]:
+    """Give the model's buffers back what they hold now, at the end of the block."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _refused(module: nn.Module, call: Call) -> str | None:
+    """Why a module is no region, before it is traced; None where it may be one."""
+    if call.times > 1:
+        return f"called {call.times} times in one run of the model"
+    if not call.plain:
+        return "called with something that is neither a tensor nor a number, a word or None"
+    tensors = [value for value in call.arguments.values() if isinstance(value, torch.Tensor)]
+    if not tensors:
+        return "called without a tensor"
+    devices = {tensor.device for tensor in (*tensors, *module.parameters(), *module.buffers())}
+    if len(devices) > 1:
+        return f"its tensors are on {' and '.join(sorted(map(str, devices)))}"
+    return None
+
+
+def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> Region:
+    """Trace a module for the constants that it was called with. Raises what its forward raises."""
+    tensors = tuple(name for name, value in call.arguments.items() if isinstance(value, torch.Tensor))
+    if _Tracer().is_leaf_module(module, ""):
+        graph = fx.Graph()
+        given = [graph.placeholder(name) for name in tensors]
+        if len(tensors) != 1:
+            raise TypeError("a module of torch with several inputs")
+        graph.output(graph.call_module("", tuple(given)))
+        graph = _as_child(graph)
+    else:
+        constants = {name: value for name, value in call.arguments.items() if name not in tensors}
+        graph = _Tracer().trace(module, concrete_args=constants or None)
+        checks = [node for node in graph.nodes if node.op == "placeholder" and node.target not in tensors]  # of constants: fx compares them in the graph
+        for node in checks:
+            checks += [user for user in node.users if user not in checks]
+        for node in reversed(checks):
+            if not node.users and node.op != "output":
+                graph.erase_node(node)
+        given = [node.target for node in graph.nodes if node.op == "placeholder"]
+        if tuple(given) != tensors:
+            raise TypeError(f"its forward takes {', '.join(given)}, and the example gives {', '.join(tensors)}")
+    region = Region(path, module, graph, call, tensors)
+    with torch.no_grad(), mode:
+        values = iter(call.arguments[name] for name in tensors)
+        for node, value in run(region, values):
+            if isinstance(value, torch.Tensor):
+                region.facts[node] = value
+    return region
+
+
+def _as_child(graph: fx.Graph) -> fx.Graph:
+    """The graph of a single module of torch, which is its own root."""
+    graph.owning_module = None
+    for node in graph.nodes:
+        if node.op == "call_module":
+            node.target = ITSELF
+            node.meta["where"] = ""
+    return graph
+
+
+ITSELF = "itself"  # the target of a region that is one module of torch
+
+
+def submodule(region: Region, target: str) -> nn.Module:
+    """The module that a node calls."""
+    return region.module if target == ITSELF else region.module.get_submodule(target)
+
+
+def run(region: Region, inputs: Iterator[torch.Tensor], before: Callable[[fx.Node], Any] = lambda node: None) -> Iterator[tuple[fx.Node, Any]]:
+    """Run a region's graph, and give each node with its result; what no later node reads is let go. `before` is told of each node before it runs."""
+    values: dict[fx.Node, Any] = {}
+    last = {used: node for node in region.graph.nodes for used in node.all_input_nodes}
+    for node in region.graph.nodes:
+        if node.op == "output":
+            return
+        before(node)
+        values[node] = next(inputs) if node.op == "placeholder" else evaluate(region, node, values)
+        yield node, values[node]
+        for used in (node, *node.all_input_nodes):
+            if last.get(used, node) is node:
+                values.pop(used, None)
+
+
+def evaluate(region: Region, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """A node's result from those of the nodes before it."""
+    args, kwargs = fx.node.map_arg(node.args, values.__getitem__), fx.node.map_arg(node.kwargs, values.__getitem__)
+    if node.op == "get_attr":
+        value: Any = region.module
+        for part in node.target.split("."):
+            value = getattr(value, part)
+        return value
+    if node.op == "call_module":
+        return submodule(region, node.target)(*args, **kwargs)
+    if node.op == "call_method":
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)
+
+
+def _reason(error: Exception) -> str:
+    said = str(error).strip().split("\n", 1)[0][:160]
+    if isinstance(error, fx.proxy.TraceError):
+        return f"its course depends on what its tensors hold ({said})"
+    return f"it cannot be traced: {type(error).__name__}: {said}"
