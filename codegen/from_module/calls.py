@@ -146,15 +146,17 @@ def padding(operator: str, given: Any, kernel: tuple[int, ...], dilation: tuple[
     return tuple(span // 2 for span in spans)
 
 
-def function_values(name: str, node: fx.Node, constant: Callable[[Any, str], Any]) -> tuple[str, Values] | None:
+def function_values(name: str, node: fx.Node, constant: Callable[[Any, str], Any], of_module: bool = False) -> tuple[str, Values] | None:
     """(operator, argument values) of a call whose first argument is the chain's value; None where the table has no such operator.
 
-    `constant(value, argument)` gives the Python value or raises Unfit for a traced one.
+    `constant(value, argument)` gives the Python value or raises Unfit for a traced one. `of_module`: a norm's parameters are those of a module.
     """
     if name not in FUNCTIONS:
         return None
     operator, names = FUNCTIONS[name]
     given = bind(name, node, names)
+    if of_module:
+        given = {key: value for key, value in given.items() if key not in ("weight", "bias")}
     values = {key: constant(value, f"{name}'s {key}") for key, value in given.items() if key != "inplace"}
     if operator in NORMS:
         tensors = [values.pop(key, None) for key in ("weight", "bias", "running_mean", "running_var")]
@@ -163,7 +165,7 @@ def function_values(name: str, node: fx.Node, constant: Callable[[Any, str], Any
         if not values.pop("use_input_stats", True):
             raise Unfit("instance_norm without the input's own statistics, which are all that the grammar has")
         values.pop("momentum", None)
-        values |= {"elementwise_affine" if operator in ("layer_norm", "rms_norm") else "affine": False}
+        values |= {"elementwise_affine" if operator in ("layer_norm", "rms_norm") else "affine": of_module}
     if values.pop("return_indices", False):
         raise Unfit(f"{operator} with return_indices has two results; a chain has one")
     if values.pop("dtype", None) is not None:

@@ -74,6 +74,9 @@ class Operators(Values):
             node.args = (node.kwargs["input"], *node.args)
         if name in calls.VIEWS:
             return self.view(node)
+        if owner := self.norm_owner(name, node):
+            _, values = calls.function_values(name, node, self.constant, of_module=True)
+            return Entry(name, self.line(node), owner, values)
         operator, values = calls.function_values(name, node, self.constant)
         if operator == "dropout" and values.get("p", 0.5) == 0:
             return self.drop(node, f"{name} does nothing at p = 0 or in eval mode and is left out")
@@ -155,6 +158,22 @@ class Operators(Values):
             values |= {key: self.constant(given.get(key, value), key) for key, value in defaults.items() if key in values}
             values["padding"] = calls.padding(operator, values["padding"], module.kernel_size, module.dilation)
         return Entry(operator, self.line(node), path, {key: self.constant(value, key) for key, value in values.items()})
+
+    def norm_owner(self, name: str, node: fx.Node) -> str | None:
+        """The path of the module that all parameters of a norm's function are of; None where it has none. Raises Unfit."""
+        if name not in calls.NORMS:
+            return None
+        given = calls.bind(name, node, calls.FUNCTIONS[name][1])
+        weight, bias = (given.get(key) for key in ("weight", "bias"))
+        held = [one for one in (weight, bias, given.get("running_mean"), given.get("running_var")) if one is not None]
+        if not held or not all(isinstance(one, fx.Node) and one.op == "get_attr" and "." in one.target for one in held):
+            return None
+        paths, words = {one.target.rpartition(".")[0] for one in held}, [one.target.rpartition(".")[2] for one in held]
+        if len(paths) > 1 or words != (["weight"] if name == "rms_norm" else ["weight", "bias"]):
+            raise Unfit(f"{name} with tensors of its own: its parameters must be the weight{'' if name == 'rms_norm' else ' and the bias'} of one module, such as {calls.NORMS[name]}")
+        (path,) = paths
+        self.check_owner(path)
+        return path
 
     def bare_product(self, operator: str, weight: fx.Node, bias: fx.Node | None, node: fx.Node) -> Entry:
         value = attribute(self.model, weight.target)

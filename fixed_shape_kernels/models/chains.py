@@ -19,6 +19,7 @@ from codegen.spec import Spec
 
 from .regions import ITSELF, Region, submodule
 
+MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # compute something else in training
 LONGEST = 24  # operators of a chain
 IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv"})
 PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -155,6 +156,9 @@ def _chain(region: Region, nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]
             return None, "it writes over a value that others may read"
         if node.op == "call_module" and (why := _hooked(submodule(region, node.target))):
             return None, why
+    called = [submodule(region, node.target) for node in nodes if node.op == "call_module"]
+    if any(module.training != region.module.training for module in called if isinstance(module, MODAL)):
+        return None, "the module is in another mode than the one that calls it"
     run, modules, parameters = _as_model(region, nodes, takes)
     with torch.enable_grad():  # whether gradients are wanted is asked at each call
         traced = graph.trace(_without_data(run), "", [], [tuple(fact.shape) for fact in facts])
@@ -220,10 +224,15 @@ def _as_model(region: Region, nodes: tuple[fx.Node, ...], takes: tuple[fx.Node, 
     for node in nodes:
         for used in node.all_input_nodes:
             if used.op == "get_attr" and used not in copies:
-                value = region.module
-                for step in used.target.split("."):
-                    value = getattr(value, step)
-                name = word(used.target)
+                path, _, last = used.target.rpartition(".")
+                holder = region.module.get_submodule(path)
+                if path and last in holder._parameters:  # of a module whose function is called with it
+                    name = word(path)
+                    modules[name] = holder
+                    setattr(root, name, holder)
+                    copies[used] = part.get_attr(f"{name}.{last}")
+                    continue
+                name, value = word(used.target), getattr(holder, last)
                 setattr(root, name, value)
                 if isinstance(value, nn.Parameter):
                     parameters[name] = value

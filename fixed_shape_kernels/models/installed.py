@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from runtime import GeneratedModule
 
-from .chains import Chain
+from .chains import MODAL, Chain
 from .regions import ITSELF, Region, kept_state
 from .report import Report
 
@@ -87,7 +87,8 @@ class _Place:
         self.module, self.original = region.module, region.module.forward
         self.mode = region.module.training
         self.signature = inspect.signature(self.original)
-        self.parameters = [parameter for chain, _ in chains for parameter in (*chain.eager.parameters(),)]
+        self.parameters = [parameter for chain, _ in chains for parameter in chain.eager.parameters()]
+        self.modal = [region.module, *(module for chain, _ in chains for module in chain.modules.values() if isinstance(module, MODAL))]
         self.expected = [(name, value.shape, value.dtype, value.device) for name in region.tensors if isinstance(value := region.call.arguments[name], torch.Tensor)]
         self.constants = [(name, value) for name, value in region.call.arguments.items() if name not in region.tensors]
         self.path = region.path or type(region.module).__name__
@@ -128,8 +129,8 @@ class _Place:
                 return f"{name} is {tuple(value.shape)}, the kernels are for {tuple(shape)}"
             if value.dtype is not dtype or value.device != device:
                 return f"{name} is {value.dtype} on {value.device}, the kernels are for {dtype} on {device}"
-        if self.module.training != self.mode:
-            return f"the module is in {'training' if self.module.training else 'evaluation'}, the kernels are for the other mode"
+        if any(module.training != self.mode for module in self.modal):
+            return f"the module is in {'evaluation' if self.mode else 'training'}, or a part of it, and the kernels are for {'training' if self.mode else 'evaluation'}"
         if torch.is_autocast_enabled(self.expected[0][3].type):
             return "autocast is on"
         if not self.training and torch.is_grad_enabled() and any(value.requires_grad for value in (*tensors, *self.parameters)):

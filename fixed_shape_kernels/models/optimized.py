@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,10 @@ from .judge import SECONDS, judge
 from .installed import Optimized, arguments_of
 from .regions import Region, kept_state, path_of, regions_of, run
 from .report import FOUND, REPLACED, NotReplaced, Report, Row
+
+
+# What a child of a generated module has in common with the model's own.
+SHARED = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass
@@ -172,16 +175,15 @@ def _build(candidates: list[_Candidate], folder: Path) -> None:
 def _shared(made: GeneratedModule, chain: Chain) -> GeneratedModule:
     """The generated module with the model's own parameters and running statistics in the place of its own.
 
-    Children are shallow copies of the model's: they hold its dictionaries of parameters and buffers, and none of the forwards that are put in place.
+    Its children hold the dictionaries of the model's modules, of parameters, of buffers and of hooks, so that what changes there is seen here.
     """
     for name, module in chain.modules.items():
         if name in made._modules:
-            made._modules[name] = copy.copy(module)
+            made._modules[name].__dict__.update((held, module.__dict__[held]) for held in SHARED)
     for name, parameter in chain.parameters.items():
         if name in made._parameters:
             made._parameters[name] = parameter
-    made.training = chain.region.module.training
-    return made
+    return made.train(chain.region.module.training)
 
 
 def _judged(model: nn.Module, example: tuple[Any, ...], candidates: list[_Candidate], min_gain: float, verify: bool) -> list[_Candidate]:
