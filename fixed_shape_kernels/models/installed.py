@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,18 +26,38 @@ class Optimized(nn.Module):
     """A model with generated kernels in the place of chains; its parameters, buffers, children and `state_dict` are the model's own.
 
     `report` says what became of each chain, `fallbacks` how often and why the model's own modules ran instead. `restore()` takes everything back; inside
-    `with opt.disabled():` the model runs as it was. Calling the model itself does so always.
+    `with opt.disabled():` the model runs as it was. Calling the model itself does so always. `add_shape` makes kernels for another call, too.
     """
 
-    def __init__(self, model: nn.Module, chosen: Sequence[Built], report: Report, training: bool) -> None:
+    def __init__(self, model: nn.Module, report: Report, training: bool) -> None:
         super().__init__()
         self.__dict__.update(_model=model, _at_work=threading.local(), _enabled=True, report=report, fallbacks=Counter(), training=model.training)
+        self.__dict__.update(_places={}, _trains=training, _widen=None)
         for held in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[held] = model.__dict__[held]
+
+    def install(self, chosen: Sequence[Built]) -> None:
+        """Put generated chains into the forwards of their regions' modules."""
         regions: dict[int, list[Built]] = {}
         for chain, made in chosen:
             regions.setdefault(id(chain.region), []).append((chain, made))
-        self.__dict__["_places"] = [_Place(self, found[0][0].region, found, training) for found in regions.values()]
+        for found in regions.values():
+            region = found[0][0].region
+            place = self._places.get(region.module)
+            if place is None:
+                place = self._places[region.module] = _Place(self, region)
+            place.ways.append(_Way(region, found, self._trains))
+            place.put()
+
+    def add_shape(self, *example: Any) -> Report:
+        """Make kernels for a call like `example` beside those that there are; its report. Raises what `optimize` raises."""
+        for place in self._places.values():  # what is looked for are the model's own forwards
+            place.remove()
+        try:
+            return self._widen(*example)
+        finally:
+            for place in self._places.values():
+                place.put()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, with the generated chains."""
@@ -64,9 +84,9 @@ class Optimized(nn.Module):
 
     def restore(self) -> nn.Module:
         """Take all forwards back and return the model, which is as it was."""
-        for place in self._places:
+        for place in self._places.values():
             place.remove()
-        self.__dict__["_places"] = []
+        self.__dict__["_places"] = {}
         return self._model
 
     def extra_repr(self) -> str:
@@ -79,22 +99,50 @@ class Optimized(nn.Module):
             warnings.warn(f"{path}: {why}; the model's own modules run instead", stacklevel=3)
 
 
-class _Place:
-    """A region's forward with chains in it, put on the module itself."""
+class _Way:
+    """A region with its chains for one call: what that call must be like, and the function that runs it."""
 
-    def __init__(self, owner: Optimized, region: Region, chains: Sequence[Built], training: bool) -> None:
-        self.owner, self.region, self.training = owner, region, training
-        self.module, self.original = region.module, region.module.forward
-        self.mode = region.module.training
-        self.signature = inspect.signature(self.original)
+    def __init__(self, region: Region, chains: Sequence[Built], trains: bool) -> None:
+        self.module, self.mode, self.trains = region.module, region.module.training, trains
         self.parameters = [parameter for chain, _ in chains for parameter in chain.eager.parameters()]
         self.modal = [region.module, *(module for chain, _ in chains for module in chain.modules.values() if isinstance(module, MODAL))]
         self.expected = [(name, value.shape, value.dtype, value.device) for name in region.tensors if isinstance(value := region.call.arguments[name], torch.Tensor)]
         self.constants = [(name, value) for name, value in region.call.arguments.items() if name not in region.tensors]
-        self.path = region.path or type(region.module).__name__
         self.run = _compiled(region, chains)
-        self.before = region.module.__dict__.get("forward")
-        region.module.forward = self.forward
+
+    def unlike(self, given: Mapping[str, Any]) -> str | None:
+        """Why the chains do not serve a call with these arguments; None where they do."""
+        for name, shape, dtype, device in self.expected:
+            value = given.get(name)
+            if not isinstance(value, torch.Tensor):
+                return f"{name} is no tensor"
+            if value.shape != shape:
+                return f"{name} is {tuple(value.shape)}, the kernels are for {tuple(shape)}"
+            if value.dtype is not dtype or value.device != device:
+                return f"{name} is {value.dtype} on {value.device}, the kernels are for {dtype} on {device}"
+        if changed := [name for name, value in self.constants if given.get(name) is not value and given.get(name) != value]:
+            return f"{', '.join(changed)} differ from the example's"
+        if any(module.training != self.mode for module in self.modal):
+            return f"the module is in {'evaluation' if self.mode else 'training'}, or a part of it, and the kernels are for {'training' if self.mode else 'evaluation'}"
+        if torch.is_autocast_enabled(self.expected[0][3].type):
+            return "autocast is on"
+        if not self.trains and torch.is_grad_enabled() and any(value.requires_grad for value in (*(given[name] for name, *_ in self.expected), *self.parameters)):
+            return "gradients are asked for, and training=True was not"
+        return None
+
+
+class _Place:
+    """The forward of a region's module, put on the module itself: the first of its ways that serves a call, its own forward elsewhere."""
+
+    def __init__(self, owner: Optimized, region: Region) -> None:
+        self.owner, self.module, self.ways = owner, region.module, []
+        self.original, self.before = region.module.forward, region.module.__dict__.get("forward")
+        self.path = region.path or type(region.module).__name__
+        self.signature = inspect.signature(self.original)
+        self.names = [name for name, of in self.signature.parameters.items() if of.kind in (of.POSITIONAL_ONLY, of.POSITIONAL_OR_KEYWORD)]
+
+    def put(self) -> None:
+        self.module.forward = self.forward
 
     def remove(self) -> None:
         if self.module.__dict__.get("forward") == self.forward:
@@ -103,39 +151,22 @@ class _Place:
                 self.module.forward = self.before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The region with its chains where they serve the call, its own forward elsewhere."""
         if not getattr(self.owner._at_work, "value", False) or torch.compiler.is_compiling():
             return self.original(*args, **kwargs)
-        if kwargs or self.constants or len(args) != len(self.expected):
-            given = self.signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            tensors = [given.arguments.get(name) for name, *_ in self.expected]
-            changed = [name for name, value in self.constants if given.arguments.get(name) is not value and given.arguments.get(name) != value]
-            why = f"{', '.join(changed)} differ from the example's" if changed else None
+        if kwargs or len(args) != len(self.names):
+            bound = self.signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
         else:
-            tensors, why = args, None
-        why = why or self.unlike(tensors)
-        if why is not None:
-            self.owner.fallen_back(self.path, why)
-            return self.original(*args, **kwargs)
-        return self.run(self.module, *tensors)
-
-    def unlike(self, tensors: Sequence[Any]) -> str | None:
-        """Why the chains do not serve a call; None where they do."""
-        for (name, shape, dtype, device), value in zip(self.expected, tensors, strict=True):
-            if not isinstance(value, torch.Tensor):
-                return f"{name} is no tensor"
-            if value.shape != shape:
-                return f"{name} is {tuple(value.shape)}, the kernels are for {tuple(shape)}"
-            if value.dtype is not dtype or value.device != device:
-                return f"{name} is {value.dtype} on {value.device}, the kernels are for {dtype} on {device}"
-        if any(module.training != self.mode for module in self.modal):
-            return f"the module is in {'evaluation' if self.mode else 'training'}, or a part of it, and the kernels are for {'training' if self.mode else 'evaluation'}"
-        if torch.is_autocast_enabled(self.expected[0][3].type):
-            return "autocast is on"
-        if not self.training and torch.is_grad_enabled() and any(value.requires_grad for value in (*tensors, *self.parameters)):
-            return "gradients are asked for, and training=True was not"
-        return None
+            given = dict(zip(self.names, args, strict=True))
+        why = None
+        for way in self.ways:
+            unlike = way.unlike(given)
+            if unlike is None:
+                return way.run(self.module, *(given[name] for name, *_ in way.expected))
+            why = why or unlike
+        self.owner.fallen_back(self.path, why)
+        return self.original(*args, **kwargs)
 
 
 def _compiled(region: Region, chains: Sequence[Built]) -> Callable[..., Any]:

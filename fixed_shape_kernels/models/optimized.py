@@ -72,17 +72,22 @@ def optimize(
     """
     if precision not in (None, "tf32"):
         raise ValueError(f"precision: {precision!r}; tf32 or None, as the type of the tensors says the rest")
-    report, candidates = _found(model, example, precision)
-    _build(candidates, Path(cache_dir or "build/models"))
-    chosen = _judged(model, example, [candidate for candidate in candidates if candidate.model is not None], min_gain, verify)
-    made = Optimized(model, [(candidate.chain, candidate.model) for candidate in chosen], report, training)
-    if chosen:
-        with torch.no_grad(), kept_state(model):
-            times = interleaved({"after": lambda: made(*example), "before": lambda: model(*example)}, _device(model, example), SECONDS)
-        report.before_ms, report.after_ms = times["before"].ms, times["after"].ms
-    if strict and any(row.status != REPLACED for row in report.rows):
-        made.restore()
-        raise NotReplaced(report)
+    def widen(*call: Any) -> Report:
+        report, candidates = _found(model, call, precision)
+        _build(candidates, Path(cache_dir or "build/models"))
+        chosen = _judged(model, call, [candidate for candidate in candidates if candidate.model is not None], min_gain, verify)
+        if strict and any(row.status != REPLACED for row in report.rows):
+            raise NotReplaced(report)
+        made.install([(candidate.chain, candidate.model) for candidate in chosen])
+        if chosen:
+            with torch.no_grad(), kept_state(model):
+                times = interleaved({"after": lambda: made(*call), "before": lambda: model(*call)}, _device(model, call), SECONDS)
+            report.before_ms, report.after_ms = times["before"].ms, times["after"].ms
+        return report
+
+    made = Optimized(model, Report(type(model).__name__, ""), training)
+    made.__dict__["_widen"] = widen
+    made.__dict__["report"] = widen(*example)
     return made
 
 

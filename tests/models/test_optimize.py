@@ -129,6 +129,21 @@ def test_another_mode_and_autocast_run_the_model_s_own_modules(evaluated):
     assert any("in training, or a part of it, and the kernels are for evaluation" in why for _, why in evaluated.fallbacks) and any("autocast" in why for _, why in evaluated.fallbacks)
 
 
+def test_another_shape_can_be_added(tmp_path):
+    """Each call finds its own kernels; what neither is for runs the model's own modules."""
+    model = net().eval()
+    opt, wide = all_of(model, example(), cache_dir=tmp_path), torch.cat([example(), example()])
+    report = opt.add_shape(wide)
+    assert [row.status for row in report.rows] == [row.status for row in opt.report.rows] and report.rows[0].shapes.startswith("4x3x12x12")
+    with torch.no_grad():
+        for x in (example(), wide):
+            torch.testing.assert_close(opt(x), model(x), rtol=1e-5, atol=1e-6)
+        assert not opt.fallbacks
+        with pytest.warns(UserWarning, match="x is"):
+            opt(wide[:3])
+    assert opt.restore() is model and not any("forward" in vars(module) for module in model.modules())
+
+
 def test_restoring_gives_the_model_back(tmp_path):
     model = net().eval()
     opt = all_of(model, example(), cache_dir=tmp_path)
