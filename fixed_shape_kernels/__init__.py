@@ -22,13 +22,13 @@ from .api import SpecLike, explain, generate, load
 
 __version__ = "0.1.0"
 
-__all__ = ["Refusal", "SpecError", "SpecLike", "explain", "generate", "load", "optimize"]
+__all__ = ["Refusal", "SpecError", "SpecLike", "explain", "generate", "load", "load_optimized", "optimize", "save_optimized"]
 
 
 def __getattr__(name: str) -> Any:
     """What needs torch, imported where it is asked for."""
-    if name == "optimize":
-        from .models import optimize
+    if name in ("load_optimized", "optimize", "save_optimized"):
+        from .models import load_optimized, optimize, save_optimized
 
-        return optimize
+        return {"load_optimized": load_optimized, "optimize": optimize, "save_optimized": save_optimized}[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

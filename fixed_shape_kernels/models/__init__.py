@@ -2,13 +2,18 @@
 
     regions.py   the parts of a model that torch.fx can trace, with what they are called with
     chains.py    in such a part: runs of operators that are a spec
+    building.py  from a chain to the module that runs it, with the model's own parameters
     judge.py     is a generated chain right, and how fast, beside the model's own modules?
-    optimized.py the calls `optimize` and `explain`: find, build, judge, install, take back
+    installed.py the forwards that run generated chains, and the model's own otherwise
+    optimized.py the calls `optimize`, `explain_model` and `load_optimized`
+    saved.py     an optimised model on disk
     report.py    what became of each chain, as a table, JSON and a page
     command.py   fsk optimize
 """
 
-from .optimized import Optimized, explain_model, optimize
+from .installed import Optimized
+from .optimized import explain_model, load_optimized, optimize
 from .report import NotReplaced, Report, Row
+from .saved import save_optimized
 
-__all__ = ["NotReplaced", "Optimized", "Report", "Row", "explain_model", "optimize"]
+__all__ = ["NotReplaced", "Optimized", "Report", "Row", "explain_model", "load_optimized", "optimize", "save_optimized"]

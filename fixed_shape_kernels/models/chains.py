@@ -30,13 +30,14 @@ WORTH = (Kind.PRODUCER, Kind.NORM, Kind.REDUCTION, Kind.POOL)  # kinds of which 
 class Chain:
     """Operators of a region that are a spec: the nodes, what they take from outside in the order of the spec's inputs, and the last one's value.
 
-    `modules` and `parameters` are the region's own, by the names that the spec gives them.
+    `text` is the spec's YAML; `modules` and `parameters` are the region's own, by the names that the spec gives them.
     """
 
     region: Region
     nodes: tuple[fx.Node, ...]
     takes: tuple[fx.Node, ...]
     spec: Spec
+    text: str
     modules: dict[str, nn.Module]
     parameters: dict[str, nn.Parameter]
     eager: fx.GraphModule  # the same operators with the region's own modules
@@ -170,12 +171,13 @@ def _chain(region: Region, nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]
     entries = tuple(entry if not entry.holds_parameter else _filled(entry) for entry in traced.entries)
     (kind,) = kinds
     try:
-        spec = read_back(spec_text(Layer(name, "a model", PRECISIONS[kind], given, (), (), entries), 0), name)
+        text = spec_text(Layer(name, "a model", PRECISIONS[kind], given, (), (), entries), 0)
+        spec = read_back(text, name)
     except Refused as refused:
         return None, "; ".join(fault.message for fault in refused.faults)
     if spec.output_shape != tuple(region.facts[nodes[-1]].shape):
         return None, "its result has another shape than the spec's"
-    return Chain(region, nodes, takes, spec, modules, parameters, run), None
+    return Chain(region, nodes, takes, spec, text.yaml, modules, parameters, run), None
 
 
 def _filled(entry: Entry) -> Entry:

@@ -8,6 +8,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,14 @@ from .report import Report
 Built = tuple[Chain, GeneratedModule]
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call that kernels were made for: the model's arguments, and the folders of the packages that were put in place."""
+
+    arguments: tuple[Any, ...]
+    packages: tuple[Path, ...]
+
+
 class Optimized(nn.Module):
     """A model with generated kernels in the place of chains; its parameters, buffers, children and `state_dict` are the model's own.
 
@@ -29,10 +39,10 @@ class Optimized(nn.Module):
     `with opt.disabled():` the model runs as it was. Calling the model itself does so always. `add_shape` makes kernels for another call, too.
     """
 
-    def __init__(self, model: nn.Module, report: Report, training: bool) -> None:
+    def __init__(self, model: nn.Module, report: Report, training: bool, precision: str | None, widen: Callable[..., Report] | None) -> None:
         super().__init__()
         self.__dict__.update(_model=model, _at_work=threading.local(), _enabled=True, report=report, fallbacks=Counter(), training=model.training)
-        self.__dict__.update(_places={}, _trains=training, _widen=None)
+        self.__dict__.update(_places={}, trains=training, precision=precision, calls=[], _widen=widen)
         for held in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[held] = model.__dict__[held]
 
@@ -46,11 +56,13 @@ class Optimized(nn.Module):
             place = self._places.get(region.module)
             if place is None:
                 place = self._places[region.module] = _Place(self, region)
-            place.ways.append(_Way(region, found, self._trains))
+            place.ways.append(_Way(region, found, self.trains))
             place.put()
 
     def add_shape(self, *example: Any) -> Report:
-        """Make kernels for a call like `example` beside those that there are; its report. Raises what `optimize` raises."""
+        """Make kernels for a call like `example` beside those that there are; its report. Raises what `optimize` raises, RuntimeError for a loaded one."""
+        if self._widen is None:
+            raise RuntimeError("this model was loaded, not optimised here; optimise it again for further shapes")
         for place in self._places.values():  # what is looked for are the model's own forwards
             place.remove()
         try:

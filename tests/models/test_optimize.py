@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import warnings
 
@@ -13,7 +14,7 @@ from torch import nn
 
 import fixed_shape_kernels as fsk
 from fixed_shape_kernels.cli import main
-from fixed_shape_kernels.models import NotReplaced, explain_model, optimized
+from fixed_shape_kernels.models import NotReplaced, building, explain_model, optimized
 from fixed_shape_kernels.models.report import Report, Row
 
 
@@ -144,6 +145,33 @@ def test_another_shape_can_be_added(tmp_path):
     assert opt.restore() is model and not any("forward" in vars(module) for module in model.modules())
 
 
+def test_a_saved_one_is_loaded_without_judging(tmp_path, monkeypatch):
+    """Into the same model alone; weights are the model's that it is loaded into."""
+    model, x = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4), nn.Softmax(1)).eval(), torch.randn(3, 8)
+    opt = all_of(model, x, cache_dir=tmp_path / "cache")
+    opt.add_shape(torch.randn(5, 8))
+    fsk.save_optimized(opt, tmp_path / "saved")
+    monkeypatch.setattr(optimized, "judge", lambda *given, **more: pytest.fail("judged"))
+    other = copy.deepcopy(opt.restore())
+    with torch.no_grad():
+        other[0].weight.mul_(2.0)
+    loaded = fsk.load_optimized(other, tmp_path / "saved")
+    assert loaded.report.to_json() == opt.report.to_json()
+    with torch.no_grad():
+        for given in (x, torch.randn(5, 8)):
+            torch.testing.assert_close(loaded(given), other(given), rtol=1e-5, atol=1e-6)
+    assert not loaded.fallbacks
+    with pytest.raises(RuntimeError, match="optimise it again"):
+        loaded.add_shape(x)
+    for wrong, said in ((nn.Sequential(nn.Linear(8, 7), nn.Tanh()).eval(), "was saved for another model"), (loaded.restore().train(), "training False")):
+        with pytest.raises(ValueError, match=said):
+            fsk.load_optimized(wrong, tmp_path / "saved")
+    with pytest.raises(ValueError, match="holds no optimised model"):
+        fsk.load_optimized(other, tmp_path)
+    with pytest.raises(FileExistsError):
+        fsk.save_optimized(opt, tmp_path)
+
+
 def test_restoring_gives_the_model_back(tmp_path):
     model = net().eval()
     opt = all_of(model, example(), cache_dir=tmp_path)
@@ -167,7 +195,7 @@ def test_training_renews_running_statistics_and_gives_the_model_s_gradients(tmp_
 
 
 def test_a_chain_that_computes_something_else_is_not_installed(tmp_path, monkeypatch):
-    shared = optimized._shared
+    shared = building.shared
 
     def damaged(made, chain):
         made = shared(made, chain)
@@ -176,7 +204,7 @@ def test_a_chain_that_computes_something_else_is_not_installed(tmp_path, monkeyp
             made.forward = lambda *given: forward(*given) * (1 + 1e-4)
         return made
 
-    monkeypatch.setattr(optimized, "_shared", damaged)
+    monkeypatch.setattr(building, "shared", damaged)
     opt = all_of(net().eval(), example(), cache_dir=tmp_path)
     (wrong,) = [row for row in opt.report.rows if row.status == "wrong"]
     assert wrong.path == "head" and "relative error" in wrong.why
@@ -282,7 +310,7 @@ def test_a_chain_ends_before_dropout_in_training_and_goes_through_it_in_evaluati
 
 
 def test_explain_compiles_nothing_and_needs_no_data(monkeypatch):
-    monkeypatch.setattr(optimized, "_build", lambda *given: pytest.fail("built"))
+    monkeypatch.setattr(optimized, "build_all", lambda *given: pytest.fail("built"))
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(8192, 8192), nn.GELU(), nn.Softmax(1)).eval(), torch.rand(1024, 8192)
     report = fsk.explain(model, x)
