@@ -48,9 +48,10 @@ def linear_ms(spec: FusedSpec, device: DeviceClass) -> float:
 
 
 def product_ms(spec: FusedSpec, device: DeviceClass) -> float:
-    """Milliseconds of the vendor's GEMM, then of one pass over its result where operators follow."""
+    """Milliseconds of the library's product, then of one pass over its result where operators follow."""
     tail_bytes = 2 * math.prod(spec.output_shape) * spec.precision.itemsize
-    return gemm_ms(spec, device) + (tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3 if len(spec.chain) > 1 else 0.0)
+    product = convolution_ms(spec, device) if spec.producer.operator.rank else gemm_ms(spec, device)
+    return product + (tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3 if len(spec.chain) > 1 else 0.0)
 
 
 def gemm_ms(spec: FusedSpec, device: DeviceClass) -> float:
@@ -70,6 +71,11 @@ def gemm_ms(spec: FusedSpec, device: DeviceClass) -> float:
 
 def conv_ms(spec: FusedSpec, device: DeviceClass) -> float:
     """Milliseconds of torch's convolution, then of the norm kernel, which reads its result and writes y."""
+    return convolution_ms(spec, device) + norm_ms(spec, device, split_groups(spec, device.sms))
+
+
+def convolution_ms(spec: FusedSpec, device: DeviceClass) -> float:
+    """Milliseconds of torch's convolution alone."""
     result, weight = spec.producer.output_shape, spec.producer.parameters[0].shape
     k, itemsize = math.prod(weight[1:]), spec.precision.itemsize
     moved = (math.prod(spec.input_shape) + math.prod(result)) * itemsize / (device.hbm * TURNED_SHARE.on(device) * 1e6)
@@ -84,4 +90,4 @@ def conv_ms(spec: FusedSpec, device: DeviceClass) -> float:
         odd = ODD_HALVES.on(device) if itemsize == 2 and math.gcd(weight[1], channels) % 8 else 1.0
         multiply = flop / (rate * TENSOR_SHARE.on(device) * 1e9)
         conv = (start + TENSOR_K_US.on(device) * k) / 1e3 + odd * (multiply + (2 if itemsize == 2 else 1) * moved)
-    return conv + norm_ms(spec, device, split_groups(spec, device.sms))
+    return conv
