@@ -22,8 +22,7 @@ TILE_US = Fitted(1.0, "us", CONV_PRODUCTS)  # of a tile's end, in which its warp
 def estimated_ms(spec: FusedSpec, device: DeviceClass, geometry: Geometry, layout: Layout) -> float:
     """All kernels of the route."""
     rate = device.hbm * 1e6
-    pixels = spec.batch * math.prod(spec.input_shape[2:])
-    read, written = 4 * pixels * spec.input_shape[1], 2 * layout.parts * pixels * layout.padded_channels
+    read, written = 4 * math.prod(spec.input_shape), 2 * layout.parts * spec.batch * geometry.gathered * layout.padded_channels
     split = read / (rate * READ_SHARE.on(device)) + (read + written) / (rate * SPLIT_SHARE.on(device)) + 2 * device.launch_us / 1e3
     filters = 0.0 if spec.prepack else pass_ms(4 * 2 * math.prod(spec.producer.parameters[0].shape), device)
     stored = 4 * math.prod(spec.producer.output_shape) / (rate * STORED_SHARE.on(device))

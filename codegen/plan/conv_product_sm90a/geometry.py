@@ -65,13 +65,19 @@ class Phase:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A convolution's axes (depth, height, width), the kernel's sizes, and its phases, those with most taps first."""
+    """A convolution's axes (depth, height, width), the kernel's sizes, and its phases, those with most taps first.
 
+    `windows` are the axes of x itself. They are those that the copy engine sees, `axes`, unless the taps along the width are `folded` into channels: for few
+    channels, the kernel that splits x then writes those of a whole row of taps side by side, one such row for each result.
+    """
+
+    windows: tuple[Axis, Axis, Axis]
     axes: tuple[Axis, Axis, Axis]
     kernel: tuple[int, int, int]
     rank: int
     transposed: bool
     phases: tuple[Phase, ...]
+    folded: bool = False
 
     @property
     def pixels(self) -> int:
@@ -83,31 +89,51 @@ class Geometry:
         return len(self.axes[2].phases)
 
     @property
+    def row_taps(self) -> tuple[tuple[int, int], ...]:
+        """Number and offset of the taps that are folded into channels; one without an offset where none are."""
+        return self.windows[2].phases[0] if self.folded else ((0, 0),)
+
+    @property
+    def gathered(self) -> int:
+        """Pixels of a sample of x, as the copy engine sees it."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
     def contiguous(self) -> bool:
         """Do the results of a channel follow each other as the pixels do?"""
         return all(axis.step == 1 for axis in self.axes)
 
 
-def geometry_of(spec: FusedSpec) -> Geometry:
+def folds(spec: FusedSpec) -> bool:
+    """Can the taps along the width become channels? Where they are one list, and more than one tap."""
+    values = spec.producer.values
+    return values["kernel_size"][-1] > 1 and ("transpose" not in spec.producer.operator.name or values["stride"][-1] == 1)
+
+
+def geometry_of(spec: FusedSpec, folded: bool = False) -> Geometry:
     """The geometry of the spec's convolution. Raises Refusal where the copy engine cannot gather its pixels."""
     producer, rank = spec.producer, spec.producer.operator.rank
     values, transposed = producer.values, "transpose" in producer.operator.name
     keys = ("kernel_size", "stride", "padding", "dilation")
-    made = _transposed_axis if transposed else _axis
+    made = transposed_axis_of if transposed else axis_of
     axes = tuple(
         made(size, result, *numbers)
         for size, result, *numbers in zip(producer.input_shape[2:], producer.output_shape[2:], *(values[key] for key in keys), strict=True)
     )
+    windows, kernel = (POINT,) * (3 - rank) + axes, (1,) * (3 - rank) + tuple(values["kernel_size"])
+    if folded:
+        width = axes[-1]
+        axes = (*axes[:-1], Axis(width.count, width.results, width.count, 1, 1, 0, (((0, 0),),)))
     _refuse_far(axes, rank)
-    axes, kernel = (POINT,) * (3 - rank) + axes, (1,) * (3 - rank) + tuple(values["kernel_size"])
-    return Geometry(axes, kernel, rank, transposed, _phases(axes, kernel))
+    axes = (POINT,) * (3 - rank) + axes
+    return Geometry(windows, axes, kernel, rank, transposed, _phases(axes, kernel), folded)
 
 
-def _axis(size: int, results: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
+def axis_of(size: int, results: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
     return Axis(size, results, results, stride, 1, -padding, (tuple((tap, tap * dilation) for tap in range(kernel)),))
 
 
-def _transposed_axis(size: int, results: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
+def transposed_axis_of(size: int, results: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
     """Result o meets x[i] through tap t where o + padding = stride i + dilation t."""
     met = [
         [(tap, (phase + padding - dilation * tap) // stride) for tap in range(kernel) if (phase + padding - dilation * tap) % stride == 0]

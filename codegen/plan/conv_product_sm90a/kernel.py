@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from codegen.ir.apply import Constant, applies, called, unique_constants
+from codegen.ir.apply import Constant, applies, called, costly, unique_constants
 from codegen.ir.fused_form import FusedSpec
 from codegen.ir.operand import c_identifier
 from codegen.plan.conv_product_sm90a.geometry import Geometry, Tap
 from codegen.plan.conv_product_sm90a.layout import BARRIER_BYTES, CONSUMERS, THREADS, Layout
-from codegen.plan.conv_product_sm90a.split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_COUNTS, X_SPLIT, X_UNSCALE, near_constant, shape_constants
+from codegen.plan.conv_product_sm90a.split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_COUNTS, X_SPLIT, X_UNSCALE, input_constants, near_constant, weight_constants
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer
 from codegen.plan.shared.values import LoadedOperand, ValueFunction, finish_product
@@ -22,8 +22,8 @@ AXES = ("Depth", "Height", "Width")
 
 @dataclass(frozen=True)
 class ConvProductKernel(Kernel):
-    """The multiplication with its epilogue. `vector`: neighbouring results that a thread stores at once; `channel_tail`, `pixel_tail`: tiles that
-    reach behind the last channel, or pixel of a sample."""
+    """The multiplication with its epilogue. `costly`: operators that take exponentials; `channel_tail`, `pixel_tail`: tiles that reach behind the last
+    channel, or pixel of a sample."""
 
     layout: Layout | None = None
     geometry: Geometry | None = None
@@ -34,7 +34,7 @@ class ConvProductKernel(Kernel):
     functions: tuple[str, ...] = ()
     paddings: tuple[int, ...] = ()
     dilations: tuple[int, ...] = ()
-    vector: int = 1
+    costly: bool = False
     channel_tiles: int = 1
     channel_tail: bool = False
     pixel_tail: bool = False
@@ -45,12 +45,18 @@ class ConvProductKernel(Kernel):
     operand_type, mma_type, value_type = "__half", "f16", "float"
 
     @property
-    def before_parameters(self) -> tuple[LoadedOperand, ...]:
+    def operands(self) -> tuple[LoadedOperand, ...]:
+        """Parameters of what ends the chain."""
         return self.finish.operands if self.finish else ()
+
+    def finished(self, value: str) -> str:
+        """C: the result of a sum."""
+        return f"finish({', '.join([value, *(operand.value for operand in self.operands)])})" if self.finish else value
 
     @property
     def wide_pointers(self) -> tuple[str, ...]:
-        return (X_SPLIT, WEIGHT_SPLIT, "y")
+        """C names of the tensors that the copy engine reads."""
+        return (X_SPLIT, WEIGHT_SPLIT)
 
     @property
     def parts(self) -> int:
@@ -141,6 +147,14 @@ class ConvProductKernel(Kernel):
         return tuple(axis.stride for axis in self.geometry.axes)
 
     @property
+    def window_strides(self) -> tuple[int, ...]:
+        return tuple(axis.stride for axis in self.geometry.windows)
+
+    @property
+    def folded(self) -> bool:
+        return self.geometry.folded
+
+    @property
     def steps(self) -> tuple[int, ...]:
         return tuple(axis.step for axis in self.geometry.axes)
 
@@ -155,7 +169,7 @@ class ConvProductKernel(Kernel):
     def ragged_width(self) -> bool:
         """Whether a row of pixels ends behind the last result."""
         axis = self.geometry.axes[2]
-        return axis.count * axis.step != axis.results and self.wide_phases == 1
+        return axis.count * axis.step != axis.results
 
     @property
     def result_row(self) -> str:
@@ -193,17 +207,14 @@ def conv_kernel(spec: FusedSpec, target: Target, geometry: Geometry, layout: Lay
     channel_tiles = math.ceil(spec.channels / layout.tile_channels)
     units = units_of(spec, geometry, layout)
     grid = math.ceil(units / math.ceil(units / sms))
-    stages = layout.stages(target.smem_bytes)
-    shared = stages * (layout.stage_bytes + 2 * BARRIER_BYTES)
+    shared = layout.shared_bytes(layout.stages(target.smem_bytes))
     values = spec.producer.values
     lost = 3 - geometry.rank
-    axis = geometry.axes[2]
     return ConvProductKernel(
         "conv", "conv_product_sm90a/conv.cu.j2", arguments, (), _summary(spec), shared, 168, THREADS, grid, notes,
         layout, geometry, pointers, (*pointers[:2], *splits, *pointers[2:]), c_identifier(spec.weight), finish, called(items),
         (0,) * lost + tuple(values["padding"]), (1,) * lost + tuple(values["dilation"]),
-        (2 if spec.spatial % 2 == 0 else 1) if geometry.contiguous else 1 if geometry.wide_phases == 1 or axis.results % 2 else 4 if axis.results % 4 == 0 else 2,
-        channel_tiles, spec.channels % layout.tile_channels != 0, geometry.pixels % layout.tile_pixels != 0, debug,
+        costly(items), channel_tiles, spec.channels % layout.tile_channels != 0, geometry.pixels % layout.tile_pixels != 0, debug,
     )  # fmt: skip
 
 
@@ -222,16 +233,19 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
     depth, height, width = geometry.axes
     plane = math.prod(spec.producer.output_shape[2:])
     sample_tiles = math.ceil(geometry.pixels / layout.tile_pixels)
-    stages = kernel.smem_bytes // (layout.stage_bytes + 2 * BARRIER_BYTES)
+    stages = (kernel.smem_bytes - layout.staged_bytes) // (layout.stage_bytes + 2 * BARRIER_BYTES)
     rows = [
         ("kSamples", spec.batch, "batch"),
-        *shape_constants(spec, geometry),
+        *input_constants(spec, geometry),
+        ("kDepth", depth.size, "depth of x"),
+        ("kHeight", height.size, "rows of x"),
+        *weight_constants(spec, geometry),
         *((f"kKernel{name}", size, f"size of W along the {name.lower()}") for name, size in zip(AXES, geometry.kernel, strict=True)),
-        *((f"kStride{name}", axis.stride, f"{spec.producer.operator.name}'s stride") for name, axis in zip(AXES, geometry.axes, strict=True)),
+        *((f"kStride{name}", axis.stride, f"{spec.producer.operator.name}'s stride") for name, axis in zip(AXES, geometry.windows, strict=True)),
         *((f"kStep{name}", axis.step, f"{spec.producer.operator.name}'s stride") for name, axis in zip(AXES, geometry.axes, strict=True)),
         *((f"kPadding{name}", size, f"{spec.producer.operator.name}'s padding") for name, size in zip(AXES, kernel.paddings, strict=True)),
         *((f"kDilation{name}", size, f"{spec.producer.operator.name}'s dilation") for name, size in zip(AXES, kernel.dilations, strict=True)),
-        *((f"kLower{name}", axis.lower, f"first pixel of the first window along the {name.lower()}") for name, axis in zip(AXES, geometry.axes, strict=True)),
+        *((f"kLower{name}", axis.lower, f"first pixel of the first window along the {name.lower()}") for name, axis in zip(AXES, geometry.windows, strict=True)),
         *((f"kUpper{name}", axis.upper, f"from the end of x to the end of the box of windows' first pixels, {axis.count} along the {name.lower()}") for name, axis in zip(AXES, geometry.axes, strict=True)),
         ("kOutDepth", depth.results, "depth of y"),
         ("kOutHeight", height.results, "rows of y"),
@@ -272,7 +286,9 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
         ("kWeightHalf", layout.half(layout.tile_channels * layout.row_bytes), "bytes from what a stage's first group multiplies to the second's: " + ("a tap" if layout.taps == 2 else "half of the channels")),
         ("kInputHalf", layout.half(layout.input_tap), "the same of x"),
         ("kGroupSteps", layout.half_steps, "multiplications along K in a group"),
-        ("kBarriersAt", stages * layout.stage_bytes, "offset of the barriers: full and empty"),
+        ("kStagedPitch", layout.staged_pitch, "floats from one channel that a warp has staged to the next: its lanes meet no bank twice"),
+        ("kStagedAt", stages * layout.stage_bytes, "offset of the staged sums, 16 channels x 32 results of each warp"),
+        ("kBarriersAt", stages * layout.stage_bytes + layout.staged_bytes, "offset of the barriers: full and empty"),
         ("kSharedBytes", kernel.smem_bytes, "bytes of shared memory"),
     ]
     return (*(Constant(name, str(value), why) for name, value, why in rows), near_constant(), *unique_constants(applies(spec, spec.before_norm)))

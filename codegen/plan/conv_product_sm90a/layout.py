@@ -75,9 +75,22 @@ class Layout:
     def stage_bytes(self) -> int:
         return self.planes * (self.weight_part + self.input_part)
 
+    @property
+    def staged_pitch(self) -> int:
+        """Floats from one channel to the next of the results on their way out: 32, and what keeps the pairs of four rows, or the fours of two, in banks of their own."""
+        return 32 + (8 if self.pixels == WARPGROUP_PIXELS else 16)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of the 16 channels of every multiplying warp."""
+        return 4 * CONSUMERS * 16 * self.staged_pitch * 4
+
     def stages(self, limit: int) -> int:
         """As many as fit, with two barriers each."""
-        return limit // (self.stage_bytes + 2 * BARRIER_BYTES)
+        return (limit - self.staged_bytes) // (self.stage_bytes + 2 * BARRIER_BYTES)
+
+    def shared_bytes(self, stages: int) -> int:
+        return self.staged_bytes + stages * (self.stage_bytes + 2 * BARRIER_BYTES)
 
     @property
     def half_steps(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.conv_product_sm90a.cost import estimated_ms
-from codegen.plan.conv_product_sm90a.geometry import Geometry, geometry_of
+from codegen.plan.conv_product_sm90a.geometry import Geometry, folds, geometry_of
 from codegen.plan.conv_product_sm90a.kernel import conv_constants, conv_kernel, ordered_taps, units_of
 from codegen.plan.conv_product_sm90a.layout import CONSUMERS, GROUP_K, Layout, layout_of
 from codegen.plan.conv_product_sm90a.split import split_steps
@@ -35,15 +35,27 @@ class Detail:
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
-    """The one way to serve a convolution. Raises Refusal where it is not served."""
+    """The taps along the width as taps, or as channels, the faster first. Raises Refusal where the convolution is not served."""
     spec = request.form
     _check(spec)
-    geometry = geometry_of(spec)
-    layout = layout_of(spec.input_shape[1], spec.channels, geometry, request.target.smem_bytes)
-    if units_of(spec, geometry, layout) * layout.tile_pixels >= INDICES:
-        raise Refusal("the convolution has more tiles than an int counts")
-    knobs = (("tile", f"{layout.tile_channels}x{layout.tile_pixels}"), ("block", layout.block))
-    return (Offer(Choice("conv_product_sm90a", knobs), estimated_ms(spec, request.device, geometry, layout), across=ACROSS, detail=Detail(geometry, layout)),)
+    found, reason = [], None
+    for folded in (False, True) if folds(spec) else (False,):
+        try:
+            found.append(_offer(request, geometry_of(spec, folded)))
+        except Refusal as far:
+            reason = far
+    if not found:
+        raise reason
+    return tuple(sorted(found, key=lambda offer: offer.ms))
+
+
+def _offer(request: Request, geometry: Geometry) -> Offer:
+    spec = request.form
+    layout = layout_of(spec.input_shape[1] * len(geometry.row_taps), spec.channels, geometry, request.target.smem_bytes)
+    if max(units_of(spec, geometry, layout) * layout.tile_pixels, geometry.gathered * layout.padded_channels) >= INDICES:
+        raise Refusal("the convolution has more tiles, or a sample of x more values, than an int counts")
+    knobs = (("tile", f"{layout.tile_channels}x{layout.tile_pixels}"), ("block", layout.block), ("folded", geometry.folded))
+    return Offer(Choice("conv_product_sm90a", knobs), estimated_ms(spec, request.device, geometry, layout), across=ACROSS, detail=Detail(geometry, layout))
 
 
 def _check(spec: FusedSpec) -> None:
@@ -86,8 +98,11 @@ def _notes(geometry: Geometry, layout: Layout) -> tuple[str, ...]:
 
 def _why(spec: FusedSpec, geometry: Geometry, layout: Layout) -> tuple[str, ...]:
     reasons = ["three fp16 products of scaled operands split in two, promoted: fp32's error at the tensor cores' speed"]
-    if layout.padded_channels != spec.input_shape[1]:
-        reasons.append(f"{spec.input_shape[1]} channels of x are filled up to {layout.padded_channels}")
+    channels, taps = spec.input_shape[1], len(geometry.row_taps)
+    if geometry.folded:
+        reasons.append(f"the {taps} taps along the width become channels while x is split: {taps * channels} beside each other, and as many fewer taps")
+    if layout.padded_channels != channels * taps:
+        reasons.append(f"{channels * taps} channels of x are filled up to {layout.padded_channels}")
     phases = len(geometry.phases) * geometry.wide_phases
     if phases > 1:
         reasons.append(f"{phases} phases of results, each with its own taps: no product with a zero in between")

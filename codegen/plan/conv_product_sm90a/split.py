@@ -40,41 +40,75 @@ class SplitKernel(PointerKernel):
 
     blocks_deep: int = 1
     channel_tail: bool = False
+    geometry: Geometry | None = None
+
+    @property
+    def folded(self) -> bool:
+        return self.geometry.folded
+
+    @property
+    def stride(self) -> int:
+        """Of the windows along the width."""
+        return self.geometry.windows[2].stride
+
+    @property
+    def tap_step(self) -> int:
+        """Columns from one folded tap to the next."""
+        return _tap_step(self.geometry)
 
 
 @dataclass(frozen=True)
 class FiltersKernel(PointerKernel):
-    """W as halves, step by step; `order`: the taps in the order of their steps, empty where that is their own; `phased`: those of several phases."""
+    """W as halves, step by step; `order`: the taps in the order of their steps, empty where that is their own; `phased`: those of several phases;
+    `folded`: those along the width are channels, the last of them first where `turned`."""
 
     weight: str = ""
     order: tuple[int, ...] = ()
     phased: bool = False
+    folded: bool = False
+    turned: bool = False
 
 
 def near_constant() -> Constant:
     return Constant("kNearForSmall", str(NEAR_FOR_SMALL), "values near the largest that excuse one that loses bits")
 
 
-def shape_constants(spec: FusedSpec, geometry: Geometry) -> list[tuple[str, int, str]]:
-    """(name, value, why) of x and W as they come."""
-    depth, height, width = geometry.axes
-    taps, channels = math.prod(geometry.kernel), spec.channels
+def input_constants(spec: FusedSpec, geometry: Geometry) -> list[tuple[str, int, str]]:
+    """(name, value, why) of x as it comes."""
     return [
         ("kInChannels", spec.input_shape[1], "in_channels"),
-        ("kOutChannels", channels, "out_channels"),
-        ("kDepth", depth.size, "depth of x"),
-        ("kHeight", height.size, "rows of x"),
-        ("kWidth", width.size, "columns of x"),
+        ("kWidth", geometry.windows[2].size, "columns of x"),
         ("kInPlane", math.prod(spec.input_shape[2:]), "pixels of a channel of a sample: " + " x ".join(map(str, spec.input_shape[2:]))),
+    ]
+
+
+def weight_constants(spec: FusedSpec, geometry: Geometry) -> list[tuple[str, int, str]]:
+    """(name, value, why) of W as it comes."""
+    taps, channels = math.prod(geometry.kernel), spec.channels
+    return [
+        ("kOutChannels", channels, "out_channels"),
         ("kFilter", taps * (1 if geometry.transposed else spec.input_shape[1]), "values of W from one channel of y to the next"),
         ("kFilterStep", taps * (channels if geometry.transposed else 1), "values of W from one channel of x to the next"),
     ]
 
 
+def fold_constants(spec: FusedSpec, geometry: Geometry) -> list[tuple[str, int, str]]:
+    """(name, value, why) of taps that become channels."""
+    taps = len(geometry.row_taps)
+    return [
+        ("kFolded", taps, "taps along the width, which become channels"),
+        ("kChannels", spec.input_shape[1] * taps, "in_channels * folded"),
+    ]
+
+
+def _tap_step(geometry: Geometry) -> int:
+    return geometry.row_taps[1][1] if geometry.folded else 1
+
+
 def split_steps(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: tuple[Tap | None, ...], sms: int) -> tuple[list[Launch], list[Buffer]]:
     """The launches in front of the multiplication, that of W first, and their buffers."""
     slices = SLICES * max(1, math.ceil(SLICES_PER_SM * sms / (SLICES * spec.batch)))
-    pixels = spec.batch * math.prod(spec.input_shape[2:])
+    pixels = spec.batch * geometry.gathered
     buffers = [
         Buffer(WEIGHT_SPLIT, (len(taps) * layout.blocks, spec.channels, layout.parts * layout.block), "float16"),
         Buffer(WEIGHT_UNSCALE, (spec.channels,), "float32"),
@@ -113,11 +147,17 @@ def _measure_kernel(spec: FusedSpec, slices: int) -> MeasureKernel:
 
 
 def _split_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, slices: int) -> SplitKernel:
-    plane = math.prod(spec.input_shape[2:])
-    pixel_blocks = math.ceil(plane / SPLIT_PIXELS)
+    width = geometry.windows[2]
+    pixel_blocks = math.ceil(geometry.gathered / SPLIT_PIXELS)
     blocks = spec.batch * pixel_blocks * layout.blocks
     constants = _constants(
-        *shape_constants(spec, geometry),
+        *input_constants(spec, geometry),
+        ("kStrideWidth", width.stride, "stride along the width"),
+        ("kLowerWidth", width.lower, "column of the first result's first tap"),
+        *fold_constants(spec, geometry),
+        ("kTapStep", _tap_step(geometry), "columns from one of these taps to the next"),
+        ("kColumns", geometry.axes[2].size, "columns of pixels, one for each result"),
+        ("kPixels", geometry.gathered, "pixels of a sample as they are gathered"),
         ("kSlices", slices, "slices of a sample, each with its largest value"),
         ("kThreads", SPLIT_THREADS, "threads of a block"),
         ("kBlockPixels", SPLIT_PIXELS, "pixels of a block"),
@@ -134,14 +174,16 @@ def _split_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, slices: i
         pointers=(
             Pointer("float", "x"), Pointer("uint32_t", X_LARGEST), Pointer("uint4", X_SPLIT, True), Pointer("float", X_UNSCALE, True), Pointer("uint2", X_COUNTS, True),
         ),
-        blocks_deep=layout.blocks, channel_tail=spec.input_shape[1] != layout.padded_channels,
+        blocks_deep=layout.blocks, channel_tail=spec.input_shape[1] * len(geometry.row_taps) != layout.padded_channels, geometry=geometry,
     )  # fmt: skip
 
 
 def _filters_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: tuple[Tap | None, ...]) -> FiltersKernel:
     order = tuple(tap.place if tap else -1 for tap in taps)
     constants = _constants(
-        *shape_constants(spec, geometry),
+        ("kInChannels", spec.input_shape[1], "in_channels"),
+        *weight_constants(spec, geometry),
+        *fold_constants(spec, geometry),
         ("kTaps", math.prod(geometry.kernel), "taps of a filter"),
         ("kTapSteps", len(taps), "taps in the order of their steps" + (", pairs completed" if -1 in order else "")),
         ("kBlock", layout.block, "channels of a step"),
@@ -156,4 +198,5 @@ def _filters_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: t
         threads=SPLIT_THREADS, blocks=spec.channels, max_registers=64,
         pointers=(Pointer("float", weight), Pointer("uint32_t", WEIGHT_SPLIT, True), Pointer("float", WEIGHT_UNSCALE, True)),
         weight=weight, order=() if order == tuple(range(len(order))) else order, phased=len(geometry.phases) * geometry.wide_phases > 1,
+        folded=geometry.folded, turned=geometry.row_taps[0][0] > 0,
     )  # fmt: skip
