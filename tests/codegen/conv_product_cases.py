@@ -7,7 +7,9 @@ from typing import Any
 from codegen.ops.windows import AXES
 
 
-def product(rank: int, cin: int, cout: int, kernel: Any, size: Any, *, batch: int = 3, transposed: bool = False, tail: tuple = ("relu",), **values: Any) -> dict[str, Any]:
+def product(
+    rank: int, cin: int, cout: int, kernel: Any, size: Any, *, batch: int = 3, transposed: bool = False, tail: tuple = ("relu",), **values: Any
+) -> dict[str, Any]:
     """A spec as data: the convolution `conv`, then `tail`. `size` is that of every axis, or one for each."""
     sizes = (size,) * rank if isinstance(size, int) else size
     given = {"in_channels": cin, "out_channels": cout, "kernel_size": kernel, **values}

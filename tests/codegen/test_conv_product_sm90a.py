@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from codegen.ir.fused_form import FusedSpec
 from codegen.ops.windows import window_count
 from codegen.plan import Launch, Library, plan
-from codegen.plan.conv_product_sm90a.geometry import axis_of, folds, geometry_of, transposed_axis_of
+from codegen.plan.conv_product_sm90a.geometry import axis_of, geometry_of, rows_of, transposed_axis_of
 from codegen.plan.conv_product_sm90a.kernel import ordered_taps
 from codegen.plan.conv_product_sm90a.layout import layout_of
 from codegen.plan.conv_product_sm90a.route import CONV_PRODUCT_SM90A, offers
@@ -63,24 +63,28 @@ def test_every_product_of_an_axis_is_counted_once(size, values, transposed):
     assert len(range(axis.lower, size + axis.upper, axis.stride)) == axis.count
 
 
-@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("row", ["", "folded", "shared"])
 @pytest.mark.parametrize("name", CASES)
-def test_stages_fit_and_swizzle_patterns_begin_where_they_must(tmp_path, name, folded):
+def test_stages_fit_and_swizzle_patterns_begin_where_they_must(tmp_path, name, row):
     spec = FusedSpec.of(read(tmp_path, CASES[name]))
-    if folded and not folds(spec):
+    if row not in rows_of(spec):
         return
-    geometry = geometry_of(spec, folded)
-    layout = layout_of(spec.input_shape[1] * len(geometry.row_taps), spec.channels, geometry, LIMIT)
+    geometry = geometry_of(spec, row)
+    try:
+        layout = layout_of(spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, LIMIT)
+    except Refusal as refusal:
+        assert row == "shared" and "no room for 3 stages" in str(refusal)
+        return
     stages = layout.stages(LIMIT)
     assert stages >= 3 and layout.shared_bytes(stages) <= LIMIT < layout.shared_bytes(stages + 1)
-    assert all(part % 1024 == 0 for part in (layout.weight_part, layout.input_part, layout.input_tap, layout.tile_channels * layout.row_bytes, layout.pixels * layout.row_bytes))
-    assert layout.planes * layout.row_bytes == 2 * layout.parts * layout.block and layout.half_steps >= 1
-    assert layout.padded_channels >= spec.input_shape[1] * len(geometry.row_taps)
+    assert all(part % 1024 == 0 for part in (layout.weight_part, layout.input_part, layout.tile_channels * layout.row_bytes, layout.pixels * layout.row_bytes))
+    assert layout.planes * layout.row_bytes == 2 * layout.parts * layout.block and layout.group_steps >= 1
+    assert layout.padded_channels >= spec.input_shape[1] * geometry.folded_taps
+    assert layout.input_tap * (layout.taps - 1) + layout.tile_pixels * layout.row_bytes <= layout.fetched_part <= layout.input_part
     for phase in geometry.phases:
         assert all(layout.stages_of(len(taps)) % layout.unrolled == 0 for taps in phase.taps)
-    taps = ordered_taps(geometry, layout)
-    rows = math.prod(geometry.kernel) // len(geometry.row_taps)
-    assert sorted(tap.place for tap in taps if tap) == [row * len(geometry.row_taps) for row in range(rows)]
+    places = sorted(tap.place for tap in ordered_taps(geometry, layout) if tap)
+    assert places == list(range(0, math.prod(geometry.kernel), geometry.folded_taps))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -140,7 +144,7 @@ def test_the_library_convolves_where_it_is_estimated_faster(tmp_path):
 
 def test_few_channels_take_the_taps_along_the_width_with_them(tmp_path):
     few, many = (offers(request_for(CONV_PRODUCT_SM90A, read(tmp_path, product(2, channels, 64, 3, 128, batch=64)), DEVICES["h200"])) for channels in (8, 64))
-    assert few[0].choice.settings["folded"] and not many[0].choice.settings["folded"]
+    assert few[0].choice.settings["row"] == "folded" and many[0].choice.settings["row"] == "apart"
 
 
 def test_phases_with_most_taps_come_first(tmp_path):

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 
 from codegen.manifest import Package  # noqa: E402
 from codegen.plan.conv_product_sm90a.route import CONV_PRODUCT_SM90A  # noqa: E402
-from codegen.targets import DEVICES  # noqa: E402
 from codegen.spec import load_spec  # noqa: E402
+from codegen.targets import DEVICES  # noqa: E402
 from tests.codegen.conv_product_cases import CASES  # noqa: E402
 from tests.codegen.forced import request_for  # noqa: E402
 from tests.codegen.gemm_promise import relative  # noqa: E402
@@ -27,7 +27,7 @@ def full_precision_eager(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
-@pytest.fixture(scope="module", params=[(name, number) for name in CASES for number in range(2)], ids=lambda item: f"{item[0]}-{item[1]}")
+@pytest.fixture(scope="module", params=[(name, number) for name in CASES for number in range(3)], ids=lambda item: f"{item[0]}-{item[1]}")
 def built(request, tmp_path_factory):
     """(spec, ModelNew, Model) of a case by each of its offers."""
     name, number = request.param
@@ -38,7 +38,7 @@ def built(request, tmp_path_factory):
     asked = request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"], debug=number == 0)
     found = CONV_PRODUCT_SM90A.offers(asked)
     if number >= len(found):
-        pytest.skip("one offer alone")
+        pytest.skip("no more offers")
     return spec, *built_models(Package(spec, (CONV_PRODUCT_SM90A.plan(asked, found[number]),)), folder)
 
 

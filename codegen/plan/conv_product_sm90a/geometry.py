@@ -22,6 +22,7 @@ from codegen.plan.model import Refusal
 WIDEST_STRIDE = 8  # of pixels that the copy engine takes
 CORNERS = {3: 16, 2: 128}  # by the axes of space: a box begins and ends less than so far outside x
 OFFSETS = {3: 32, 2: 256}  # and a tap lies less than so far from the first one
+WIDEST_HALO = 8  # pixels that taps of a row may reach behind a tile
 WIDE_PHASES = 2  # along the width, whose results a thread holds at once
 
 
@@ -67,8 +68,9 @@ class Phase:
 class Geometry:
     """A convolution's axes (depth, height, width), the kernel's sizes, and its phases, those with most taps first.
 
-    `windows` are the axes of x itself. They are those that the copy engine sees, `axes`, unless the taps along the width are `folded` into channels: for few
-    channels, the kernel that splits x then writes those of a whole row of taps side by side, one such row for each result.
+    `windows` are the axes of x itself, `axes` those that the copy engine sees. They differ where a row of taps along the width is one tap to it. `row` says
+    how: "folded", for few channels, where the kernel that splits x writes those of a whole row of taps side by side, one such row for each result; or
+    "shared", where the taps of a row read the same pixels in shared memory, each so many further on, and a row of pixels is as much wider than one of results.
     """
 
     windows: tuple[Axis, Axis, Axis]
@@ -77,7 +79,15 @@ class Geometry:
     rank: int
     transposed: bool
     phases: tuple[Phase, ...]
-    folded: bool = False
+    row: str = ""
+
+    @property
+    def folded(self) -> bool:
+        return self.row == "folded"
+
+    @property
+    def shared(self) -> bool:
+        return self.row == "shared"
 
     @property
     def pixels(self) -> int:
@@ -90,8 +100,18 @@ class Geometry:
 
     @property
     def row_taps(self) -> tuple[tuple[int, int], ...]:
-        """Number and offset of the taps that are folded into channels; one without an offset where none are."""
-        return self.windows[2].phases[0] if self.folded else ((0, 0),)
+        """Number and offset of the taps of a row that is one to the copy engine; one tap without an offset where none is."""
+        return self.windows[2].phases[0] if self.row else ((0, 0),)
+
+    @property
+    def folded_taps(self) -> int:
+        """Taps that are channels."""
+        return len(self.row_taps) if self.folded else 1
+
+    @property
+    def halo(self) -> int:
+        """Pixels behind those of a tile that its taps read."""
+        return self.row_taps[-1][1] if self.shared else 0
 
     @property
     def gathered(self) -> int:
@@ -101,16 +121,19 @@ class Geometry:
     @property
     def contiguous(self) -> bool:
         """Do the results of a channel follow each other as the pixels do?"""
-        return all(axis.step == 1 for axis in self.axes)
+        return all(axis.step == 1 and axis.count == axis.results for axis in self.axes)
 
 
-def folds(spec: FusedSpec) -> bool:
-    """Can the taps along the width become channels? Where they are one list, and more than one tap."""
+def rows_of(spec: FusedSpec) -> tuple[str, ...]:
+    """The ways to take the taps along the width: each by itself, and as a row where they are one list of several."""
     values = spec.producer.values
-    return values["kernel_size"][-1] > 1 and ("transpose" not in spec.producer.operator.name or values["stride"][-1] == 1)
+    transposed, kernel, stride = "transpose" in spec.producer.operator.name, values["kernel_size"][-1], values["stride"][-1]
+    if kernel == 1 or (transposed and stride > 1):
+        return ("",)
+    return ("", "folded", "shared") if stride == 1 and (kernel - 1) * values["dilation"][-1] <= WIDEST_HALO else ("", "folded")
 
 
-def geometry_of(spec: FusedSpec, folded: bool = False) -> Geometry:
+def geometry_of(spec: FusedSpec, row: str = "") -> Geometry:
     """The geometry of the spec's convolution. Raises Refusal where the copy engine cannot gather its pixels."""
     producer, rank = spec.producer, spec.producer.operator.rank
     values, transposed = producer.values, "transpose" in producer.operator.name
@@ -121,12 +144,14 @@ def geometry_of(spec: FusedSpec, folded: bool = False) -> Geometry:
         for size, result, *numbers in zip(producer.input_shape[2:], producer.output_shape[2:], *(values[key] for key in keys), strict=True)
     )
     windows, kernel = (POINT,) * (3 - rank) + axes, (1,) * (3 - rank) + tuple(values["kernel_size"])
-    if folded:
-        width = axes[-1]
+    width = axes[-1]
+    if row == "folded":
         axes = (*axes[:-1], Axis(width.count, width.results, width.count, 1, 1, 0, (((0, 0),),)))
+    elif row == "shared":
+        axes = (*axes[:-1], Axis(width.size, width.results, width.count + width.phases[0][-1][1], 1, 1, width.lower, (((0, 0),),)))
     _refuse_far(axes, rank)
     axes = (POINT,) * (3 - rank) + axes
-    return Geometry(windows, axes, kernel, rank, transposed, _phases(axes, kernel), folded)
+    return Geometry(windows, axes, kernel, rank, transposed, _phases(axes, kernel), row)
 
 
 def axis_of(size: int, results: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
@@ -168,4 +193,6 @@ def _refuse_far(axes: tuple[Axis, ...], rank: int) -> None:
         if max((offset for taps in axis.phases for _, offset in taps), default=0) >= OFFSETS[space]:
             raise Refusal(f"kernel_size: the taps along the {name} lie further apart than the copy engine counts")
     if len(axes[-1].phases) > WIDE_PHASES:
-        raise Refusal(f"stride: results of a transposed convolution are {len(axes[-1].phases)} apart along the {AXES[rank][-1]}, and a thread holds {WIDE_PHASES} side by side")
+        raise Refusal(
+            f"stride: results of a transposed convolution are {len(axes[-1].phases)} apart along the {AXES[rank][-1]}, and a thread holds {WIDE_PHASES} side by side"
+        )

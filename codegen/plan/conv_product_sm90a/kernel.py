@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Constant, applies, called, costly, unique_constants
 from codegen.ir.fused_form import FusedSpec
@@ -89,6 +89,14 @@ class ConvProductKernel(Kernel):
         return self.layout.taps
 
     @property
+    def shared(self) -> bool:
+        return self.layout.shared
+
+    @property
+    def halves(self) -> int:
+        return self.layout.halves
+
+    @property
     def channel_blocks(self) -> int:
         return self.layout.blocks
 
@@ -131,7 +139,7 @@ class ConvProductKernel(Kernel):
         places = [0]
         for phase in self.geometry.phases:
             for taps in phase.taps:
-                places.append(places[-1] + math.ceil(len(taps) / self.layout.taps) * self.layout.taps)
+                places.append(places[-1] + self.layout.stages_of(len(taps)) // self.layout.blocks * self.layout.taps)
         return tuple(places)
 
     @property
@@ -190,6 +198,8 @@ def ordered_taps(geometry: Geometry, layout: Layout) -> tuple[Tap | None, ...]:
     found: list[Tap | None] = []
     for phase in geometry.phases:
         for taps in phase.taps:
+            if geometry.shared:
+                taps = tuple(replace(tap, place=tap.place + place) for tap in taps for place, _ in geometry.row_taps)
             found += [*taps, *([None] * (-len(taps) % layout.taps))]
     return tuple(found)
 
@@ -245,8 +255,14 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
         *((f"kStep{name}", axis.step, f"{spec.producer.operator.name}'s stride") for name, axis in zip(AXES, geometry.axes, strict=True)),
         *((f"kPadding{name}", size, f"{spec.producer.operator.name}'s padding") for name, size in zip(AXES, kernel.paddings, strict=True)),
         *((f"kDilation{name}", size, f"{spec.producer.operator.name}'s dilation") for name, size in zip(AXES, kernel.dilations, strict=True)),
-        *((f"kLower{name}", axis.lower, f"first pixel of the first window along the {name.lower()}") for name, axis in zip(AXES, geometry.windows, strict=True)),
-        *((f"kUpper{name}", axis.upper, f"from the end of x to the end of the box of windows' first pixels, {axis.count} along the {name.lower()}") for name, axis in zip(AXES, geometry.axes, strict=True)),
+        *(
+            (f"kLower{name}", axis.lower, f"first pixel of the first window along the {name.lower()}")
+            for name, axis in zip(AXES, geometry.windows, strict=True)
+        ),
+        *(
+            (f"kUpper{name}", axis.upper, f"from the end of x to the end of the box of windows' first pixels, {axis.count} along the {name.lower()}")
+            for name, axis in zip(AXES, geometry.axes, strict=True)
+        ),
         ("kOutDepth", depth.results, "depth of y"),
         ("kOutHeight", height.results, "rows of y"),
         ("kOutWidth", width.results, "columns of y"),
@@ -259,12 +275,18 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
         ("kSampleTiles", sample_tiles, f"tiles of a sample's {geometry.pixels} pixels"),
         ("kChannelTiles", kernel.channel_tiles, "tiles of out_channels"),
         ("kPhases", kernel.phases, "remainders of a result's depth and height by the stride"),
-        ("kWidePhases", kernel.wide_phases, "remainders of a column of results by the stride: a thread has the sums of all" if kernel.wide_phases > 1 else "a thread has the sums of a tile once"),
+        (
+            "kWidePhases",
+            kernel.wide_phases,
+            "remainders of a column of results by the stride: a thread has the sums of all"
+            if kernel.wide_phases > 1
+            else "a thread has the sums of a tile once",
+        ),
         ("kTapLists", kernel.tap_lists, "lists of taps: one for each remainder"),
         ("kTaps", kernel.taps, "taps" + (", pairs completed" if layout.taps == 2 else "") + (" of all phases" if kernel.tap_lists > 1 else "")),
         ("kBlocks", layout.blocks, "blocks of channels of x"),
         ("kWeightSteps", kernel.taps * layout.blocks, "steps of K: a block of channels of a tap each"),
-        ("kSteps", layout.stages_of(kernel.taps), "stages of a tile"),
+        ("kSteps", kernel.taps // layout.taps * layout.blocks, "stages of a tile"),
         ("kPhaseUnits", units_of(spec, geometry, layout) // kernel.phases, "units of a phase"),
         ("kUnits", units_of(spec, geometry, layout), "units of work: tiles; a CTA takes one at a time"),
         ("kGrid", kernel.blocks, f"CTAs: at most {math.ceil(units_of(spec, geometry, layout) / kernel.blocks)} units each"),
@@ -276,22 +298,27 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
         ("kStages", stages, "stages of the ring"),
         ("kUnrolled", layout.unrolled, "stages that are multiplied without a pause: a divisor of a tile's"),
         ("kRowHalves", layout.row_bytes // 2, "halves of a row"),
-        ("kRowBytes", layout.row_bytes, "bytes of a row: " + (f"{layout.block} channels, high halves or low ones" if layout.planes == 2 else f"{layout.block} channels, high halves, then low ones")),
+        (
+            "kRowBytes",
+            layout.row_bytes,
+            "bytes of a row: "
+            + (f"{layout.block} channels, high halves or low ones" if layout.planes == 2 else f"{layout.block} channels, high halves, then low ones"),
+        ),
         ("kWeightPartBytes", layout.weight_part, "bytes of W in a stage" if layout.planes == 1 else "bytes of one part of W in a stage"),
         ("kInputPartBytes", layout.input_part, "bytes of x in a stage" if layout.planes == 1 else "bytes of one part of x in a stage"),
-        ("kInputTapBytes", layout.input_tap, "bytes of the pixels of a tap"),
+        ("kInputTapBytes", layout.input_tap, "bytes from the pixels of a tap to those of the next"),
         ("kStageBytes", layout.stage_bytes, "bytes of a stage"),
         ("kWeightLow", layout.low(layout.weight_part), "bytes from W's high halves to its low ones"),
         ("kInputLow", layout.low(layout.input_part), "bytes from x's high halves to its low ones"),
-        ("kWeightHalf", layout.half(layout.tile_channels * layout.row_bytes), "bytes from what a stage's first group multiplies to the second's: " + ("a tap" if layout.taps == 2 else "half of the channels")),
-        ("kInputHalf", layout.half(layout.input_tap), "the same of x"),
-        ("kGroupSteps", layout.half_steps, "multiplications along K in a group"),
+        ("kFetchedBytes", layout.fetched_bytes, "bytes that the copy engine brings for a stage"),
+        ("kGroups", layout.taps * layout.halves, "groups of multiplications in a stage: " + ("halves of a tap's channels" if layout.halves == 2 else "taps")),
+        ("kHalfBytes", layout.block, "bytes from a group's channels to those of the other half"),
+        ("kWeightTapBytes", layout.tile_channels * layout.row_bytes, "bytes of W for a tap"),
+        ("kGroupSteps", layout.group_steps, "multiplications along K in a group"),
+        ("kHalo", geometry.halo, "pixels behind those of a tile that its taps read"),
         ("kStagedPitch", layout.staged_pitch, "floats from one channel that a warp has staged to the next: its lanes meet no bank twice"),
         ("kStagedAt", stages * layout.stage_bytes, "offset of the staged sums, 16 channels x 32 results of each warp"),
         ("kBarriersAt", stages * layout.stage_bytes + layout.staged_bytes, "offset of the barriers: full and empty"),
         ("kSharedBytes", kernel.smem_bytes, "bytes of shared memory"),
     ]
     return (*(Constant(name, str(value), why) for name, value, why in rows), near_constant(), *unique_constants(applies(spec, spec.before_norm)))
-
-
-

@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from codegen.plan.conv_product_sm90a.geometry import Geometry
+from codegen.plan.model import Refusal
 
 CONSUMERS = 2  # warpgroups that multiply
 THREADS = 128 * (1 + CONSUMERS)
 ROW_HALVES = 64  # of a row of 128 bytes, which the swizzle covers
 GROUP_K = 16  # of one multiplication
 BARRIER_BYTES = 8
+PATTERN_BYTES = 1024  # of the swizzle
 WARPGROUP_PIXELS = 128  # 64 sums of a thread, and as many of two groups in flight: 192 registers
 LEAST_STAGES = 3
 MOST_UNROLLED = 9  # stages of 64 channels
@@ -28,7 +30,8 @@ class Layout:
     """How channels and pixels lie on the multiplier.
 
     `block` channels make a step, `blocks` of them a tap; `taps` of a stage, of which each has a step. `parts`: halves of a value. `pixels` of a warpgroup:
-    the two have 64 channels each of the same pixels, or the same 64 channels and pixels of their own. `unrolled` stages are multiplied without a pause.
+    the two have 64 channels each of the same pixels, or the same 64 channels and pixels of their own. Where the taps of a stage
+    are `shared`, they read the same pixels, each `tap_step` further on, and the last `halo` behind the tile. `unrolled` stages are multiplied without a pause.
     """
 
     parts: int
@@ -37,6 +40,9 @@ class Layout:
     taps: int
     tile_channels: int
     pixels: int
+    shared: bool = False
+    halo: int = 0
+    tap_step: int = 1
     unrolled: int = 1
 
     @property
@@ -63,13 +69,24 @@ class Layout:
         return self.tile_channels * self.row_bytes * self.taps
 
     @property
-    def input_tap(self) -> int:
-        """Bytes of the pixels of one tap."""
-        return self.tile_pixels * self.row_bytes
+    def fetched_part(self) -> int:
+        """Bytes of one plane of x in a stage."""
+        return (self.tile_pixels + self.halo) * self.row_bytes * (1 if self.shared else self.taps)
 
     @property
     def input_part(self) -> int:
-        return self.input_tap * self.taps
+        """The same, rounded up to where a swizzle's pattern begins."""
+        return math.ceil(self.fetched_part / PATTERN_BYTES) * PATTERN_BYTES
+
+    @property
+    def input_tap(self) -> int:
+        """Bytes from the pixels of a tap to those of the next."""
+        return (self.tap_step if self.shared else self.tile_pixels) * self.row_bytes
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that the copy engine brings for a stage."""
+        return self.planes * (self.weight_part + self.fetched_part)
 
     @property
     def stage_bytes(self) -> int:
@@ -93,29 +110,34 @@ class Layout:
         return self.staged_bytes + stages * (self.stage_bytes + 2 * BARRIER_BYTES)
 
     @property
-    def half_steps(self) -> int:
-        """Multiplications along K of each of a stage's two groups."""
-        return self.block * self.taps // (2 * GROUP_K)
+    def halves(self) -> int:
+        """Groups of multiplications of a tap: its channels in halves, where that leaves 16 at least."""
+        return 2 if self.block > GROUP_K else 1
+
+    @property
+    def group_steps(self) -> int:
+        """Multiplications along K in a group."""
+        return self.block // (self.halves * GROUP_K)
 
     def low(self, part_bytes: int) -> int:
         """Bytes from the high halves to the low ones."""
         return part_bytes if self.planes == 2 else 2 * self.block
 
-    def half(self, tap_bytes: int) -> int:
-        """Bytes from a stage's first group to its second."""
-        return tap_bytes if self.taps == 2 else self.block
-
     def stages_of(self, taps: int) -> int:
-        """Stages that the taps of a phase take."""
-        return math.ceil(taps / self.taps) * self.blocks
+        """Stages that the taps of a phase take, or its rows of taps."""
+        return (taps if self.shared else math.ceil(taps / self.taps)) * self.blocks
 
 
 def layout_of(channels: int, results: int, geometry: Geometry, limit: int) -> Layout:
     """The layout for so many channels of x and of y, as halves in two parts: the longest steps that leave room for a ring in `limit` bytes."""
     pixels = WARPGROUP_PIXELS if geometry.wide_phases == 1 else SHARED_PIXELS
     tile_channels = 64 if results <= 64 else 128
-    found = (Layout(2, block, blocks, 2 if block == GROUP_K else 1, tile_channels, pixels) for block, blocks in _blocks_of(channels))
-    layout = next(layout for layout in found if layout.stages(limit) >= LEAST_STAGES)
+    row = geometry.row_taps
+    together = (len(row), tile_channels, pixels, True, geometry.halo, row[1][1]) if geometry.shared else None
+    found = (Layout(2, block, blocks, *(together or (2 if block == GROUP_K else 1, tile_channels, pixels))) for block, blocks in _blocks_of(channels))
+    layout = next((layout for layout in found if layout.stages(limit) >= LEAST_STAGES), None)
+    if layout is None:
+        raise Refusal(f"a row of {len(row)} taps leaves no room for {LEAST_STAGES} stages in shared memory")
     counts = [layout.stages_of(len(taps)) for phase in geometry.phases for taps in phase.taps]
     return replace(layout, unrolled=_unrolled(math.gcd(*counts), MOST_UNROLLED * ROW_HALVES // (layout.block * layout.taps)))
 
@@ -133,4 +155,4 @@ def _blocks_of(channels: int) -> Iterator[tuple[int, int]]:
     yield (32, padded) if channels > GROUP_K else (GROUP_K, 1)
 
 
-__all__ = ["BARRIER_BYTES", "CONSUMERS", "GROUP_K", "THREADS", "Layout", "layout_of"]
+__all__ = ["BARRIER_BYTES", "CONSUMERS", "GROUP_K", "THREADS", "WARPGROUP_PIXELS", "Layout", "layout_of"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.conv_product_sm90a.cost import estimated_ms
-from codegen.plan.conv_product_sm90a.geometry import Geometry, folds, geometry_of
+from codegen.plan.conv_product_sm90a.geometry import Geometry, geometry_of, rows_of
 from codegen.plan.conv_product_sm90a.kernel import conv_constants, conv_kernel, ordered_taps, units_of
 from codegen.plan.conv_product_sm90a.layout import CONSUMERS, GROUP_K, Layout, layout_of
 from codegen.plan.conv_product_sm90a.split import split_steps
@@ -35,26 +35,27 @@ class Detail:
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
-    """The taps along the width as taps, or as channels, the faster first. Raises Refusal where the convolution is not served."""
+    """The taps along the width each by itself or as channels, the faster first; then those of a row that share their pixels, which is emulated and not
+    measured yet. Raises Refusal where the convolution is not served."""
     spec = request.form
     _check(spec)
     found, reason = [], None
-    for folded in (False, True) if folds(spec) else (False,):
+    for row in rows_of(spec):
         try:
-            found.append(_offer(request, geometry_of(spec, folded)))
+            found.append(_offer(request, geometry_of(spec, row)))
         except Refusal as far:
             reason = far
     if not found:
         raise reason
-    return tuple(sorted(found, key=lambda offer: offer.ms))
+    return tuple(sorted(found, key=lambda offer: (offer.detail.geometry.shared, offer.ms)))
 
 
 def _offer(request: Request, geometry: Geometry) -> Offer:
     spec = request.form
-    layout = layout_of(spec.input_shape[1] * len(geometry.row_taps), spec.channels, geometry, request.target.smem_bytes)
+    layout = layout_of(spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, request.target.smem_bytes)
     if max(units_of(spec, geometry, layout) * layout.tile_pixels, geometry.gathered * layout.padded_channels) >= INDICES:
         raise Refusal("the convolution has more tiles, or a sample of x more values, than an int counts")
-    knobs = (("tile", f"{layout.tile_channels}x{layout.tile_pixels}"), ("block", layout.block), ("folded", geometry.folded))
+    knobs = (("tile", f"{layout.tile_channels}x{layout.tile_pixels}"), ("block", layout.block), ("row", geometry.row or "apart"))
     return Offer(Choice("conv_product_sm90a", knobs), estimated_ms(spec, request.device, geometry, layout), across=ACROSS, detail=Detail(geometry, layout))
 
 
@@ -88,8 +89,8 @@ def _notes(geometry: Geometry, layout: Layout) -> tuple[str, ...]:
     apart = "channels" if layout.tile_channels == 64 * CONSUMERS else "pixels"
     notes = [
         f"tiles of {layout.tile_channels} channels x {layout.tile_pixels} pixels of a sample; one warpgroup fetches, {CONSUMERS} multiply, with {apart} of their own",
-        f"a stage has {'two taps' if layout.taps == 2 else 'one tap'} of {layout.block} channels, gathered by the copy engine (im2col)",
-        f"the tensor core's sums are added to fp32 registers every {layout.half_steps * GROUP_K} of K, while the next ones are multiplied",
+        f"a stage has {'one tap' if layout.taps == 1 else f'{layout.taps} taps'} of {layout.block} channels, gathered by the copy engine (im2col)",
+        f"the tensor core's sums are added to fp32 registers every {layout.group_steps * GROUP_K} of K, while the next ones are multiplied",
     ]
     if geometry.wide_phases > 1:
         notes.append("a thread has the sums of both columns that a pixel gives, and stores them side by side")
@@ -98,9 +99,11 @@ def _notes(geometry: Geometry, layout: Layout) -> tuple[str, ...]:
 
 def _why(spec: FusedSpec, geometry: Geometry, layout: Layout) -> tuple[str, ...]:
     reasons = ["three fp16 products of scaled operands split in two, promoted: fp32's error at the tensor cores' speed"]
-    channels, taps = spec.input_shape[1], len(geometry.row_taps)
+    channels, taps = spec.input_shape[1], geometry.folded_taps
     if geometry.folded:
         reasons.append(f"the {taps} taps along the width become channels while x is split: {taps * channels} beside each other, and as many fewer taps")
+    if geometry.shared:
+        reasons.append(f"the {len(geometry.row_taps)} taps along the width read the same pixels in shared memory, fetched once")
     if layout.padded_channels != channels * taps:
         reasons.append(f"{channels * taps} channels of x are filled up to {layout.padded_channels}")
     phases = len(geometry.phases) * geometry.wide_phases

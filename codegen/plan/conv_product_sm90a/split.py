@@ -13,7 +13,7 @@ from codegen.ir.fused_form import FusedSpec
 from codegen.ir.operand import c_identifier
 from codegen.plan.conv_product_sm90a.geometry import Geometry, Tap
 from codegen.plan.conv_product_sm90a.layout import Layout
-from codegen.plan.model import Buffer, Kernel, Launch
+from codegen.plan.model import Buffer, Launch
 from codegen.plan.shared.halves import scale_constants, small_constant
 from codegen.plan.shared.pointers import Pointer, PointerKernel
 
@@ -60,13 +60,15 @@ class SplitKernel(PointerKernel):
 @dataclass(frozen=True)
 class FiltersKernel(PointerKernel):
     """W as halves, step by step; `order`: the taps in the order of their steps, empty where that is their own; `phased`: those of several phases;
-    `folded`: those along the width are channels, the last of them first where `turned`."""
+    `folded`: those along the width are channels, the last of them first where `turned`. Those of a stage,
+    `stage_taps`, follow each other."""
 
     weight: str = ""
     order: tuple[int, ...] = ()
     phased: bool = False
     folded: bool = False
     turned: bool = False
+    stage_taps: int = 1
 
 
 def near_constant() -> Constant:
@@ -94,7 +96,7 @@ def weight_constants(spec: FusedSpec, geometry: Geometry) -> list[tuple[str, int
 
 def fold_constants(spec: FusedSpec, geometry: Geometry) -> list[tuple[str, int, str]]:
     """(name, value, why) of taps that become channels."""
-    taps = len(geometry.row_taps)
+    taps = geometry.folded_taps
     return [
         ("kFolded", taps, "taps along the width, which become channels"),
         ("kChannels", spec.input_shape[1] * taps, "in_channels * folded"),
@@ -174,7 +176,7 @@ def _split_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, slices: i
         pointers=(
             Pointer("float", "x"), Pointer("uint32_t", X_LARGEST), Pointer("uint4", X_SPLIT, True), Pointer("float", X_UNSCALE, True), Pointer("uint2", X_COUNTS, True),
         ),
-        blocks_deep=layout.blocks, channel_tail=spec.input_shape[1] * len(geometry.row_taps) != layout.padded_channels, geometry=geometry,
+        blocks_deep=layout.blocks, channel_tail=spec.input_shape[1] * geometry.folded_taps != layout.padded_channels, geometry=geometry,
     )  # fmt: skip
 
 
@@ -186,6 +188,7 @@ def _filters_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: t
         *fold_constants(spec, geometry),
         ("kTaps", math.prod(geometry.kernel), "taps of a filter"),
         ("kTapSteps", len(taps), "taps in the order of their steps" + (", pairs completed" if -1 in order else "")),
+        ("kStageTaps", layout.taps, "taps of a stage"),
         ("kBlock", layout.block, "channels of a step"),
         ("kChannelBlocks", layout.blocks, "blocks of channels of x"),
         ("kThreads", SPLIT_THREADS, "threads of a block"),
@@ -198,5 +201,5 @@ def _filters_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: t
         threads=SPLIT_THREADS, blocks=spec.channels, max_registers=64,
         pointers=(Pointer("float", weight), Pointer("uint32_t", WEIGHT_SPLIT, True), Pointer("float", WEIGHT_UNSCALE, True)),
         weight=weight, order=() if order == tuple(range(len(order))) else order, phased=len(geometry.phases) * geometry.wide_phases > 1,
-        folded=geometry.folded, turned=geometry.row_taps[0][0] > 0,
+        folded=geometry.folded, turned=geometry.folded and geometry.row_taps[0][0] > 0, stage_taps=layout.taps,
     )  # fmt: skip
