@@ -14,14 +14,14 @@ from codegen.plan.conv_product_sm90a.cost import estimated_ms
 from codegen.plan.conv_product_sm90a.geometry import Geometry, geometry_of, rows_of
 from codegen.plan.conv_product_sm90a.kernel import conv_constants, conv_kernel, ordered_taps, units_of
 from codegen.plan.conv_product_sm90a.layout import CONSUMERS, GROUP_K, Layout, layout_of
-from codegen.plan.conv_product_sm90a.split import split_steps
+from codegen.plan.conv_product_sm90a.split import SPLIT_PIXELS, split_steps
 from codegen.plan.floor import floor
 from codegen.plan.model import Launch, Plan, Refusal
 from codegen.plan.route import Choice, Offer, Request, Route
 
 ACROSS = 0.95  # by which the estimate is multiplied to be compared with other targets'
 FILTER_VALUES = 1 << 16  # fewer values of a filter than its count of near ones holds
-INDICES = 1 << 31  # fewer values of a sample, and tiles, than an int counts
+INDICES = 1 << 30  # fewer values of a sample, pixels of all tiles and blocks of threads: loops over them stay within an int
 
 PRODUCTS = frozenset(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3))
 
@@ -53,8 +53,9 @@ def offers(request: Request) -> tuple[Offer, ...]:
 def _offer(request: Request, geometry: Geometry) -> Offer:
     spec = request.form
     layout = layout_of(spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, request.target.smem_bytes)
-    if max(units_of(spec, geometry, layout) * layout.tile_pixels, geometry.gathered * layout.padded_channels) >= INDICES:
-        raise Refusal("the convolution has more tiles, or a sample of x more values, than an int counts")
+    pixels = units_of(spec, geometry, layout) * layout.tile_pixels
+    if max(pixels, spec.batch * geometry.gathered * layout.blocks // SPLIT_PIXELS, geometry.gathered * layout.padded_channels) >= INDICES:
+        raise Refusal("the convolution has more tiles, or a sample of x more values, than kernels count")
     knobs = (("tile", f"{layout.tile_channels}x{layout.tile_pixels}"), ("block", layout.block), ("row", geometry.row or "apart"))
     return Offer(Choice("conv_product_sm90a", knobs), estimated_ms(spec, request.device, geometry, layout), across=ACROSS, detail=Detail(geometry, layout))
 
@@ -72,7 +73,7 @@ def _check(spec: FusedSpec) -> None:
     if spec.input_shape[1] * math.prod(weight[2:]) >= FILTER_VALUES:
         raise Refusal(f"a filter of {spec.input_shape[1] * math.prod(weight[2:])} values is longer than the kernel that splits it counts")
     if max(math.prod(spec.input_shape[1:]), math.prod(spec.producer.output_shape[1:])) >= INDICES:
-        raise Refusal("a sample has more values than an int counts")
+        raise Refusal("a sample has more values than kernels count")
 
 
 def plan(request: Request, offer: Offer) -> Plan:
