@@ -1,5 +1,6 @@
 """What the generator emits is what tests/golden.json records: a change of one byte, or of one explanation, is made on purpose or not at all."""
 
+import json
 import re
 
 import pytest
@@ -7,13 +8,16 @@ import pytest
 from codegen import render
 from codegen.constants import with_constants
 from codegen.plan.model import Kernel
+from codegen.spec import load_spec
+from tests.codegen.conv_product_cases import CASES
 from tests.codegen.test_segment_kernels import specs_of
 from tests.golden import DIGITS, Case, cases, difference, hashed, recorded, texts
 
 
 @pytest.mark.slow
 def test_everything_emitted_and_explained_is_as_recorded(monkeypatch, tmp_path):
-    """And no kernel's table has a constant that not one of these sources shows. Segments have more forms than these chains take, so those of their own tests are asked too."""
+    """And no kernel's table has a constant that not one of these sources shows. Segments and products of convolutions have more forms than these chains take, so
+    those of their own tests are asked too."""
     listed, seen = set(), set()
 
     def noting(kernel: Kernel, text: str) -> str:
@@ -35,6 +39,10 @@ def test_everything_emitted_and_explained_is_as_recorded(monkeypatch, tmp_path):
     assert not different, f"{len(different)} cases; if that is meant, run make golden\n" + "\n".join(different[:40])
     for spec in specs_of(tmp_path, "fp32"):
         texts(spec, ("cpu", "sm_80"), None)
+    for data in CASES.values():
+        path = tmp_path / "product.yaml"
+        path.write_text(json.dumps(data | {"gemm": "generated"}))
+        texts(load_spec(path, "fp32"), ("sm_90a",), None)
     assert not listed - seen, f"constants that no source shows: {sorted(listed - seen)}"
 
 

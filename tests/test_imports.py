@@ -20,7 +20,7 @@ LAYERS = (
     ("ir",),
     ("plan.model", "plan.floor", "plan.route"),
     ("plan.shared",),
-    ("plan.gemm", "plan.gemm_sm90a", "plan.conv_gemm", "plan.conv_sm80", "plan.conv_sm90a", "plan.norm", "plan.stages", "plan.cpu", "plan.library"),
+    ("plan.gemm", "plan.gemm_sm90a", "plan.conv_gemm", "plan.conv_product_sm90a", "plan.conv_sm80", "plan.conv_sm90a", "plan.norm", "plan.stages", "plan.cpu", "plan.library"),
     ("plan",),
     ("plan.backward",),
     ("report",),

@@ -132,6 +132,8 @@ def fused(spec: Spec) -> FusedSpec | None:
 
 def departure(chain: Sequence[Step]) -> str | None:
     """Why `chain`, whose taps lie within it, does not have the form, in a sentence; None where it has."""
+    if not chain or PRODUCERS.get(chain[0].operator.name) != len(chain[0].input_shape):
+        return f"it starts with {chain[0].operator.name if chain else 'nothing'}, not with {_HEADS}"
     return _departure(chain) or (None if any(step.operator.kind is Kind.NORM for step in chain) else "it has no norm")
 
 
@@ -140,12 +142,13 @@ def is_product(chain: Sequence[Step]) -> bool:
 
     Gradients of such a part are the reference's, so that neither values without a gradient nor a weight without a module make a difference.
     """
+    if not chain or chain[0].operator.kind is not Kind.PRODUCER or len(chain[0].input_shape) != chain[0].operator.rank + 2:
+        return False
     return _departure(chain, product=True) is None and all(step.operator.kind in (Kind.PRODUCER, Kind.ELEMENTWISE) for step in chain)
 
 
 def _departure(chain: Sequence[Step], product: bool = False) -> str | None:
-    if not chain or PRODUCERS.get(chain[0].operator.name) != len(chain[0].input_shape):
-        return f"it starts with {chain[0].operator.name if chain else 'nothing'}, not with {_HEADS}"
+    """What of a chain with a producer in front fused kernels do not take."""
     if chain[0].module is None and not product:
         return f"{chain[0].operator.name} has a weight without a module"
     norm: Step | None = None

@@ -90,7 +90,7 @@ def _part(request: Request) -> Plan | str | None:
     spec = request.form
     if spec.has_norm:
         return _fused(request)
-    if not any(route.serves(request) for route in ROUTES):
+    if not any(route.own and route.serves(request) for route in ROUTES):
         return None
     try:
         ways = ways_of(request)

@@ -14,6 +14,7 @@ from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen import norm_harness, test_segment_kernels, test_stages
 from tests.codegen.conv_cases import FAMILY
+from tests.codegen.conv_product_cases import CASES as PRODUCTS
 from tests.codegen.cpu_chains import conv_chain, linear_chain, make_spec
 from tests.codegen.gemm_cases import Case, bias
 from tests.codegen.segment_chains import segment_spec
@@ -100,6 +101,10 @@ REPRESENTATIVES: dict[tuple[str, str], Callable[[Path], Plan]] = {
     ("conv_sm80/conv.cu.j2", ""): conv(FAMILY["odd_width"], "fp16", "sm_80"),
     ("conv_sm80/finish.cu.j2", ""): conv(FAMILY["odd_width"], "fp16", "sm_80"),
     ("conv_sm90a/conv.cu.j2", ""): conv(FAMILY["one_group"], "fp32", "sm_90a"),
+    ("conv_product_sm90a/conv.cu.j2", ""): conv(PRODUCTS["uneven_phases"], "fp32", "sm_90a"),
+    ("conv_product_sm90a/measure.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp32", "sm_90a"),
+    ("conv_product_sm90a/split.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp32", "sm_90a"),
+    ("conv_product_sm90a/filters.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp32", "sm_90a"),
     ("gemm_sm90a/gemm.cu.j2", "halves"): gemm(COSTLY, "fp16", None, "sm_90a"),
     ("gemm_sm90a/gemm.cu.j2", "fp32"): gemm(COSTLY, "fp32", None, "sm_90a"),
     ("gemm_sm90a/split.cu.j2", ""): gemm(COSTLY, "fp32", None, "sm_90a"),

@@ -10,9 +10,8 @@ from codegen.ir.fused_form import FusedSpec
 from codegen.plan.gemm_sm90a.layout import Form
 from codegen.plan.gemm_sm90a.window import row_limits
 from codegen.plan.model import Kernel
+from codegen.plan.shared.halves import scale_constants
 
-TOP_EXPONENT = 14  # rows that are scaled end up with their largest value in [2^14, 2^15)
-LARGEST_SHIFT = 114  # the reciprocal of the scale times 2^-12 must stay a normal float
 X_SPLIT, X_UNSCALE, WEIGHT_SPLIT, WEIGHT_UNSCALE = "x_split", "x_unscale", "weight_split", "weight_unscale"
 
 
@@ -69,9 +68,7 @@ def split_kernel(spec: FusedSpec, operand: str, form: Form, rows: int, padded_ro
         Constant("kThreads", str(threads), "threads of a block"),
         *([Constant("kRowPieces", str(row_pieces), "pieces of 4 values in a row")] if row_pieces % threads else []),
         Constant("kPieces", str(pieces), "pieces of 4 values in a thread's registers"),
-        Constant("kTopExponent", str(TOP_EXPONENT), "exponent of a scaled row's largest value, which lies in [2^14, 2^15)"),
-        Constant("kLargestShift", str(LARGEST_SHIFT), "largest exponent of a scale: its inverse must be a normal float"),
-        Constant("kSmallestExponent", str(TOP_EXPONENT - LARGEST_SHIFT - 1), "kTopExponent - kLargestShift - 1: rows below cannot be scaled up"),
+        *scale_constants("row"),
         *row_limits(form, columns),
     ]
     if padded_rows > rows:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from codegen.ir.apply import Constant
 from codegen.numerics import FAINT, FAINT_SHARE, float_literal
 from codegen.plan.gemm_sm90a.layout import Form
+from codegen.plan.shared.halves import small_constant
 
 WEIGHT_SHIFT = 12  # W is multiplied by 2^12 before its split in registers: rows whose largest value lies in [2^-12, 16) fit
 ROUNDED_SMALLEST = 2.0**-11  # largest value of a row of W below which rounding to half loses more than TF32 would
-SMALL = {2: -2, 1: -14}  # the same for rows that are scaled: 22 bits or 11 need halves of at least this
 
 
 def row_limits(form: Form, columns: int) -> list[Constant]:
     """What decides whether a row that is scaled by its largest value keeps its bits."""
     return [
-        Constant("kSmall", float_literal(2.0 ** SMALL[form.parts]), f"2^{SMALL[form.parts]}: scaled values below lose bits", "float"),
+        small_constant(form.parts),
         Constant("kSmallLimit", str(max(4, columns // 1024)), "in_features / 1024, at least 4: with more such values a row is refused"),
         Constant("kNearLimit", str(max(256, columns // 16)), "in_features / 16, at least 256: near values that excuse small ones"),
     ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from codegen.ir.fused_form import FusedSpec
+from codegen.plan.floor import producer_flop
 from codegen.plan.norm.cost import norm_ms
 from codegen.plan.norm.flat import split_groups
-from codegen.plan.shared.fitted import LIBRARY_SHAPES, MACHINE, SWEEP, Fitted
+from codegen.plan.shared.fitted import CONV_PRODUCTS, LIBRARY_SHAPES, MACHINE, SWEEP, Fitted
 from codegen.targets import DeviceClass
 
 # The vendor's half-precision GEMM by the alignment that its kernels need of K and N (8, 2 or 1 values): shares of the tensor cores' and of the memory's
@@ -40,6 +41,16 @@ TENSOR_K_US = Fitted(0.003, "us", SWEEP)  # for each k there
 GROUP_US = Fitted(7.0, "us", SWEEP)  # of each of conv2d's groups there
 ODD_HALVES = Fitted(1.7, "ratio", SWEEP)  # times as long where channels, in or out, are no whole pieces of 16 bytes
 
+# The same without a norm, in fp32: shares of the CUDA cores' rate, and of the memory's rate at which results leave on top.
+FORWARD_SHARE = Fitted(0.62, "share", CONV_PRODUCTS)
+BACK_SHARES = {  # of a transposed convolution, by whether its stride is 1, and its rank
+    (True, 2): Fitted(0.85, "share", CONV_PRODUCTS),
+    (True, 3): Fitted(0.3, "share", CONV_PRODUCTS),
+    (False, 2): Fitted(0.16, "share", CONV_PRODUCTS),
+    (False, 3): Fitted(0.14, "share", CONV_PRODUCTS),
+}
+LEAVING_SHARE = Fitted(0.2, "share", CONV_PRODUCTS)
+
 
 def linear_ms(spec: FusedSpec, device: DeviceClass) -> float:
     """Milliseconds of the vendor's half-precision GEMM followed by the norm kernel: two launches, its result written and read, y written."""
@@ -48,9 +59,10 @@ def linear_ms(spec: FusedSpec, device: DeviceClass) -> float:
 
 
 def product_ms(spec: FusedSpec, device: DeviceClass) -> float:
-    """Milliseconds of the vendor's GEMM, then of one pass over its result where operators follow."""
+    """Milliseconds of the library's product, then of one pass over its result where operators follow."""
     tail_bytes = 2 * math.prod(spec.output_shape) * spec.precision.itemsize
-    return gemm_ms(spec, device) + (tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3 if len(spec.chain) > 1 else 0.0)
+    product = plain_convolution_ms(spec, device) if spec.producer.operator.rank else gemm_ms(spec, device)
+    return product + (tail_bytes / (device.hbm * 1e6) + device.launch_us / 1e3 if len(spec.chain) > 1 else 0.0)
 
 
 def gemm_ms(spec: FusedSpec, device: DeviceClass) -> float:
@@ -68,8 +80,26 @@ def gemm_ms(spec: FusedSpec, device: DeviceClass) -> float:
     return START_MS.on(device) + max(multiply, moved / (device.hbm * share * 1e6), min(k * serial_ns / 1e6, SERIAL_MS.on(device)))
 
 
+def plain_convolution_ms(spec: FusedSpec, device: DeviceClass) -> float:
+    """Milliseconds of torch's convolution or transposed convolution of any rank, with its bias."""
+    producer, rank = spec.producer, max(2, spec.producer.operator.rank)
+    if spec.precision.name != "fp32":
+        return convolution_ms(spec, device)
+    if "transpose" in producer.operator.name:
+        share, filled = BACK_SHARES[max(producer.values["stride"]) == 1, rank], 1.0
+    else:
+        share, filled = FORWARD_SHARE, math.ceil(spec.channels / WHOLE_CHANNELS) * WHOLE_CHANNELS / spec.channels
+    multiply = producer_flop(producer) * filled / (device.fp32 * share.on(device) * 1e9)
+    return CORES_US.on(device) / 1e3 + multiply + math.prod(producer.output_shape) * 4 / (device.hbm * LEAVING_SHARE.on(device) * 1e6)
+
+
 def conv_ms(spec: FusedSpec, device: DeviceClass) -> float:
     """Milliseconds of torch's convolution, then of the norm kernel, which reads its result and writes y."""
+    return convolution_ms(spec, device) + norm_ms(spec, device, split_groups(spec, device.sms))
+
+
+def convolution_ms(spec: FusedSpec, device: DeviceClass) -> float:
+    """Milliseconds of torch's convolution alone."""
     result, weight = spec.producer.output_shape, spec.producer.parameters[0].shape
     k, itemsize = math.prod(weight[1:]), spec.precision.itemsize
     moved = (math.prod(spec.input_shape) + math.prod(result)) * itemsize / (device.hbm * TURNED_SHARE.on(device) * 1e6)
@@ -84,4 +114,4 @@ def conv_ms(spec: FusedSpec, device: DeviceClass) -> float:
         odd = ODD_HALVES.on(device) if itemsize == 2 and math.gcd(weight[1], channels) % 8 else 1.0
         multiply = flop / (rate * TENSOR_SHARE.on(device) * 1e9)
         conv = (start + TENSOR_K_US.on(device) * k) / 1e3 + odd * (multiply + (2 if itemsize == 2 else 1) * moved)
-    return conv + norm_ms(spec, device, split_groups(spec, device.sms))
+    return conv

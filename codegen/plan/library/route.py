@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from codegen.ir.fused_form import PRODUCERS
+from codegen.ops import OPERATORS, Kind
 from codegen.plan.floor import floor
 from codegen.plan.library.cost import conv_ms, linear_ms, product_ms
 from codegen.plan.model import Buffer, Plan, Refusal
@@ -19,7 +20,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
     """The one way to call the library. Raises Refusal where its result would depend on a switch of torch's."""
     spec, device = request.form, request.device
     if not spec.has_norm:
-        return (Offer(Choice("library"), product_ms(spec, device), LINEAR_WEIGHT),)
+        return (Offer(Choice("library"), product_ms(spec, device), 1.0 if spec.producer.operator.rank else LINEAR_WEIGHT),)
     if spec.producer.operator.rank:
         return (Offer(Choice("library"), conv_ms(spec, device)),)
     if spec.precision.dtype == "float32":
@@ -41,4 +42,4 @@ def plan(request: Request, offer: Offer) -> Plan:
     return Plan(spec, target, device, (library, *tail.steps), (temporary, *tail.buffers), floor(spec, device, 1, rate), tail.why)
 
 
-LIBRARY = Route("library", "torch's {}", frozenset({"sm_80"}), frozenset(PRODUCERS), offers, plan, own=False, products=frozenset({"linear"}))
+LIBRARY = Route("library", "torch's {}", frozenset({"sm_80"}), frozenset(PRODUCERS), offers, plan, own=False, products=frozenset(name for name, row in OPERATORS.items() if row.kind is Kind.PRODUCER))

@@ -114,19 +114,24 @@ inline void widen(const unsigned char* from, float (&to)[8]) {
   for (int i = 0; i < 8; ++i) to[i] = operand(bits[i]);
 }
 
-// Where a matrix of rows of 64 values with the 128-byte swizzle begins, 16 of its columns chosen.
+// Bytes of a row of the matrix, which its swizzle covers; whether a matrix may begin at any row.
+inline std::uint32_t row_of(std::uint64_t descriptor) { return 256u >> (descriptor >> 62); }
+inline bool any_row = false;
+
+// Where a swizzled matrix begins, 16 of its columns chosen.
 inline std::uint32_t matrix_start(std::uint64_t descriptor) {
   const auto start = static_cast<std::uint32_t>(descriptor & 0x3FFF) << 4;
-  if (descriptor >> 62 != 1 || (descriptor >> 32 & 0x3FFF) << 4 != kUnit || (descriptor >> 49 & 7) != 0 || start % kUnit >= 128) {
-    fail("a descriptor of no matrix with the 128-byte swizzle");
+  const std::uint32_t row = row_of(descriptor);
+  if (descriptor >> 62 == 0 || (descriptor >> 32 & 0x3FFF) << 4 != 8 * row || (descriptor >> 49 & 7) != 0 || (!any_row && start % kUnit >= row)) {
+    fail("a descriptor of no swizzled matrix");
   }
   return start;
 }
-inline void matrix_row(std::uint32_t start, int row, float (&to)[16]) {
+inline void matrix_row(std::uint64_t descriptor, int row, float (&to)[16]) {
+  const std::uint32_t start = matrix_start(descriptor), bytes = row_of(descriptor);
   float half[8];
   for (int chunk = 0; chunk < 2; ++chunk) {
-    const std::uint32_t address = start + row / 8 * kUnit + row % 8 * 128 + chunk * 16;
-    widen(shared_memory() + (address ^ (address >> 7 & 7) << 4), half);
+    widen(shared_memory() + swizzled_address(start + row * bytes + chunk * 16, swizzle_mask(bytes)), half);
     std::copy(half, half + 8, to + 8 * chunk);
   }
 }
@@ -142,7 +147,7 @@ void multiply(Lane* warp, std::size_t index) {
   const Multiplication& first = warp[0].issued[index];
   for (int i = 0; i < 16; ++i) {
     if (!first.from_registers) {
-      matrix_row(matrix_start(first.a_matrix), current / 32 % 4 * 16 + i, a[i]);
+      matrix_row(first.a_matrix, current / 32 % 4 * 16 + i, a[i]);
       continue;
     }
     for (int k = 0; k < 16; ++k) {
@@ -150,10 +155,9 @@ void multiply(Lane* warp, std::size_t index) {
       a[i][k] = operand(static_cast<std::uint16_t>(word >> k % 2 * 16));
     }
   }
-  const std::uint32_t start = matrix_start(first.b_matrix);
   for (int column = 0; column < kColumns; ++column) {
     float row[16];
-    matrix_row(start, column, row);
+    matrix_row(first.b_matrix, column, row);
     for (int k = 0; k < 16; ++k) b[k][column] = row[k];
   }
   const auto value = [&](int lane, int i) -> float& { return warp[lane].sums.at(warp[lane].issued[index].d).values[i]; };
@@ -184,9 +188,9 @@ inline int accumulators = 0;
 inline void mark_readers(const Multiplication& issued, int by) {
   const auto cta = static_cast<std::uint32_t>(rank()) << 24;
   const auto mark = [&](std::uint64_t matrix, int rows, int first) {
-    const std::uint32_t address = cta | (matrix_start(matrix) / kUnit * kUnit + first * 128);
-    if (by > 0) check_filled(address, rows * 128);
-    for_units(address, rows * 128, [&](Unit& unit) { unit.readers += by; });
+    const std::uint32_t row = row_of(matrix), address = cta | (matrix_start(matrix) / row * row + first * row);
+    if (by > 0) check_filled(address, rows * row);
+    for_units(address, rows * row, [&](Unit& unit) { unit.readers += by; });
   };
   mark(issued.b_matrix, 2 * accumulators, 0);
   if (!issued.from_registers) mark(issued.a_matrix, 16, current / 32 % 4 * 16);

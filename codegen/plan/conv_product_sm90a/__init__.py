@@ -1,0 +1,1 @@
+"""Convolutions without a norm on Hopper: an implicit GEMM whose pixels the copy engine gathers."""

@@ -1,0 +1,198 @@
+"""Where the pixels of a convolution lie: its axes, its taps, and the phases of a transposed convolution.
+
+Along each axis
+
+    result[step * j + phase] = sum over the phase's taps of x[stride * j + lower + offset] * W[tap],   j in [0, count)
+
+A convolution has one phase, and offsets that are multiples of its dilation. A transposed convolution has `step` phases, one for each remainder of a result's
+place, each with its own taps: they are exactly the products that are not with zeros in between. All phases start at the same pixels, which is what one map
+of the copy engine describes; a tap moves them by its offset.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from codegen.ir.fused_form import FusedSpec
+from codegen.ops.windows import AXES
+from codegen.plan.model import Refusal
+
+WIDEST_STRIDE = 8  # of pixels that the copy engine takes
+CORNERS = {3: 16, 2: 128}  # by the axes of space: a box begins and ends less than so far outside x
+OFFSETS = {3: 32, 2: 256}  # and a tap lies less than so far from the first one
+WIDEST_HALO = 8  # pixels that taps of a row may reach behind a tile
+WIDE_PHASES = 2  # along the width, whose results a thread holds at once
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of space: `size` of x and `results` of y; of a tap that each of `phases` lists, its number and its offset."""
+
+    size: int
+    results: int
+    count: int
+    stride: int
+    step: int
+    lower: int
+    phases: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def upper(self) -> int:
+        """From the end of x to that of the box of first pixels."""
+        return self.lower + (self.count - 1) * self.stride + 1 - self.size
+
+
+POINT = Axis(1, 1, 1, 1, 1, 0, (((0, 0),),))  # an axis that a convolution of lower rank has not
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A tap: its place in W's kernel, and its offsets along depth, height and width."""
+
+    place: int
+    offsets: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Results of one remainder along depth and height: `taps` of every remainder along the width."""
+
+    depth: int
+    height: int
+    taps: tuple[tuple[Tap, ...], ...]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A convolution's axes (depth, height, width), the kernel's sizes, and its phases, those with most taps first.
+
+    `windows` are the axes of x itself, `axes` those that the copy engine sees. They differ where a row of taps along the width is one tap to it. `row` says
+    how: "folded", for few channels, where the kernel that splits x writes those of a whole row of taps side by side, one such row for each result; or
+    "shared", where the taps of a row read the same pixels in shared memory, each so many further on, and a row of pixels is as much wider than one of results.
+    """
+
+    windows: tuple[Axis, Axis, Axis]
+    axes: tuple[Axis, Axis, Axis]
+    kernel: tuple[int, int, int]
+    rank: int
+    transposed: bool
+    phases: tuple[Phase, ...]
+    row: str = ""
+
+    @property
+    def folded(self) -> bool:
+        return self.row == "folded"
+
+    @property
+    def shared(self) -> bool:
+        return self.row == "shared"
+
+    @property
+    def pixels(self) -> int:
+        """Results of a phase, those counted that lie behind the last of an axis."""
+        return math.prod(axis.count for axis in self.axes)
+
+    @property
+    def wide_phases(self) -> int:
+        return len(self.axes[2].phases)
+
+    @property
+    def row_taps(self) -> tuple[tuple[int, int], ...]:
+        """Number and offset of the taps of a row that is one to the copy engine; one tap without an offset where none is."""
+        return self.windows[2].phases[0] if self.row else ((0, 0),)
+
+    @property
+    def folded_taps(self) -> int:
+        """Taps that are channels."""
+        return len(self.row_taps) if self.folded else 1
+
+    @property
+    def halo(self) -> int:
+        """Pixels behind those of a tile that its taps read."""
+        return self.row_taps[-1][1] if self.shared else 0
+
+    @property
+    def gathered(self) -> int:
+        """Pixels of a sample of x, as the copy engine sees it."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def contiguous(self) -> bool:
+        """Do the results of a channel follow each other as the pixels do?"""
+        return all(axis.step == 1 and axis.count == axis.results for axis in self.axes)
+
+
+def rows_of(spec: FusedSpec) -> tuple[str, ...]:
+    """The ways to take the taps along the width: each by itself, and as a row where they are one list of several."""
+    values = spec.producer.values
+    transposed, kernel, stride = "transpose" in spec.producer.operator.name, values["kernel_size"][-1], values["stride"][-1]
+    if kernel == 1 or (transposed and stride > 1):
+        return ("",)
+    return ("", "folded", "shared") if stride == 1 and (kernel - 1) * values["dilation"][-1] <= WIDEST_HALO else ("", "folded")
+
+
+def geometry_of(spec: FusedSpec, row: str = "") -> Geometry:
+    """The geometry of the spec's convolution. Raises Refusal where the copy engine cannot gather its pixels."""
+    producer, rank = spec.producer, spec.producer.operator.rank
+    values, transposed = producer.values, "transpose" in producer.operator.name
+    keys = ("kernel_size", "stride", "padding", "dilation")
+    made = transposed_axis_of if transposed else axis_of
+    axes = tuple(
+        made(size, result, *numbers)
+        for size, result, *numbers in zip(producer.input_shape[2:], producer.output_shape[2:], *(values[key] for key in keys), strict=True)
+    )
+    windows, kernel = (POINT,) * (3 - rank) + axes, (1,) * (3 - rank) + tuple(values["kernel_size"])
+    width = axes[-1]
+    if row == "folded":
+        axes = (*axes[:-1], Axis(width.count, width.results, width.count, 1, 1, 0, (((0, 0),),)))
+    elif row == "shared":
+        axes = (*axes[:-1], Axis(width.size, width.results, width.count + width.phases[0][-1][1], 1, 1, width.lower, (((0, 0),),)))
+    _refuse_far(axes, rank)
+    axes = (POINT,) * (3 - rank) + axes
+    return Geometry(windows, axes, kernel, rank, transposed, _phases(axes, kernel), row)
+
+
+def axis_of(size: int, results: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
+    return Axis(size, results, results, stride, 1, -padding, (tuple((tap, tap * dilation) for tap in range(kernel)),))
+
+
+def transposed_axis_of(size: int, results: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
+    """Result o meets x[i] through tap t where o + padding = stride i + dilation t."""
+    met = [
+        [(tap, (phase + padding - dilation * tap) // stride) for tap in range(kernel) if (phase + padding - dilation * tap) % stride == 0]
+        for phase in range(stride)
+    ]
+    lower = min(place for taps in met for _, place in taps)
+    phases = tuple(tuple(sorted(((tap, place - lower) for tap, place in taps), key=lambda item: item[1])) for taps in met)
+    return Axis(size, results, math.ceil(results / stride), 1, stride, lower, phases)
+
+
+def _phases(axes: tuple[Axis, ...], kernel: tuple[int, ...]) -> tuple[Phase, ...]:
+    _, rows, columns = kernel
+    depths, heights, widths = (axis.phases for axis in axes)
+    found = [
+        Phase(d, h, tuple(
+            tuple(Tap((kd * rows + kh) * columns + kw, (od, oh, ow)) for (kd, od), (kh, oh), (kw, ow) in itertools.product(depths[d], heights[h], width))
+            for width in widths
+        ))
+        for d, h in itertools.product(range(len(depths)), range(len(heights)))
+    ]  # fmt: skip
+    return tuple(sorted(found, key=lambda phase: -sum(map(len, phase.taps))))
+
+
+def _refuse_far(axes: tuple[Axis, ...], rank: int) -> None:
+    """Raises Refusal for a convolution beyond the copy engine's reach."""
+    space = max(rank, 2)
+    for name, axis in zip(AXES[rank], axes, strict=True):
+        if axis.stride > WIDEST_STRIDE:
+            raise Refusal(f"stride: {axis.stride} along the {name} is more than the {WIDEST_STRIDE} that the copy engine takes")
+        if not -CORNERS[space] <= min(axis.lower, axis.upper) <= max(axis.lower, axis.upper) < CORNERS[space]:
+            raise Refusal(f"padding: the windows along the {name} reach further beyond x, or end further inside, than the copy engine counts")
+        if max((offset for taps in axis.phases for _, offset in taps), default=0) >= OFFSETS[space]:
+            raise Refusal(f"kernel_size: the taps along the {name} lie further apart than the copy engine counts")
+    if len(axes[-1].phases) > WIDE_PHASES:
+        raise Refusal(
+            f"stride: results of a transposed convolution are {len(axes[-1].phases)} apart along the {AXES[rank][-1]}, and a thread holds {WIDE_PHASES} side by side"
+        )

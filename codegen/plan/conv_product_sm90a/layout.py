@@ -1,0 +1,158 @@
+"""Tiles, steps and shared memory of the convolution as a product on Hopper.
+
+Rows of the accumulators are channels of y (W is operand A), columns are pixels (x is operand B). A step of K is a block of channels of one tap. The halves
+of a value lie side by side in a row of 128 bytes, or in planes of their own where a block of 64 channels fills such a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from codegen.plan.conv_product_sm90a.geometry import Geometry
+from codegen.plan.model import Refusal
+
+CONSUMERS = 2  # warpgroups that multiply
+THREADS = 128 * (1 + CONSUMERS)
+ROW_HALVES = 64  # of a row of 128 bytes, which the swizzle covers
+GROUP_K = 16  # of one multiplication
+BARRIER_BYTES = 8
+PATTERN_BYTES = 1024  # of the swizzle
+WARPGROUP_PIXELS = 128  # 64 sums of a thread, and as many of two groups in flight: 192 registers
+LEAST_STAGES = 3
+MOST_UNROLLED = 9  # stages of 64 channels
+SHARED_PIXELS = 96  # the same where a thread has the sums of two phases
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How channels and pixels lie on the multiplier.
+
+    `block` channels make a step, `blocks` of them a tap; `taps` of a stage, of which each has a step. `parts`: halves of a value. `pixels` of a warpgroup:
+    the two have 64 channels each of the same pixels, or the same 64 channels and pixels of their own. Where the taps of a stage
+    are `shared`, they read the same pixels, each `tap_step` further on, and the last `halo` behind the tile. `unrolled` stages are multiplied without a pause.
+    """
+
+    parts: int
+    block: int
+    blocks: int
+    taps: int
+    tile_channels: int
+    pixels: int
+    shared: bool = False
+    halo: int = 0
+    tap_step: int = 1
+    unrolled: int = 1
+
+    @property
+    def tile_pixels(self) -> int:
+        return self.pixels * (1 if self.tile_channels == 64 * CONSUMERS else CONSUMERS)
+
+    @property
+    def padded_channels(self) -> int:
+        """Channels of x, zeros behind the last included."""
+        return self.block * self.blocks
+
+    @property
+    def planes(self) -> int:
+        """Rows that the halves of a step's value are spread over."""
+        return max(1, self.block * self.parts // ROW_HALVES)
+
+    @property
+    def row_bytes(self) -> int:
+        return 2 * self.block * self.parts // self.planes
+
+    @property
+    def weight_part(self) -> int:
+        """Bytes of one plane of W in a stage."""
+        return self.tile_channels * self.row_bytes * self.taps
+
+    @property
+    def fetched_part(self) -> int:
+        """Bytes of one plane of x in a stage."""
+        return (self.tile_pixels + self.halo) * self.row_bytes * (1 if self.shared else self.taps)
+
+    @property
+    def input_part(self) -> int:
+        """The same, rounded up to where a swizzle's pattern begins."""
+        return math.ceil(self.fetched_part / PATTERN_BYTES) * PATTERN_BYTES
+
+    @property
+    def input_tap(self) -> int:
+        """Bytes from the pixels of a tap to those of the next."""
+        return (self.tap_step if self.shared else self.tile_pixels) * self.row_bytes
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that the copy engine brings for a stage."""
+        return self.planes * (self.weight_part + self.fetched_part)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.planes * (self.weight_part + self.input_part)
+
+    @property
+    def staged_pitch(self) -> int:
+        """Floats from one channel to the next of the results on their way out: 32, and what keeps the pairs of four rows, or the fours of two, in banks of their own."""
+        return 32 + (8 if self.pixels == WARPGROUP_PIXELS else 16)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Of the 16 channels of every multiplying warp."""
+        return 4 * CONSUMERS * 16 * self.staged_pitch * 4
+
+    def stages(self, limit: int) -> int:
+        """As many as fit, with two barriers each."""
+        return (limit - self.staged_bytes) // (self.stage_bytes + 2 * BARRIER_BYTES)
+
+    def shared_bytes(self, stages: int) -> int:
+        return self.staged_bytes + stages * (self.stage_bytes + 2 * BARRIER_BYTES)
+
+    @property
+    def halves(self) -> int:
+        """Groups of multiplications of a tap: its channels in halves, where that leaves 16 at least."""
+        return 2 if self.block > GROUP_K else 1
+
+    @property
+    def group_steps(self) -> int:
+        """Multiplications along K in a group."""
+        return self.block // (self.halves * GROUP_K)
+
+    def low(self, part_bytes: int) -> int:
+        """Bytes from the high halves to the low ones."""
+        return part_bytes if self.planes == 2 else 2 * self.block
+
+    def stages_of(self, taps: int) -> int:
+        """Stages that the taps of a phase take, or its rows of taps."""
+        return (taps if self.shared else math.ceil(taps / self.taps)) * self.blocks
+
+
+def layout_of(channels: int, results: int, geometry: Geometry, limit: int) -> Layout:
+    """The layout for so many channels of x and of y, as halves in two parts: the longest steps that leave room for a ring in `limit` bytes."""
+    pixels = WARPGROUP_PIXELS if geometry.wide_phases == 1 else SHARED_PIXELS
+    tile_channels = 64 if results <= 64 else 128
+    row = geometry.row_taps
+    together = (len(row), tile_channels, pixels, True, geometry.halo, row[1][1]) if geometry.shared else None
+    found = (Layout(2, block, blocks, *(together or (2 if block == GROUP_K else 1, tile_channels, pixels))) for block, blocks in _blocks_of(channels))
+    layout = next((layout for layout in found if layout.stages(limit) >= LEAST_STAGES), None)
+    if layout is None:
+        raise Refusal(f"a row of {len(row)} taps leaves no room for {LEAST_STAGES} stages in shared memory")
+    counts = [layout.stages_of(len(taps)) for phase in geometry.phases for taps in phase.taps]
+    return replace(layout, unrolled=_unrolled(math.gcd(*counts), MOST_UNROLLED * ROW_HALVES // (layout.block * layout.taps)))
+
+
+def _unrolled(stages: int, most: int) -> int:
+    """The largest divisor of a tile's stages that is not too long."""
+    return max(divisor for divisor in range(1, most + 1) if stages % divisor == 0)
+
+
+def _blocks_of(channels: int) -> Iterator[tuple[int, int]]:
+    """(channels of a step, steps of a tap), the longest steps first that add no more zeros than shorter ones."""
+    padded = math.ceil(channels / 32)
+    if channels > GROUP_K and padded % 2 == 0:
+        yield 64, padded // 2
+    yield (32, padded) if channels > GROUP_K else (GROUP_K, 1)
+
+
+__all__ = ["BARRIER_BYTES", "CONSUMERS", "GROUP_K", "THREADS", "WARPGROUP_PIXELS", "Layout", "layout_of"]

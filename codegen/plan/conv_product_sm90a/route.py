@@ -1,0 +1,117 @@
+"""The convolution as a product on Hopper: which convolutions and transposed convolutions without a norm it serves, and its plan.
+
+x is first split into halves, the channels of a pixel side by side, and W with it; the copy engine then gathers the pixels of a tap (im2col), so that the
+multiplication is that of a GEMM. Sums are finished by the element-wise operators behind the convolution and stored where torch has them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from codegen.ir.fused_form import FusedSpec
+from codegen.plan.conv_product_sm90a.cost import estimated_ms
+from codegen.plan.conv_product_sm90a.geometry import Geometry, geometry_of, rows_of
+from codegen.plan.conv_product_sm90a.kernel import conv_constants, conv_kernel, ordered_taps, units_of
+from codegen.plan.conv_product_sm90a.layout import CONSUMERS, GROUP_K, Layout, layout_of
+from codegen.plan.conv_product_sm90a.split import SPLIT_PIXELS, split_steps
+from codegen.plan.floor import floor
+from codegen.plan.model import Launch, Plan, Refusal
+from codegen.plan.route import Choice, Offer, Request, Route
+
+ACROSS = 0.95  # by which the estimate is multiplied to be compared with other targets'
+FILTER_VALUES = 1 << 16  # fewer values of a filter than its count of near ones holds
+INDICES = 1 << 30  # fewer values of a sample, pixels of all tiles and blocks of threads: loops over them stay within an int
+
+PRODUCTS = frozenset(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3))
+
+
+@dataclass(frozen=True)
+class Detail:
+    """Where the pixels lie, and how they meet the multiplier."""
+
+    geometry: Geometry
+    layout: Layout
+
+
+def offers(request: Request) -> tuple[Offer, ...]:
+    """The taps along the width each by itself or as channels, the faster first; then those of a row that share their pixels, which is emulated and not
+    measured yet. Raises Refusal where the convolution is not served."""
+    spec = request.form
+    _check(spec)
+    found, reason = [], None
+    for row in rows_of(spec):
+        try:
+            found.append(_offer(request, geometry_of(spec, row)))
+        except Refusal as far:
+            reason = far
+    if not found:
+        raise reason
+    return tuple(sorted(found, key=lambda offer: (offer.detail.geometry.shared, offer.ms)))
+
+
+def _offer(request: Request, geometry: Geometry) -> Offer:
+    spec = request.form
+    layout = layout_of(spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, request.target.smem_bytes)
+    pixels = units_of(spec, geometry, layout) * layout.tile_pixels
+    if max(pixels, spec.batch * geometry.gathered * layout.blocks // SPLIT_PIXELS, geometry.gathered * layout.padded_channels) >= INDICES:
+        raise Refusal("the convolution has more tiles, or a sample of x more values, than kernels count")
+    knobs = (("tile", f"{layout.tile_channels}x{layout.tile_pixels}"), ("block", layout.block), ("row", geometry.row or "apart"))
+    return Offer(Choice("conv_product_sm90a", knobs), estimated_ms(spec, request.device, geometry, layout), across=ACROSS, detail=Detail(geometry, layout))
+
+
+def _check(spec: FusedSpec) -> None:
+    values, weight = spec.producer.values, spec.producer.parameters[0].shape
+    if spec.precision.name != "fp32":
+        raise Refusal(f"{spec.precision.name}: the convolution as a product serves fp32 alone")
+    if spec.gemm == "library":
+        raise Refusal("gemm: library asked for, which this target does not call")
+    if spec.math not in (None, "fp16x3"):
+        raise Refusal(f"math: {spec.math} asked for, which the convolution as a product does not have")
+    if values["groups"] != 1:
+        raise Refusal(f"groups: {values['groups']}: the convolution as a product serves one group")
+    if spec.input_shape[1] * math.prod(weight[2:]) >= FILTER_VALUES:
+        raise Refusal(f"a filter of {spec.input_shape[1] * math.prod(weight[2:])} values is longer than the kernel that splits it counts")
+    if max(math.prod(spec.input_shape[1:]), math.prod(spec.producer.output_shape[1:])) >= INDICES:
+        raise Refusal("a sample has more values than kernels count")
+
+
+def plan(request: Request, offer: Offer) -> Plan:
+    """The plan of an offer: kernels that split W and x, then the convolution."""
+    spec, target, device = request.form, request.target, request.device
+    geometry, layout = offer.detail.geometry, offer.detail.layout
+    kernel = conv_kernel(spec, target, geometry, layout, device.sms, request.debug, _notes(geometry, layout))
+    kernel = replace(kernel, constants=conv_constants(spec, kernel))
+    steps, buffers = split_steps(spec, geometry, layout, ordered_taps(geometry, layout), device.sms)
+    return Plan(spec, target, device, (*steps, Launch(kernel)), tuple(buffers), floor(spec, device, 3, device.fp16), _why(spec, geometry, layout))
+
+
+def _notes(geometry: Geometry, layout: Layout) -> tuple[str, ...]:
+    apart = "channels" if layout.tile_channels == 64 * CONSUMERS else "pixels"
+    notes = [
+        f"tiles of {layout.tile_channels} channels x {layout.tile_pixels} pixels of a sample; one warpgroup fetches, {CONSUMERS} multiply, with {apart} of their own",
+        f"a stage has {'one tap' if layout.taps == 1 else f'{layout.taps} taps'} of {layout.block} channels, gathered by the copy engine (im2col)",
+        f"the tensor core's sums are added to fp32 registers every {layout.group_steps * GROUP_K} of K, while the next ones are multiplied",
+    ]
+    if geometry.wide_phases > 1:
+        notes.append("a thread has the sums of both columns that a pixel gives, and stores them side by side")
+    return tuple(notes)
+
+
+def _why(spec: FusedSpec, geometry: Geometry, layout: Layout) -> tuple[str, ...]:
+    reasons = ["three fp16 products of scaled operands split in two, promoted: fp32's error at the tensor cores' speed"]
+    channels, taps = spec.input_shape[1], geometry.folded_taps
+    if geometry.folded:
+        reasons.append(f"the {taps} taps along the width become channels while x is split: {taps * channels} beside each other, and as many fewer taps")
+    if geometry.shared:
+        reasons.append(f"the {len(geometry.row_taps)} taps along the width read the same pixels in shared memory, fetched once")
+    if layout.padded_channels != channels * taps:
+        reasons.append(f"{channels * taps} channels of x are filled up to {layout.padded_channels}")
+    phases = len(geometry.phases) * geometry.wide_phases
+    if phases > 1:
+        reasons.append(f"{phases} phases of results, each with its own taps: no product with a zero in between")
+    reasons.append("the operators behind the product are in its epilogue" if len(spec.chain) > 1 else "the product alone")
+    return tuple(reasons)
+
+
+CONV_PRODUCT_SM90A = Route("conv_product_sm90a", "Hopper's tiles of pixels", frozenset({"sm_90a"}), frozenset(), offers, plan, products=PRODUCTS)

@@ -1,0 +1,205 @@
+"""The kernels that turn x and W into the halves that the convolution multiplies, as data: what measure.cu.j2, split.cu.j2 and filters.cu.j2 read.
+
+A sample of x has one scale, a power of two, and a filter of W another: they factor out of every sum. Zeros of the padding stay zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from codegen.ir.apply import Constant
+from codegen.ir.fused_form import FusedSpec
+from codegen.ir.operand import c_identifier
+from codegen.plan.conv_product_sm90a.geometry import Geometry, Tap
+from codegen.plan.conv_product_sm90a.layout import Layout
+from codegen.plan.model import Buffer, Launch
+from codegen.plan.shared.halves import scale_constants, small_constant
+from codegen.plan.shared.pointers import Pointer, PointerKernel
+
+X_SPLIT, X_LARGEST, X_UNSCALE, X_COUNTS = "x_split", "x_largest", "x_unscale", "x_counts"
+WEIGHT_SPLIT, WEIGHT_UNSCALE = "weight_split", "weight_unscale"
+SPLIT_PIXELS = 128  # of a block
+SPLIT_THREADS = 256
+SLICES = 32  # of a sample, at least, whose largest values a warp looks through
+SLICES_PER_SM = 8  # in all
+LARGEST_EXPONENT = 96  # of a value: sums of 2^15 x 2^15, unscaled by it, stay below 2^128 with 2^16 of them
+NEAR_FOR_SMALL = 64  # values near the largest that excuse a small one
+
+
+@dataclass(frozen=True)
+class MeasureKernel(PointerKernel):
+    """The largest value of each slice of a sample; `in_fours`: samples begin at multiples of 16 bytes."""
+
+    in_fours: bool = True
+
+
+@dataclass(frozen=True)
+class SplitKernel(PointerKernel):
+    """x as halves, a pixel's channels side by side; `blocks_deep`: blocks of channels, `channel_tail`: the last has fewer channels than others."""
+
+    blocks_deep: int = 1
+    channel_tail: bool = False
+    geometry: Geometry | None = None
+
+    @property
+    def folded(self) -> bool:
+        return self.geometry.folded
+
+    @property
+    def stride(self) -> int:
+        """Of the windows along the width."""
+        return self.geometry.windows[2].stride
+
+    @property
+    def tap_step(self) -> int:
+        """Columns from one folded tap to the next."""
+        return _tap_step(self.geometry)
+
+
+@dataclass(frozen=True)
+class FiltersKernel(PointerKernel):
+    """W as halves, step by step; `order`: the taps in the order of their steps, empty where that is their own; `phased`: those of several phases;
+    `folded`: those along the width are channels, the last of them first where `turned`. Those of a stage,
+    `stage_taps`, follow each other."""
+
+    weight: str = ""
+    order: tuple[int, ...] = ()
+    phased: bool = False
+    folded: bool = False
+    turned: bool = False
+    stage_taps: int = 1
+
+
+def near_constant() -> Constant:
+    return Constant("kNearForSmall", str(NEAR_FOR_SMALL), "values near the largest that excuse one that loses bits")
+
+
+def input_constants(spec: FusedSpec, geometry: Geometry) -> list[tuple[str, int, str]]:
+    """(name, value, why) of x as it comes."""
+    return [
+        ("kInChannels", spec.input_shape[1], "in_channels"),
+        ("kWidth", geometry.windows[2].size, "columns of x"),
+        ("kInPlane", math.prod(spec.input_shape[2:]), "pixels of a channel of a sample: " + " x ".join(map(str, spec.input_shape[2:]))),
+    ]
+
+
+def weight_constants(spec: FusedSpec, geometry: Geometry) -> list[tuple[str, int, str]]:
+    """(name, value, why) of W as it comes."""
+    taps, channels = math.prod(geometry.kernel), spec.channels
+    return [
+        ("kOutChannels", channels, "out_channels"),
+        ("kFilter", taps * (1 if geometry.transposed else spec.input_shape[1]), "values of W from one channel of y to the next"),
+        ("kFilterStep", taps * (channels if geometry.transposed else 1), "values of W from one channel of x to the next"),
+    ]
+
+
+def fold_constants(spec: FusedSpec, geometry: Geometry) -> list[tuple[str, int, str]]:
+    """(name, value, why) of taps that become channels."""
+    taps = geometry.folded_taps
+    return [
+        ("kFolded", taps, "taps along the width, which become channels"),
+        ("kChannels", spec.input_shape[1] * taps, "in_channels * folded"),
+    ]
+
+
+def _tap_step(geometry: Geometry) -> int:
+    return geometry.row_taps[1][1] if geometry.folded else 1
+
+
+def split_steps(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: tuple[Tap | None, ...], sms: int) -> tuple[list[Launch], list[Buffer]]:
+    """The launches in front of the multiplication, that of W first, and their buffers."""
+    slices = SLICES * max(1, math.ceil(SLICES_PER_SM * sms / (SLICES * spec.batch)))
+    pixels = spec.batch * geometry.gathered
+    buffers = [
+        Buffer(WEIGHT_SPLIT, (len(taps) * layout.blocks, spec.channels, layout.parts * layout.block), "float16"),
+        Buffer(WEIGHT_UNSCALE, (spec.channels,), "float32"),
+        Buffer(X_LARGEST, (spec.batch, slices), "float32"),
+        Buffer(X_COUNTS, (spec.batch, 2), "float32"),
+        Buffer(X_SPLIT, (pixels, layout.parts * layout.padded_channels), "float16"),
+        Buffer(X_UNSCALE, (spec.batch,), "float32"),
+    ]
+    filters = Launch(_filters_kernel(spec, geometry, layout, taps), prepares=(WEIGHT_SPLIT, WEIGHT_UNSCALE) if spec.prepack else ())
+    return [filters, Launch(_measure_kernel(spec, slices)), Launch(_split_kernel(spec, geometry, layout, slices))], buffers
+
+
+def _constants(*rows: tuple[str, int, str]) -> list[Constant]:
+    return [Constant(name, str(value), why) for name, value, why in rows]
+
+
+def _scales(what: str, layout: Layout) -> list[Constant]:
+    largest = Constant("kLargestExponent", str(LARGEST_EXPONENT), "from here on, unscaled sums could leave fp32's range")
+    return [*scale_constants(what), largest, small_constant(layout.parts)]
+
+
+def _measure_kernel(spec: FusedSpec, slices: int) -> MeasureKernel:
+    values = math.prod(spec.input_shape[1:])
+    fours = values % 4 == 0
+    constants = _constants(
+        ("kSlices", slices, "blocks that share a sample"),
+        ("kThreads", SPLIT_THREADS, "threads of a block"),
+        ("kPieces", values // 4 if fours else values, f"{'pieces of four' if fours else 'values'} of a sample"),
+        ("kBlocks", spec.batch * slices, "batch * slices"),
+    )
+    return MeasureKernel(
+        name="measure", template="conv_product_sm90a/measure.cu.j2", arguments=("x", X_LARGEST, X_COUNTS), constants=tuple(constants),
+        summary="finds the largest magnitude of every sample of x", threads=SPLIT_THREADS, blocks=spec.batch * slices, max_registers=64,
+        pointers=(Pointer("float", "x"), Pointer("uint32_t", X_LARGEST, True), Pointer("uint2", X_COUNTS, True)), in_fours=fours,
+    )  # fmt: skip
+
+
+def _split_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, slices: int) -> SplitKernel:
+    width = geometry.windows[2]
+    pixel_blocks = math.ceil(geometry.gathered / SPLIT_PIXELS)
+    blocks = spec.batch * pixel_blocks * layout.blocks
+    constants = _constants(
+        *input_constants(spec, geometry),
+        ("kStrideWidth", width.stride, "stride along the width"),
+        ("kLowerWidth", width.lower, "column of the first result's first tap"),
+        *fold_constants(spec, geometry),
+        ("kTapStep", _tap_step(geometry), "columns from one of these taps to the next"),
+        ("kColumns", geometry.axes[2].size, "columns of pixels, one for each result"),
+        ("kPixels", geometry.gathered, "pixels of a sample as they are gathered"),
+        ("kSlices", slices, "slices of a sample, each with its largest value"),
+        ("kThreads", SPLIT_THREADS, "threads of a block"),
+        ("kBlockPixels", SPLIT_PIXELS, "pixels of a block"),
+        ("kPixelBlocks", pixel_blocks, "blocks side by side along a sample's pixels"),
+        ("kBlock", layout.block, "channels of a block"),
+        ("kBlocks", blocks, "blocks of threads"),
+        ("kChannelBlocks", layout.blocks, "blocks of channels of x"),
+        ("kPieces", layout.parts * layout.block // 8, "pieces of eight halves of a pixel in a block"),
+    ) + _scales("sample", layout)
+    return SplitKernel(
+        name="split_x", template="conv_product_sm90a/split.cu.j2", arguments=("x", X_LARGEST, X_SPLIT, X_UNSCALE, X_COUNTS), constants=tuple(constants),
+        summary="x split into two halves a value, the channels of a pixel side by side, samples scaled by powers of two",
+        smem_bytes=4 * (SPLIT_PIXELS * (layout.block + 1) + SPLIT_THREADS // 32), threads=SPLIT_THREADS, blocks=blocks, max_registers=128,
+        pointers=(
+            Pointer("float", "x"), Pointer("uint32_t", X_LARGEST), Pointer("uint4", X_SPLIT, True), Pointer("float", X_UNSCALE, True), Pointer("uint2", X_COUNTS, True),
+        ),
+        blocks_deep=layout.blocks, channel_tail=spec.input_shape[1] * geometry.folded_taps != layout.padded_channels, geometry=geometry,
+    )  # fmt: skip
+
+
+def _filters_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: tuple[Tap | None, ...]) -> FiltersKernel:
+    order = tuple(tap.place if tap else -1 for tap in taps)
+    constants = _constants(
+        ("kInChannels", spec.input_shape[1], "in_channels"),
+        *weight_constants(spec, geometry),
+        *fold_constants(spec, geometry),
+        ("kTaps", math.prod(geometry.kernel), "taps of a filter"),
+        ("kTapSteps", len(taps), "taps in the order of their steps" + (", pairs completed" if -1 in order else "")),
+        ("kStageTaps", layout.taps, "taps of a stage"),
+        ("kBlock", layout.block, "channels of a step"),
+        ("kChannelBlocks", layout.blocks, "blocks of channels of x"),
+        ("kThreads", SPLIT_THREADS, "threads of a block"),
+        ("kBlocks", spec.channels, "blocks, one a channel of y"),
+    ) + _scales("filter", layout)
+    weight = c_identifier(spec.weight)
+    return FiltersKernel(
+        name="split_weight", template="conv_product_sm90a/filters.cu.j2", arguments=(spec.weight, WEIGHT_SPLIT, WEIGHT_UNSCALE),
+        constants=(*constants, near_constant()), summary="W split into two halves a value, step by step, filters scaled by powers of two",
+        threads=SPLIT_THREADS, blocks=spec.channels, max_registers=64,
+        pointers=(Pointer("float", weight), Pointer("uint32_t", WEIGHT_SPLIT, True), Pointer("float", WEIGHT_UNSCALE, True)),
+        weight=weight, order=() if order == tuple(range(len(order))) else order, phased=len(geometry.phases) * geometry.wide_phases > 1,
+        folded=geometry.folded, turned=geometry.folded and geometry.row_taps[0][0] > 0, stage_taps=layout.taps,
+    )  # fmt: skip

@@ -1,0 +1,153 @@
+"""Convolutions without a norm as products on Hopper, without a GPU: every product counted once, what lies where, plans, refusals, estimates."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from codegen.ir.fused_form import FusedSpec
+from codegen.ops.windows import window_count
+from codegen.plan import Launch, Library, plan
+from codegen.plan.conv_product_sm90a.geometry import axis_of, geometry_of, rows_of, transposed_axis_of
+from codegen.plan.conv_product_sm90a.kernel import ordered_taps
+from codegen.plan.conv_product_sm90a.layout import layout_of
+from codegen.plan.conv_product_sm90a.route import CONV_PRODUCT_SM90A, offers
+from codegen.plan.model import Refusal
+from codegen.render import render_kernel
+from codegen.spec import load_spec
+from codegen.targets import DEVICES, TARGETS
+from tests.codegen.conv_product_cases import CASES, product, scale
+from tests.codegen.forced import planned_by, request_for
+
+LIMIT = TARGETS["sm_90a"].smem_bytes
+
+
+def read(folder, data, precision="fp32", **asked):
+    path = folder / "case.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return load_spec(path, precision, **asked)
+
+
+def kinds(found):
+    return [step.kernel.name.split("_", 1)[1] if isinstance(step, Launch) else f"torch {step.operation}" for step in found.steps]
+
+
+def wanted(values, size, results, transposed):
+    """(result, value of x, tap) of an axis by the definition."""
+    kernel, stride, padding, dilation = values
+    if transposed:
+        pairs = ((i * stride + t * dilation - padding, i, t) for i in range(size) for t in range(kernel))
+        return Counter(pair for pair in pairs if 0 <= pair[0] < results)
+    pairs = ((o, o * stride + t * dilation - padding, t) for o in range(results) for t in range(kernel))
+    return Counter(pair for pair in pairs if 0 <= pair[1] < size)
+
+
+@given(st.integers(5, 19), st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 4), st.integers(1, 3)), st.booleans())
+def test_every_product_of_an_axis_is_counted_once(size, values, transposed):
+    kernel, stride, padding, dilation = values
+    results = (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1 if transposed else window_count(size, *values)
+    if results < 1:
+        return
+    axis = (transposed_axis_of if transposed else axis_of)(size, results, *values)
+    found = Counter(
+        (axis.step * j + phase, axis.stride * j + axis.lower + offset, tap)
+        for phase, taps in enumerate(axis.phases) for tap, offset in taps for j in range(axis.count)
+        if axis.step * j + phase < results and 0 <= axis.stride * j + axis.lower + offset < size
+    )  # fmt: skip
+    assert found == wanted(values, size, results, transposed)
+    assert all(offset >= 0 for taps in axis.phases for _, offset in taps)
+    assert len(range(axis.lower, size + axis.upper, axis.stride)) == axis.count
+
+
+@pytest.mark.parametrize("row", ["", "folded", "shared"])
+@pytest.mark.parametrize("name", CASES)
+def test_stages_fit_and_swizzle_patterns_begin_where_they_must(tmp_path, name, row):
+    spec = FusedSpec.of(read(tmp_path, CASES[name]))
+    if row not in rows_of(spec):
+        return
+    geometry = geometry_of(spec, row)
+    try:
+        layout = layout_of(spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, LIMIT)
+    except Refusal as refusal:
+        assert row == "shared" and "no room for 3 stages" in str(refusal)
+        return
+    stages = layout.stages(LIMIT)
+    assert stages >= 3 and layout.shared_bytes(stages) <= LIMIT < layout.shared_bytes(stages + 1)
+    assert all(part % 1024 == 0 for part in (layout.weight_part, layout.input_part, layout.tile_channels * layout.row_bytes, layout.pixels * layout.row_bytes))
+    assert layout.planes * layout.row_bytes == 2 * layout.parts * layout.block and layout.group_steps >= 1
+    assert layout.padded_channels >= spec.input_shape[1] * geometry.folded_taps
+    assert layout.input_tap * (layout.taps - 1) + layout.tile_pixels * layout.row_bytes <= layout.fetched_part <= layout.input_part
+    for phase in geometry.phases:
+        assert all(layout.stages_of(len(taps)) % layout.unrolled == 0 for taps in phase.taps)
+    places = sorted(tap.place for tap in ordered_taps(geometry, layout) if tap)
+    assert places == list(range(0, math.prod(geometry.kernel), geometry.folded_taps))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_convolution_is_split_and_multiplied_by_four_kernels(tmp_path, name):
+    spec = read(tmp_path, CASES[name])
+    found = planned_by(CONV_PRODUCT_SM90A, spec, DEVICES["h200"])
+    assert [step.kernel.name for step in found.steps] == ["split_weight", "measure", "split_x", "conv"]
+    assert found.steps[-1].arguments[-1] == "y"
+    for kernel in found.kernels:
+        assert render_kernel(found, kernel)
+
+
+def test_element_wise_operators_end_in_the_epilogue_and_others_follow(tmp_path):
+    tail = ("relu", scale(128, 3), {"max_pool3d": {"kernel_size": 2}})
+    found = plan(read(tmp_path, product(3, 64, 128, 3, 32, batch=8, tail=tail)), "sm_90a", "h200")
+    assert kinds(found)[:4] == ["split_weight", "measure", "split_x", "conv"] and "windows" in kinds(found)[4]
+    assert {"conv.bias", "scale"} <= set(found.steps[3].arguments) and found.steps[3].arguments[-1] == "value:2"
+
+
+def test_weights_that_stay_are_split_once(tmp_path):
+    found = plan(read(tmp_path, product(2, 64, 128, 3, 64, batch=64), prepack=True), "sm_90a", "h200")
+    assert [step.kernel.name.split("_", 1)[1] for step in found.preparing] == ["split_weight"] and len(found.prepared) == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (product(2, 64, 64, 3, 32, groups=4), "groups: 4: the convolution as a product serves one group"),
+        (product(2, 64, 64, 3, 32, transposed=True, stride=3), "results of a transposed convolution are 3 apart along the width"),
+        (product(2, 64, 64, 3, 64, stride=9), "stride: 9 along the height is more than the 8"),
+        (product(3, 16, 64, 3, 40, padding=17), "padding: the windows along the depth reach further beyond x"),
+        (product(3, 16, 64, 3, 80, padding=16, dilation=16), "kernel_size: the taps along the depth lie further apart"),
+        (product(2, 8192, 64, 3, 16), "a filter of 73728 values is longer"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_the_reason(tmp_path, data, reason):
+    spec = read(tmp_path, data)
+    with pytest.raises(Refusal, match=reason):
+        offers(request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"]))
+    with pytest.raises(Refusal, match=reason):
+        plan(replace(spec, gemm="generated"), "sm_90a", "h200")
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
+def test_other_precisions_are_left_to_the_library(tmp_path, precision):
+    spec = read(tmp_path, product(2, 64, 128, 3, 64, batch=64), precision)
+    with pytest.raises(Refusal, match="serves fp32 alone"):
+        plan(spec, "sm_90a", "h200")
+    assert any(isinstance(step, Library) for step in plan(spec, "sm_80", "h200").steps)
+
+
+def test_the_library_convolves_where_it_is_estimated_faster(tmp_path):
+    """Few channels on both sides: most of what the tensor cores multiply would be zeros."""
+    with pytest.raises(Refusal, match="estimated, against"):
+        plan(read(tmp_path, product(2, 2, 4, 3, (40, 40), batch=2)), "sm_90a", "h200")
+
+
+def test_few_channels_take_the_taps_along_the_width_with_them(tmp_path):
+    few, many = (offers(request_for(CONV_PRODUCT_SM90A, read(tmp_path, product(2, channels, 64, 3, 128, batch=64)), DEVICES["h200"])) for channels in (8, 64))
+    assert few[0].choice.settings["row"] == "folded" and many[0].choice.settings["row"] == "apart"
+
+
+def test_phases_with_most_taps_come_first(tmp_path):
+    geometry = geometry_of(FusedSpec.of(read(tmp_path, CASES["eight_phases"])))
+    counts = [sum(map(len, phase.taps)) for phase in geometry.phases]
+    assert counts == [12, 6, 6, 3] and sum(counts) == 27

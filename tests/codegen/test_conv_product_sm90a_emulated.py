@@ -1,0 +1,116 @@
+"""The convolution as a product for Hopper on a CPU: the emitted sources, compiled by g++ against tests/codegen/emulation/hopper_product.h, held to float64."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+import yaml
+
+from codegen.plan.conv_product_sm90a.route import CONV_PRODUCT_SM90A
+from codegen.plan.model import Plan
+from codegen.render import render_kernel
+from codegen.spec import Spec, load_spec
+from codegen.targets import DEVICES
+from tests.codegen.conv_product_cases import CASES
+from tests.codegen.emulated import SOON, compile_text, run_apart, without_wrappers
+from tests.codegen.forced import request_for
+
+pytestmark = pytest.mark.emulated
+
+WRAPPERS = (
+    "barrier_init", "barrier_init_done", "expect_bytes", "arrive", "try_wait", "wait", "copy_box", "copy_pixels", "prefetch_map", "give_registers", "take_registers",
+    "wgmma_fence", "wgmma_commit", "wgmma_wait", "wgmma",
+)  # fmt: skip
+REPLACED = {
+    'asm volatile("add.f32 %0, %0, %1;" : "+f"(total[i]) : "f"(sums[i]));': "total[i] += sums[i];",
+    'asm volatile("" : "+r"(self.warpgroup), "+r"(self.warp), "+r"(self.lane));': "",
+    "extern __shared__ __align__(1024) unsigned char memory[];": "unsigned char* const memory = emulation::shared_memory();",
+}
+TAILS = {"relu": torch.relu, "gelu": functional.gelu, "tanh": torch.tanh}
+
+
+def compiled(found: Plan, folder: Path, edit=lambda text: text) -> None:
+    """The plan's kernels as a library; `edit` changes their text, to see that a test notices."""
+    text = "".join(without_wrappers(render_kernel(found, kernel), WRAPPERS) for kernel in found.kernels)
+    for instructions, same in REPLACED.items():
+        text = text.replace(instructions, same)
+    text = re.sub(r' *asm volatile\("" : "\+r"\(feed\.ring\.stage\)\);[^\n]*', "", text)
+    text = re.sub(r"(?<!config\.)\bgridDim\.x\b", "emulation::grid_size", text)
+    compile_text(folder, f"const bool emulation::bf16_operands = false;\n{edit(text)}", SOON, header="hopper_product.h")
+
+
+def computed(found: Plan, folder: Path, x: torch.Tensor, values: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
+    y = torch.full(found.spec.output_shape, float("nan"))
+    buffers = {buffer.name: torch.full((buffer.size,), 0xFF, dtype=torch.uint8) for buffer in found.buffers}
+    calls = [("emulated.so", step.kernel.function(found.target), step.arguments) for step in found.steps]
+    run_apart(folder, calls, {"x": x, "y": y, **values, **buffers}, seed)
+    return y
+
+
+def reference(spec: Spec, x: torch.Tensor, values: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The chain in float64."""
+    conv = spec.chain[0]
+    keys = ("stride", "padding", "output_padding", "dilation")
+    options = {key: conv.values[key] for key in keys if key in conv.values}
+    bias = values.get("conv.bias")
+    y = getattr(functional, conv.operator.name)(x.double(), values["conv.weight"].double(), None if bias is None else bias.double(), **options)
+    for step in spec.chain[1:]:
+        y = y * values["scale"].double() if step.operator.name == "mul" else TAILS[step.operator.name](y)
+    return y
+
+
+def drawn(spec: Spec) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    values = {key: torch.randn(shape, generator=generator) / math.sqrt(max(1, math.prod(shape[1:]))) for key, shape in spec.parameters}
+    return torch.randn(spec.input_shape, generator=generator), values
+
+
+def offered(folder: Path, name: str, row: str) -> tuple[Spec, Plan]:
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(CASES[name], sort_keys=False))
+    spec = load_spec(path, "fp32")
+    asked = request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"])
+    offer = next((offer for offer in CONV_PRODUCT_SM90A.offers(asked) if offer.choice.settings["row"] == row), None)
+    if offer is None:
+        pytest.skip("no such offer")
+    return spec, CONV_PRODUCT_SM90A.plan(asked, offer)
+
+
+@pytest.mark.parametrize("row", ["apart", "folded", "shared"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_result_is_that_of_float64(tmp_path, name, row):
+    spec, found = offered(tmp_path, name, row)
+    compiled(found, tmp_path)
+    x, values = drawn(spec)
+    expected = reference(spec, x, values)
+    first, second = (computed(found, tmp_path, x, values, seed) for seed in (0, 5))
+    assert torch.equal(first, second)
+    assert float((first.double() - expected).norm() / expected.norm()) <= 3e-7
+
+
+@pytest.mark.parametrize(("name", "row"), [("pairs_of_taps", "shared"), ("three_rows", "apart"), ("few_channels", "folded")])
+def test_values_that_halves_cannot_carry_are_computed_again(tmp_path, name, row):
+    spec, found = offered(tmp_path, name, row)
+    compiled(found, tmp_path)
+    x, values = drawn(spec)
+    x[0] *= 1e-4
+    x[0].view(-1)[7] = 1e7
+    x[1].view(-1)[11] = float("inf")
+    x[2].view(-1)[-5] = float("nan")
+    expected, y = reference(spec, x, values), computed(found, tmp_path, x, values, 0)
+    assert torch.equal(torch.isnan(y), torch.isnan(expected)) and torch.equal(torch.isinf(y), torch.isinf(expected))
+    finite = torch.isfinite(expected)
+    assert float((y.double() - expected)[finite].norm() / expected[finite].norm()) <= 3e-7
+
+
+def test_a_wrong_place_in_a_stage_is_noticed(tmp_path):
+    spec, found = offered(tmp_path, "padded", "shared")
+    compiled(found, tmp_path, lambda text: re.sub(r"(kInputTapBytes = )128", r"\g<1>256", text))
+    x, values = drawn(spec)
+    y = computed(found, tmp_path, x, values, 0)
+    assert not float((y.double() - reference(spec, x, values)).norm()) < 0.1

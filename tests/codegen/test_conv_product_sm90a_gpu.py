@@ -1,0 +1,120 @@
+"""The convolution as a product on Hopper, through emitted packages and the runtime, against float64: every form, and data that halves cannot carry."""
+
+import copy
+
+import pytest
+import yaml
+
+torch = pytest.importorskip("torch")
+
+from codegen.manifest import Package  # noqa: E402
+from codegen.plan.conv_product_sm90a.route import CONV_PRODUCT_SM90A  # noqa: E402
+from codegen.spec import load_spec  # noqa: E402
+from codegen.targets import DEVICES  # noqa: E402
+from tests.codegen.conv_product_cases import CASES  # noqa: E402
+from tests.codegen.forced import request_for  # noqa: E402
+from tests.codegen.gemm_promise import relative  # noqa: E402
+from tests.codegen.gpu_models import built_models  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs an H100 or H200"),
+]
+
+
+@pytest.fixture(autouse=True)
+def full_precision_eager(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture(scope="module", params=[(name, number) for name in CASES for number in range(3)], ids=lambda item: f"{item[0]}-{item[1]}")
+def built(request, tmp_path_factory):
+    """(spec, ModelNew, Model) of a case by each of its offers."""
+    name, number = request.param
+    folder = tmp_path_factory.mktemp(f"{name}_{number}")
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(CASES[name] | {"name": f"product_{name}"}, sort_keys=False))
+    spec = load_spec(path, "fp32")
+    asked = request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"], debug=number == 0)
+    found = CONV_PRODUCT_SM90A.offers(asked)
+    if number >= len(found):
+        pytest.skip("no more offers")
+    return spec, *built_models(Package(spec, (CONV_PRODUCT_SM90A.plan(asked, found[number]),)), folder)
+
+
+def draw(spec, kind=torch.randn):
+    return kind(spec.input_shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda")
+
+
+def exact(eager, x):
+    """The result in float64, on the processor: its sums meet no value outside their windows."""
+    return copy.deepcopy(eager).cpu().double()(x.cpu().double()).cuda()
+
+
+def kinds_of(spec):
+    x = draw(spec)
+    outlier = x * 1e-4
+    outlier.view(-1)[7] = 1e7
+    dark = x.clone()
+    dark[0] *= 1e-30
+    return {
+        "randn": x, "rand": draw(spec, torch.rand), "sparse": torch.relu(x - 1.5), "tiny": x * 1e-30, "outlier": outlier, "dark sample": dark,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def test_error_is_within_the_promise(built):
+    spec, ours, eager = built
+    for kind, x in kinds_of(spec).items():
+        reference = exact(eager, x)
+        limit = max(1.1 * relative(eager(x), reference), 3e-7)
+        for sample in range(spec.batch):
+            error = float((ours(x)[sample].double() - reference[sample]).norm() / reference[sample].norm().clamp_min(1e-300))
+            assert error <= 1.5 * limit, (kind, sample)
+        assert relative(ours(x), reference) <= limit, kind
+
+
+@torch.no_grad()
+def test_infinity_and_nan_come_out_where_they_belong(built):
+    spec, ours, eager = built
+    x = draw(spec)
+    x[0].view(-1)[11] = float("inf")
+    x[-1].view(-1)[-5] = float("nan")
+    reference, y = exact(eager, x), ours(x)
+    assert torch.equal(torch.isnan(y), torch.isnan(reference)) and torch.equal(torch.isinf(y), torch.isinf(reference))
+    finite = torch.isfinite(reference)
+    assert relative(y[finite], reference[finite]) <= 5e-7
+
+
+@torch.no_grad()
+def test_filters_of_any_size_keep_their_accuracy(built):
+    """One of them 1e20 times as large, one as small, one with a value that dwarfs all others."""
+    spec, ours, eager = built
+    models = [copy.deepcopy(model) for model in (ours, eager)]
+    channels = int("transpose" in spec.chain[0].operator.name)
+    for model in models:
+        weight = model.conv.weight.transpose(0, channels)
+        weight[0] *= 1e20
+        weight[1] *= 1e-20
+        weight[(2,) + (0,) * (weight.ndim - 1)] = 1e9
+    x = draw(spec)
+    reference, y, theirs = exact(models[1], x), models[0](x), models[1](x)
+    for channel in range(4):
+        size = reference[:, channel].norm().clamp_min(1e-300)
+        error, allowed = ((v[:, channel].double() - reference[:, channel]).norm() / size for v in (y, theirs))
+        assert float(error) <= max(2 * float(allowed), 4e-7), channel
+
+
+@torch.no_grad()
+def test_nothing_comes_of_zeros(built):
+    spec, ours, eager = built
+    x = torch.zeros(spec.input_shape, device="cuda")
+    assert torch.allclose(ours(x), eager(x), rtol=1e-6, atol=0.0)
+
+
+@torch.no_grad()
+def test_runs_are_bitwise_equal(built):
+    spec, ours, _ = built
+    x = draw(spec)
+    first = ours(x)
+    assert all(torch.equal(first, ours(x)) for _ in range(3))
