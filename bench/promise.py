@@ -9,7 +9,8 @@ An fp32 arithmetic that a spec forces and whose own error is above that promise 
 
 The promise compares two errors, ours and PyTorch's. Of a result of few groups both scatter: that of n independent values is known to about
 1/sqrt(n); so do errors of which a few values hold all, as where one rounding carries a value from one bound to the other. Data whose errors are above
-the promise are therefore drawn again with other seeds, and all draws together must keep it within three standard deviations (`pooled`). A wrong
+the promise are therefore drawn again with other seeds, and all draws together must keep it within three standard deviations (`pooled`); draws in
+which PyTorch itself overflowed count only where it did in all. A wrong
 shape, a lost NaN or other bits in a second run are wrong at once.
 """
 
@@ -38,7 +39,7 @@ class Yardsticks:
 
     `eager`: PyTorch at the spec's precision; `eager_fp32`: with TF32 off (the same for all but tf32); `tf32`: relative error and elements
     outside of the TF32 model, None for other precisions; `rounded`: relative error of the exact result rounded to the storage type; `rms`:
-    root mean square of the exact result.
+    root mean square of the exact result; `overflowed`: PyTorch has no number where the exact result is one, so that its error says nothing of that.
     """
 
     eager: Errors
@@ -46,6 +47,7 @@ class Yardsticks:
     tf32: Errors | None
     rounded: float
     rms: float
+    overflowed: bool = False
 
 
 def margin_of(spec: Spec) -> float:

@@ -114,10 +114,11 @@ def _again(subject: Subject, first: Finding) -> Finding:
     certain = next((found for found in draws if not found.ok and not _lucky(spec, found)), None)
     if certain:
         return certain
-    ours, by = [found.ours for found in draws], [found.by for found in draws]
+    judged = [found for found in draws if not found.by.overflowed] or draws
+    ours, by = [found.ours for found in judged], [found.by for found in judged]
     allowed, outside, problems = pooled(spec, ours, by, family.initial)
     eager = pooled_errors([one.eager for one in by])
-    return Finding(family, pooled_errors(ours), replace(by[0], eager=eager), allowed, outside, first.repeats, tuple(problems), count, first.mode, first.eager_in_single)
+    return Finding(family, pooled_errors(ours), replace(by[0], eager=eager), allowed, outside, first.repeats, tuple(problems), len(judged), first.mode, first.eager_in_single)
 
 
 def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: int) -> Finding:
@@ -154,6 +155,7 @@ def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: in
         tf32=measure(subject.run_tf32_model(part)) if tf32 else None,
         rounded=compare(exact.to(y.dtype), exact, spec.precision.tolerance, None).relative,
         rms=float(exact[finite].square().mean().sqrt()) if bool(finite.any()) else 0.0,
+        overflowed=not bool(torch.isfinite(eager_y[finite]).all()),
     )
     problems += broken(spec, ours, by, family.initial)
     if changed:

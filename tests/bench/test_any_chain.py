@@ -15,7 +15,7 @@ from bench.measure import measure
 from bench.subject import Subject, construct, emit
 from bench.sweep.judge import judge
 from bench.timing import Ceilings
-from bench.verify import table_of, verify
+from bench.verify import _examine, table_of, verify
 
 CPU = torch.device("cpu")
 MODES = """\
@@ -170,3 +170,26 @@ def test_eager_that_cannot_run_is_a_peer_that_failed(tmp_path):
     one = emit(str(path), "fp16", "cpu")
     record = measure(one, construct(one, CPU, "cpu"), CPU, describe(CPU), Ceilings(10.0, 0.1, 0.1, 0.1, 0.1), ("eager",), 0.1)
     assert not record["peers"] and "avg_pool3d" in record["failed"]["eager"] and record["ours"]["ms"] > 0
+
+
+OVERFLOWS = """\
+name: overflows
+batch: 1
+precision: fp16
+chain:
+  - linear: {name: a, in_features: 16, out_features: 16384, bias: false}
+  - rdiv: {value: -1.44}
+  - group_norm: {name: norm, num_groups: 1}
+  - tanh
+"""
+
+
+def test_draws_in_which_pytorch_overflows_judge_nothing_while_there_are_others(tmp_path):
+    """-1.44 over a number near 0 is beyond fp16 now and then: eager's result is NaN there and its error 0, which ours cannot keep."""
+    path = tmp_path / "overflows.yaml"
+    path.write_text(OVERFLOWS)
+    one = emit(str(path), target="cpu")
+    subject = Subject(one, construct(one, CPU, "cpu"), CPU)
+    draws = [_examine(subject, FAMILIES["normal"], "", 0, seed) for seed in range(1, 9)]
+    assert {found.by.overflowed for found in draws} == {True, False}
+    assert all(finding.ok for finding in verify(subject, repeats=1))
