@@ -13,20 +13,20 @@ from runtime.cache import LIBRARY
 
 from .generated_packages import CHAINS, LINEAR, assert_an_exported_program_runs, generate
 
-pytestmark = pytest.mark.usefixtures("kept_objects")
+pytestmark = pytest.mark.usefixtures("kept_builds")
 
 BATCHES = (1, 3, 8)
 REDUCED = [LINEAR, {"group_norm": {"name": "norm", "num_groups": 4}}, {"min": {"keepdim": True}}, {"add": {"name": "bias", "shape": [1, 24, 1, 1]}}]
 
 
 @pytest.fixture(params=CHAINS)
-def ranged(request, tmp_path):
-    return generate(tmp_path / "packages", CHAINS[request.param], batch=list(BATCHES))
+def ranged(request, shared):
+    return shared(CHAINS[request.param], batch=list(BATCHES))
 
 
 @pytest.fixture(params=CHAINS)
-def padding(request, tmp_path):
-    return generate(tmp_path / "packages", CHAINS[request.param], batch=list(BATCHES), pad_batch=True)
+def padding(request, shared):
+    return shared(CHAINS[request.param], batch=list(BATCHES), pad_batch=True)
 
 
 @pytest.fixture(autouse=True)
