@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from codegen.plan import Library, plan
 from codegen.plan.cpu.kernel import PIECE, STACK_VALUES, _count_text
 from codegen.render import render_kernel
+from tests import tiers
 from tests.codegen.cpu_chains import DTYPES, Chain, build, conv_chain, linear_chain, make_spec, relative_error
 from tests.compiler import gxx
 
@@ -75,15 +76,16 @@ def check(chain: Chain, source: torch.Tensor, steeper: float = 1.0, chance: floa
     assert ours <= allowed, f"{chain.spec.precision.name}: error {ours:.3g}, eager's {theirs:.3g}"
 
 
+@tiers.shares
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_before_and_after(tmp_path, name: str) -> None:
+def test_elementwise_before_and_after(tmp_path, name: str, share: str) -> None:
     """Every operator on both sides of the norm, at every precision, each time with another awkward group width."""
     op, start = ELEMENTWISE[name], list(ELEMENTWISE).index(name)
     specs = []
     for i, precision in enumerate(PRECISIONS):
         width = WIDTHS[(start + 3 * i) % len(WIDTHS)]
         specs.append(make_spec(tmp_path, linear_chain([op], [op], 7 * width, 7), 5, precision))
-    for chain in build(tmp_path, specs):
+    for chain in build(tmp_path, tiers.share_of(share, start, specs)):
         check(chain, chain.source(scale=2.0))
 
 
@@ -146,8 +148,9 @@ POOLS = {
 }
 
 
+@tiers.shares
 @pytest.mark.parametrize("name", POOLS)
-def test_pooling(tmp_path, name: str) -> None:
+def test_pooling(tmp_path, name: str, share: str) -> None:
     """Every kind of window, with NaN, infinities of both signs and equal values among what is pooled, at every precision."""
     arguments, size = POOLS[name]
     specs = [
@@ -158,7 +161,7 @@ def test_pooling(tmp_path, name: str) -> None:
             strict=True,
         )
     ]
-    for chain in build(tmp_path, specs):
+    for chain in build(tmp_path, tiers.share_of(share, list(POOLS).index(name), specs)):
         source = chain.source()
         check(chain, source)
         source[0, 0, 0, 0] = torch.nan  # poisons its group

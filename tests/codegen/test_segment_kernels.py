@@ -17,6 +17,7 @@ from codegen.plan import plan
 from codegen.plan.model import Library
 from codegen.plan.segments.program import run_of
 from codegen.plan.stages.kernel import element_offset
+from tests import tiers
 from tests.codegen.segment_chains import SegmentChain, build_segments, error_of, same_places, segment_spec
 from tests.codegen.segment_draw import hard_data, random_spec
 from tests.compile_matrix import faults
@@ -169,9 +170,13 @@ def test_what_is_left_to_the_library_is_named(tmp_path) -> None:
 
 
 @needs_gxx
-@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_every_kind_against_float64(tmp_path, precision: str) -> None:
-    for chain in build_segments(tmp_path, specs_of(tmp_path, precision)):
+@tiers.shares
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_every_kind_against_float64(tmp_path, precision: str, share: str) -> None:
+    """In `make test` all kinds in fp32 and a fifth in each type of 16 bits, whose loads are wider."""
+    numbers = {"fp32": range(tiers.SHARE), "bf16": [0], "fp16": [3]}[precision]
+    names = list(CASES) if share == "all" else [name for number in numbers for name in tiers.share_of(share, number, list(CASES))]
+    for chain in build_segments(tmp_path, specs_of(tmp_path, precision, names)):
         check(chain, precision)
 
 

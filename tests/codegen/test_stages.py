@@ -49,14 +49,15 @@ def reduced(name: str, keepdim: bool, tail: list) -> list:
 
 
 @needs_gxx
+@tiers.shares
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions_over_channels(tmp_path, name: str) -> None:
+def test_reductions_over_channels(tmp_path, name: str, share: str) -> None:
     specs = []
     for precision, keepdim in itertools.product(PRECISIONS, (True, False)):
         specs.append(make_spec(tmp_path, linear_chain(["tanh"], reduced(name, keepdim, TAIL), 60, 5), 301, precision))
         specs.append(make_spec(tmp_path, conv_chain([], ["gelu", *reduced(name, keepdim, [])], 12, 3), 2, precision, (19, 17)))
         specs.append(make_spec(tmp_path, conv_chain([], reduced(name, keepdim, ["relu", {"add": {"from": "folded"}}]), 12, 3), 20, precision, (3, 5)))
-    for chain in build(tmp_path, specs):
+    for chain in build(tmp_path, tiers.share_of(share, REDUCTIONS.index(name), specs)):
         check(chain, chain.source(2.0), steeper=STEEPER.get(name, 1.0))
 
 
@@ -84,13 +85,14 @@ def test_reductions_of_nan_and_infinity(tmp_path, name: str) -> None:
 
 
 @needs_gxx
+@tiers.shares
 @pytest.mark.parametrize("name", AVERAGES)
-def test_average_pooling(tmp_path, name: str) -> None:
+def test_average_pooling(tmp_path, name: str, share: str) -> None:
     arguments, size = AVERAGES[name]
     average = {"avg_pool2d": {"name": "average", **arguments}}
     tails = (["silu", average, {"mul": {"name": "scale", "shape": [6, 1, 1]}}], [average, "tanh", {"add": {"from": "average"}}], [average, "relu", {"max_pool2d": {"kernel_size": 1}}])
     specs = [make_spec(tmp_path, conv_chain([], tail, 6, 3), 2, precision, size) for precision, tail in zip(PRECISIONS, tails, strict=True)]
-    for chain in build(tmp_path, specs):
+    for chain in build(tmp_path, tiers.share_of(share, list(AVERAGES).index(name), specs)):
         check(chain, chain.source(), steeper=4.0)
 
 
@@ -115,12 +117,13 @@ BROADCASTS = {
 
 
 @needs_gxx
+@tiers.shares
 @pytest.mark.parametrize("name", BROADCASTS)
-def test_parameters_that_change_the_shape(tmp_path, name: str) -> None:
+def test_parameters_that_change_the_shape(tmp_path, name: str, share: str) -> None:
     keepdim, shapes, output = BROADCASTS[name]
     adds = [{("mul" if i else "add"): {"name": f"p{i}", "shape": shape}} for i, shape in enumerate(shapes)]
     specs = [make_spec(tmp_path, linear_chain([], [{"min": {"keepdim": keepdim}}, "tanh", *adds, "silu"], 60, 5), 301, precision) for precision in PRECISIONS]
-    for chain in build(tmp_path, specs):
+    for chain in build(tmp_path, tiers.share_of(share, list(BROADCASTS).index(name), specs)):
         assert chain.spec.output_shape == output
         check(chain, chain.source(), steeper=2.0)
 
