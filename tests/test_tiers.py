@@ -68,9 +68,9 @@ def test_parameters_of_the_emulation_are_split():
 @pytest.mark.parametrize("count", [1, 3, 4, 12, 18])
 def test_some_cases_of_each_parameter_run_in_make_test_and_others_for_the_next(count):
     cases = list(range(count))
-    shares = [tiers.share_of("some", number, cases) for number in range(tiers.SHARE)]
+    shares = [tiers.share_of("some", "abcde", name, cases) for name in "abcde"]
     assert all(shares) and set().union(*shares) == set(cases) and max(map(len, shares)) <= -(-count // tiers.SHARE)
-    assert tiers.share_of("all", 3, cases) == cases
+    assert tiers.share_of("all", "abcde", "d", cases) == cases
 
 
 COLLECT = """

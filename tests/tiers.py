@@ -50,9 +50,10 @@ def complaints(item: pytest.Item) -> list[str]:
     return found
 
 
-def share_of(share: str, number: int, cases: Sequence[Case]) -> Sequence[Case]:
-    """The cases of a test's `number`th parameter that run under `shares`: in `make test` every fifth, at least one, others for the next parameter; in `make test-all` all."""
-    return cases if share == "all" else cases[number % min(SHARE, len(cases)) :: SHARE]
+def share_of(share: str, names: Iterable[str], name: str, cases: Sequence[Case]) -> Sequence[Case]:
+    """The cases that a test with the parameter `name`, one of `names`, runs under `shares`: in `make test` every fifth, at least one, and others for the
+    next name; in `make test-all` all."""
+    return cases if share == "all" else cases[list(names).index(name) % min(SHARE, len(cases)) :: SHARE]
 
 
 def quick(values: Iterable, *kept: object) -> list:

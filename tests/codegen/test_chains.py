@@ -61,7 +61,7 @@ def test_results_taken_once_more(tmp_path, name: str, share: str) -> None:
     for precision in PRECISIONS:
         specs.append(make_spec(tmp_path, linear(name), 4, precision))
         specs += [make_spec(tmp_path, conv(name, tail), 2, precision, (9, 70)) for tail in ((), (POOL,), behind)]
-    for chain in build(tmp_path, tiers.share_of(share, list(TAPS).index(name), specs)):
+    for chain in build(tmp_path, tiers.share_of(share, TAPS, name, specs)):
         check(chain, chain.source(), steeper=2.0 if name == "squared" else 1.0)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
+from codegen.from_module import command
 from codegen.from_module.command import default_name, split_target
 from codegen.spec import load_spec
 from tests.codegen.module_files import BIAS, CONV, LINEAR, TOP, chain, faults, read, spec_of
@@ -146,8 +147,8 @@ def in_folder(tmp_path, monkeypatch) -> Callable[..., Result]:
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     """The command in a process of its own, as a user starts it."""
-    command = [sys.executable, "-m", "fixed_shape_kernels", "from-module", *arguments]
-    return subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(TOP), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-m", "fixed_shape_kernels", "from-module", *arguments]
+    return subprocess.run(words, cwd=folder, env={"PYTHONPATH": str(TOP), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
 
 
 def test_names_and_targets():
@@ -166,7 +167,9 @@ def test_the_command_writes_a_spec_and_its_package(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith("__")] == []  # importing leaves nothing behind
 
 
-def test_the_command_replaces_another_spec_only_when_told(tmp_path, in_folder):
+def test_the_command_replaces_another_spec_only_when_told(tmp_path, in_folder, monkeypatch):
+    answers = []
+    monkeypatch.setattr(command, "ask", lambda request, ask=command.ask: answers[0] if answers else answers.append(ask(request)) or answers[0])
     (tmp_path / "layer.py").write_text(LINEAR)
     (tmp_path / "layer.yaml").write_text("mine")
     refused = in_folder("layer.py", "--no-check")

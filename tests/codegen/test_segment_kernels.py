@@ -26,6 +26,9 @@ needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
 def scaled(name: str, *shape: int) -> dict:
     return {"mul": {"name": name, "shape": list(shape)}}
 
@@ -170,12 +173,12 @@ def test_what_is_left_to_the_library_is_named(tmp_path) -> None:
 
 
 @needs_gxx
-@tiers.shares
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "share"), tiers.quick(
+    (("fp32", "all"), ("bf16", "some"), ("bf16", "all"), ("fp16", "some"), ("fp16", "all")), ("fp32", "all"), ("bf16", "some"), ("fp16", "some"),
+))  # fmt: skip
 def test_every_kind_against_float64(tmp_path, precision: str, share: str) -> None:
     """In `make test` all kinds in fp32 and a fifth in each type of 16 bits, whose loads are wider."""
-    numbers = {"fp32": range(tiers.SHARE), "bf16": [0], "fp16": [3]}[precision]
-    names = list(CASES) if share == "all" else [name for number in numbers for name in tiers.share_of(share, number, list(CASES))]
+    names = tiers.share_of(share, PRECISIONS, precision, list(CASES))
     for chain in build_segments(tmp_path, specs_of(tmp_path, precision, names)):
         check(chain, precision)
 

@@ -100,7 +100,7 @@ def test_generated(tmp_path, name: str) -> None:
         assert error(got[key], exact[key]) <= 2e-6, key
 
 
-@pytest.mark.parametrize("name", ["small_75", "residual_conv", "pools"])
+@pytest.mark.parametrize("name", tiers.quick(["small_75", "residual_conv", "pools"], "small_75"))
 def test_generated_under_a_compiler(tmp_path, name: str) -> None:
     """The operators' checks, and the same gradients from a compiled model."""
     module = generate(tmp_path / "packages", CHAINS[name])

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_before_and_after(tmp_path, name: str, share: str) -> None:
     """Every operator on both sides of the norm, and behind a pooling, at every precision."""
-    for backward in build_backwards(tmp_path, tiers.share_of(share, list(ELEMENTWISE).index(name), elementwise_specs(tmp_path, name))):
+    for backward in build_backwards(tmp_path, tiers.share_of(share, ELEMENTWISE, name, elementwise_specs(tmp_path, name))):
         check(backward, backward.chain.source(scale=2.0))
 
 
@@ -39,7 +39,7 @@ def test_learnable_operands(tmp_path) -> None:
 @tiers.shares
 @pytest.mark.parametrize("name", POOLS)
 def test_pooling(tmp_path, name: str, share: str) -> None:
-    for backward in build_backwards(tmp_path, tiers.share_of(share, list(POOLS).index(name), pool_specs(tmp_path, name))):
+    for backward in build_backwards(tmp_path, tiers.share_of(share, POOLS, name, pool_specs(tmp_path, name))):
         check(backward, backward.chain.source())
 
 

@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from runtime import CallError
 from runtime.cache import LIBRARY
+from tests import tiers
 
 from .generated_packages import CHAINS, LINEAR, assert_an_exported_program_runs, generate
 
@@ -263,7 +264,7 @@ def test_compile_for_each_listed_batch(ranged, backend):
             assert torch.equal(compiled(x_of(ranged, batch)), model(x_of(ranged, batch)))
 
 
-@pytest.mark.parametrize("dynamic", [None, False, True])
+@pytest.mark.parametrize("dynamic", tiers.quick([None, False, True], None, True))
 def test_compile_pads(padding, dynamic):
     model, _ = pair(padding)
     with torch.no_grad():
