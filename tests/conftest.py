@@ -22,6 +22,8 @@ settings.load_profile("few")
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # workers have the environment of this process
         compiler.set_up(TOP / "build" / "tests")
+        # A thread of OpenMP that waits would otherwise spin for milliseconds, on a core where another worker has work: most of the time of small tensors.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_modifyitems(items):

@@ -61,6 +61,16 @@ def test_parameters_of_the_emulation_are_split():
     assert [(param.values, param.marks[0].name) for param in found] == [(("a", 1), "emulated"), (("b", 2), "representative")]
     with pytest.raises(ValueError, match="not among the values"):
         tiers.emulated("ab", "c")
+    found = tiers.quick("abc", "b")
+    assert [[mark.name for mark in param.marks] for param in found] == [["slow"], [], ["slow"]]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 12, 18])
+def test_some_cases_of_each_parameter_run_in_make_test_and_others_for_the_next(count):
+    cases = list(range(count))
+    shares = [tiers.share_of("some", "abcde", name, cases) for name in "abcde"]
+    assert all(shares) and set().union(*shares) == set(cases) and max(map(len, shares)) <= -(-count // tiers.SHARE)
+    assert tiers.share_of("all", "abcde", "d", cases) == cases
 
 
 COLLECT = """

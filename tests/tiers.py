@@ -6,15 +6,20 @@ kernels in the emulation, or takes long. One test for each template branch does 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import pytest
+
+Case = TypeVar("Case")
 
 DEAR = ("gpu", "two_gpus", "nvcc", "emulated", "slow")
 RULES = {
     "nvcc": "compiles CUDA with nvcc", "emulated": "runs a kernel in the emulation",
 }  # fmt: skip
 _running: pytest.Item | None = None  # of this process
+SHARE = 5  # `make test` takes every fifth of a matrix's cases
+shares = pytest.mark.parametrize("share", ["some", pytest.param("all", marks=pytest.mark.slow)])
 
 
 def running(item: pytest.Item | None) -> None:
@@ -45,13 +50,28 @@ def complaints(item: pytest.Item) -> list[str]:
     return found
 
 
+def share_of(share: str, names: Iterable[str], name: str, cases: Sequence[Case]) -> Sequence[Case]:
+    """The cases that a test with the parameter `name`, one of `names`, runs under `shares`: in `make test` every fifth, at least one, and others for the
+    next name; in `make test-all` all."""
+    return cases if share == "all" else cases[list(names).index(name) % min(SHARE, len(cases)) :: SHARE]
+
+
+def quick(values: Iterable, *kept: object) -> list:
+    """Parameters of a test that takes long with each: `kept` in `make test`, the others in `make test-all`."""
+    return _split(values, kept, (), (pytest.mark.slow,))
+
+
 def emulated(values: Iterable, *representative: object) -> list:
     """Parameters of a test that runs kernels in the emulation: `representative` in `make test`, the others in `make test-all`.
 
     A value is a parameter or a tuple of parameters. Raises ValueError where a representative is none of the values.
     """
+    return _split(values, representative, (pytest.mark.representative,), (pytest.mark.emulated,))
+
+
+def _split(values: Iterable, chosen: tuple, marks: tuple, others: tuple) -> list:
+    """A parameter for each value, with `marks` where it is one of `chosen`, else with `others`."""
     values = list(values)
-    if missing := [value for value in representative if value not in values]:
+    if missing := [value for value in chosen if value not in values]:
         raise ValueError(f"{missing} are not among the values")
-    marks = {True: pytest.mark.representative, False: pytest.mark.emulated}
-    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks[value in representative]) for value in values]
+    return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks if value in chosen else others) for value in values]

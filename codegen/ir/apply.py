@@ -27,6 +27,12 @@ class Constant:
         return f"constexpr {self.c_type} {self.name} = {self.text};  // {self.why}"
 
 
+def rounded(up: bool) -> str:
+    """What the derivation of a quotient ends in: whether it is rounded up."""
+    return ", rounded up" if up else ""
+
+
+
 @dataclass(frozen=True, kw_only=True)
 class Apply:
     """One element-wise operator applied to a register: `apply("v", "bias_v")` is the C expression of its result.

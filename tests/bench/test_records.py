@@ -12,6 +12,8 @@ from bench.store import EVIDENCE, RESULTS, read
 from bench.tables import BEGIN, END, SHOWN, cards_of, claims, put_table, readme_table, results_page
 from codegen import index
 
+pytestmark = pytest.mark.usefixtures("manifests_once")
+
 ROOT = Path(__file__).parents[2]
 SPEC, NAME = "specs/default.yaml", "gemm_groupnorm_hardtanh"
 
@@ -171,10 +173,11 @@ def test_the_table_goes_between_its_markers(tmp_path, results):
 
 
 @pytest.fixture(scope="module")
-def cards():
+def cards(manifests):
     """The repository's own records beside today's sources."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
+        patch.setattr(records, "present_manifest", manifests)
         return cards_of(records.read_all(), ledger(), RESULTS)
 
 

@@ -16,6 +16,8 @@ from bench.store import EVIDENCE, KERNELBENCH, RESULTS, put, read
 from codegen.ir.fused_form import FusedSpec
 from tests.fused import load_fused
 
+pytestmark = pytest.mark.usefixtures("manifests_once")
+
 TOP = Path(__file__).parents[2]
 NAME = "gemm_groupnorm_hardtanh"
 

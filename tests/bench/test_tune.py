@@ -42,6 +42,7 @@ def test_a_wrong_candidate_is_recorded_as_rejected_and_one_that_crashed_not_at_a
     assert "ms" not in rows[1] and rows[1]["rejected"] == "normal: relative error 1 > 0"
 
 
+@pytest.mark.slow
 def test_a_spec_elsewhere_is_measured(tmp_path, monkeypatch):
     """Its name for messages (`.../mine.yaml`) is no path: the children need the file's."""
     monkeypatch.setattr(tuned, "FOLDER", tmp_path / "tuned")

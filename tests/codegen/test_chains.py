@@ -13,6 +13,7 @@ from codegen.package import make_package
 from codegen.plan import Refusal, plan
 from codegen.render import render, render_kernel
 from codegen.spec import SpecError
+from tests import tiers
 from tests.codegen.cpu_chains import build, conv_chain, linear_chain, make_spec
 from tests.codegen.test_cpu import PRECISIONS, check
 
@@ -51,15 +52,16 @@ def conv(name: str, tail: tuple = (), channels: int = 12, groups: int = 3) -> li
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@tiers.shares
 @pytest.mark.parametrize("name", TAPS)
-def test_results_taken_once_more(tmp_path, name: str) -> None:
+def test_results_taken_once_more(tmp_path, name: str, share: str) -> None:
     """Behind a linear, behind a convolution, in front of poolings whose windows share rows or not, and behind a pooling."""
     behind = (SHARED_ROWS, "tanh", {"add": {"from": "pool"}})
     specs = []
     for precision in PRECISIONS:
         specs.append(make_spec(tmp_path, linear(name), 4, precision))
         specs += [make_spec(tmp_path, conv(name, tail), 2, precision, (9, 70)) for tail in ((), (POOL,), behind)]
-    for chain in build(tmp_path, specs):
+    for chain in build(tmp_path, tiers.share_of(share, TAPS, name, specs)):
         check(chain, chain.source(), steeper=2.0 if name == "squared" else 1.0)
 
 

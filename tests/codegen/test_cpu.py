@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from codegen.plan import Library, plan
 from codegen.plan.cpu.kernel import PIECE, STACK_VALUES, _count_text
 from codegen.render import render_kernel
+from codegen.spec import load_spec
+from tests import tiers
 from tests.codegen.cpu_chains import DTYPES, Chain, build, conv_chain, linear_chain, make_spec, relative_error
 from tests.compiler import gxx
 
@@ -75,15 +77,16 @@ def check(chain: Chain, source: torch.Tensor, steeper: float = 1.0, chance: floa
     assert ours <= allowed, f"{chain.spec.precision.name}: error {ours:.3g}, eager's {theirs:.3g}"
 
 
+@tiers.shares
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_before_and_after(tmp_path, name: str) -> None:
+def test_elementwise_before_and_after(tmp_path, name: str, share: str) -> None:
     """Every operator on both sides of the norm, at every precision, each time with another awkward group width."""
     op, start = ELEMENTWISE[name], list(ELEMENTWISE).index(name)
     specs = []
     for i, precision in enumerate(PRECISIONS):
         width = WIDTHS[(start + 3 * i) % len(WIDTHS)]
         specs.append(make_spec(tmp_path, linear_chain([op], [op], 7 * width, 7), 5, precision))
-    for chain in build(tmp_path, specs):
+    for chain in build(tmp_path, tiers.share_of(share, ELEMENTWISE, name, specs)):
         check(chain, chain.source(scale=2.0))
 
 
@@ -146,8 +149,9 @@ POOLS = {
 }
 
 
+@tiers.shares
 @pytest.mark.parametrize("name", POOLS)
-def test_pooling(tmp_path, name: str) -> None:
+def test_pooling(tmp_path, name: str, share: str) -> None:
     """Every kind of window, with NaN, infinities of both signs and equal values among what is pooled, at every precision."""
     arguments, size = POOLS[name]
     specs = [
@@ -158,7 +162,7 @@ def test_pooling(tmp_path, name: str) -> None:
             strict=True,
         )
     ]
-    for chain in build(tmp_path, specs):
+    for chain in build(tmp_path, tiers.share_of(share, POOLS, name, specs)):
         source = chain.source()
         check(chain, source)
         source[0, 0, 0, 0] = torch.nan  # poisons its group
@@ -351,22 +355,9 @@ def test_the_derivation_of_a_pooled_length_gives_it(size, window, said):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["gemm_biasadd_hardtanh_mish_groupnorm_small", "conv2d_groupnorm_scale_maxpool_clamp_small"])
-def test_shipped_chains_through_the_runtime(tmp_path, monkeypatch, name: str, precision: str) -> None:
+def test_shipped_chains_through_the_runtime(on_cpu, name: str, precision: str) -> None:
     """The whole path: spec, package, build, ModelNew beside the reference that is emitted with it, with torch's own product in front."""
-    import importlib
-
-    from codegen.folder import write_if_different
-    from codegen.package import make_package
-    from codegen.render import render
-    from codegen.spec import load_spec
-
-    package = make_package(load_spec(f"specs/{name}.yaml", precision), ("cpu",))
-    folder = tmp_path / f"cpu_{name}_{precision}"
-    write_if_different(folder, render(package))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("TARGETS", "cpu")
-    monkeypatch.setenv("CODEGEN_CACHE", str(tmp_path / "cache"))
-    module = importlib.import_module(folder.name)
+    _, module = on_cpu(load_spec(f"specs/{name}.yaml", precision))
     torch.manual_seed(0)
     reference = module.Model(*module.get_init_inputs())
     torch.manual_seed(0)

@@ -2,13 +2,17 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import Result
 
+from codegen.from_module import command
 from codegen.from_module.command import default_name, split_target
 from codegen.spec import load_spec
 from tests.codegen.module_files import BIAS, CONV, LINEAR, TOP, chain, faults, read, spec_of
+from tests.fsk import fsk
 
 # Operators outside the grammar.
 
@@ -134,9 +138,17 @@ def test_faults_of_the_spec_come_with_the_line_of_the_file(tmp_path):
 # The command.
 
 
+@pytest.fixture
+def in_folder(tmp_path, monkeypatch) -> Callable[..., Result]:
+    """The command in this process, which imports torch once; its worker is a process all the same."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: fsk("from-module", *arguments)
+
+
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "fixed_shape_kernels", "from-module", *arguments]
-    return subprocess.run(command, cwd=folder, env={"PYTHONPATH": str(TOP), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
+    """The command in a process of its own, as a user starts it."""
+    words = [sys.executable, "-m", "fixed_shape_kernels", "from-module", *arguments]
+    return subprocess.run(words, cwd=folder, env={"PYTHONPATH": str(TOP), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False)
 
 
 def test_names_and_targets():
@@ -155,24 +167,26 @@ def test_the_command_writes_a_spec_and_its_package(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith("__")] == []  # importing leaves nothing behind
 
 
-def test_the_command_replaces_another_spec_only_when_told(tmp_path):
+def test_the_command_replaces_another_spec_only_when_told(tmp_path, in_folder, monkeypatch):
+    answers = []
+    monkeypatch.setattr(command, "ask", lambda request, ask=command.ask: answers[0] if answers else answers.append(ask(request)) or answers[0])
     (tmp_path / "layer.py").write_text(LINEAR)
     (tmp_path / "layer.yaml").write_text("mine")
-    refused = run(tmp_path, "layer.py", "--no-check")
-    assert refused.returncode == 1 and "exists and is another spec" in refused.stderr and (tmp_path / "layer.yaml").read_text() == "mine"
-    assert run(tmp_path, "layer.py", "--no-check", "--force").returncode == 0
-    assert "(unchanged)" in run(tmp_path, "layer.py", "--no-check").stdout
+    refused = in_folder("layer.py", "--no-check")
+    assert refused.exit_code == 1 and "exists and is another spec" in refused.output and (tmp_path / "layer.yaml").read_text() == "mine"
+    assert in_folder("layer.py", "--no-check", "--force").exit_code == 0
+    assert "(unchanged)" in in_folder("layer.py", "--no-check").output
 
 
-def test_the_command_reports_faults_and_crashes(tmp_path):
+def test_the_command_reports_faults_and_crashes(tmp_path, in_folder):
     (tmp_path / "bad.py").write_text(LINEAR.replace("self.act(", "torch.cumsum(").replace("(x)))", "(x)), 1)"))
     done = run(tmp_path, "bad.py")
     assert done.returncode == 2 and done.stderr.startswith("bad.py:14: cumsum is no operator of the grammar") and "the grammar has linear," in done.stderr
     assert not list(tmp_path.glob("*.yaml"))
     (tmp_path / "dies.py").write_text("import os\nos._exit(3)\n")
-    done = run(tmp_path, "dies.py")
-    assert done.returncode == 1 and "ended with status 3" in done.stderr
-    assert run(tmp_path, "none.py").returncode == 1
+    done = in_folder("dies.py")
+    assert done.exit_code == 1 and "ended with status 3" in done.output
+    assert in_folder("none.py").exit_code == 1
 
 
 def test_the_help_warns_that_the_file_is_run(tmp_path):

@@ -115,6 +115,7 @@ def test_error_is_within_the_promise(layers, kind):
                 assert torch.equal(y.view(torch.uint8), layer(x, seed=seed).view(torch.uint8)), layer.name
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
 @torch.no_grad()
 def test_infinity_and_nan_come_out_where_they_do_in_pytorch(layers):
     precision, arithmetic, found = layers
@@ -124,7 +125,9 @@ def test_infinity_and_nan_come_out_where_they_do_in_pytorch(layers):
         x, weight = with_specials(draw(layer, torch.randn, 3), precision), layer.weight.clone()
         weight[0, 2] = float("inf")
         with weights(layer, weight):
-            y, in_fp32, expected = layer(x), layer.in_fp32, layer.pytorch(x)
+            y, in_fp32 = layer(x), layer.in_fp32
+            with torch.backends.mkldnn.flags(enabled=False):  # with AMX, oneDNN's bf16 product makes all of a row NaN that holds an infinity
+                expected = layer.pytorch(x)
             assert_specials_agree(y, expected, precision, normed=case.groups > 0)
             assert (in_fp32 > 0) == arithmetic.endswith("x3"), layer.name
             assert arithmetic != "fp16x3" or in_fp32 == blocks_beyond_parts(layer, x), layer.name

@@ -6,12 +6,10 @@ import re
 import pytest
 import torch
 
-from codegen.folder import write_if_different
 from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import benchmark, load_spec, shipped
 from tests.codegen.level2_small import small
-from tests.runtime.generated_packages import import_from
 
 SPECS = benchmark()
 NUMBERS = [int(re.search(r"/([0-9]+)_", path)[1]) for path in SPECS]
@@ -37,22 +35,19 @@ def test_specs_render_for_every_device_class_and_twice_the_same(path):
 
 
 @pytest.mark.parametrize("path", [path for path, number in zip(SPECS, NUMBERS, strict=True) if number in QUICK], ids=map(str, sorted(QUICK)))
-def test_the_cpu_target_is_the_model_in_values_gradients_and_state(path, tmp_path):
-    check(path, tmp_path)
+def test_the_cpu_target_is_the_model_in_values_gradients_and_state(path, tmp_path, on_cpu):
+    check(path, tmp_path, on_cpu)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path, number in zip(SPECS, NUMBERS, strict=True) if number not in QUICK], ids=[str(n) for n in NUMBERS if n not in QUICK])
-def test_the_cpu_target_is_the_model_in_the_other_specs_too(path, tmp_path):
-    check(path, tmp_path)
+def test_the_cpu_target_is_the_model_in_the_other_specs_too(path, tmp_path, on_cpu):
+    check(path, tmp_path, on_cpu)
 
 
-def check(path, folder):
+def check(path, folder, on_cpu):
     """Values, gradients and state of the package at small sizes, in both modes, beside those of its Model from the same weights."""
-    spec = small(path, folder)
-    package = make_package(spec, ("cpu",))
-    write_if_different(folder / spec.package, render(package))
-    module = import_from(folder / spec.package, f"level2_{spec.package}")
+    _, module = on_cpu(small(path, folder))
     torch.manual_seed(0)
     ours = module.ModelNew(*module.get_init_inputs())
     torch.manual_seed(0)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import itertools
 import shutil
 
 import pytest
 import torch
 
-from codegen.folder import write_if_different
-from codegen.package import make_package
-from codegen.render import render
 from codegen.spec import load_spec
 from codegen.torch_text import module_lines
+from tests import tiers
 from tests.codegen.cpu_chains import relative_error
 from tests.codegen.problems import PROBLEMS
 
@@ -35,17 +33,12 @@ def test_arguments_and_parameters_are_the_modules(name: str, small: str) -> None
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_draws_and_results_are_the_modules(tmp_path, monkeypatch, name: str, precision: str) -> None:
+@pytest.mark.parametrize(("name", "precision"), tiers.quick(
+    itertools.product(PROBLEMS, ("fp32", "bf16")), *((name, "fp32") for name in PROBLEMS), (next(iter(PROBLEMS)), "bf16"),
+))  # fmt: skip
+def test_draws_and_results_are_the_modules(on_cpu, name: str, precision: str) -> None:
     """The package's models start with the module's own weights under a seed, and compute what it does."""
-    package = make_package(load_spec(f"specs/{name}_small.yaml", precision), ("cpu",))
-    folder = tmp_path / f"problem_{name}_{precision}"
-    write_if_different(folder, render(package))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("TARGETS", "cpu")
-    monkeypatch.setenv("CODEGEN_CACHE", str(tmp_path / "cache"))
-    emitted = importlib.import_module(folder.name)
+    package, emitted = on_cpu(load_spec(f"specs/{name}_small.yaml", precision))
     models = []
     for module in (PROBLEMS[name], emitted.Model, emitted.ModelNew):
         torch.manual_seed(42)

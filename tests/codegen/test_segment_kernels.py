@@ -17,12 +17,16 @@ from codegen.plan import plan
 from codegen.plan.model import Library
 from codegen.plan.segments.program import run_of
 from codegen.plan.stages.kernel import element_offset
+from tests import tiers
 from tests.codegen.segment_chains import SegmentChain, build_segments, error_of, same_places, segment_spec
 from tests.codegen.segment_draw import hard_data, random_spec
 from tests.compile_matrix import faults
 
 needs_gxx = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def scaled(name: str, *shape: int) -> dict:
@@ -169,9 +173,13 @@ def test_what_is_left_to_the_library_is_named(tmp_path) -> None:
 
 
 @needs_gxx
-@pytest.mark.parametrize("precision", ["fp32", "bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_every_kind_against_float64(tmp_path, precision: str) -> None:
-    for chain in build_segments(tmp_path, specs_of(tmp_path, precision)):
+@pytest.mark.parametrize(("precision", "share"), tiers.quick(
+    (("fp32", "all"), ("bf16", "some"), ("bf16", "all"), ("fp16", "some"), ("fp16", "all")), ("fp32", "all"), ("bf16", "some"), ("fp16", "some"),
+))  # fmt: skip
+def test_every_kind_against_float64(tmp_path, precision: str, share: str) -> None:
+    """In `make test` all kinds in fp32 and a fifth in each type of 16 bits, whose loads are wider."""
+    names = tiers.share_of(share, PRECISIONS, precision, list(CASES))
+    for chain in build_segments(tmp_path, specs_of(tmp_path, precision, names)):
         check(chain, precision)
 
 

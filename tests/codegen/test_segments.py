@@ -15,20 +15,18 @@ from tests.codegen.segment_draw import random_spec
 from tests.fused_draw import draw
 
 
-def specs(folder):
-    yield from (load_spec(path) for path in shipped())
-    yield from (draw(21, index, LARGE, folder) for index in range(120))
-    yield from (random_spec(folder, seed) for seed in range(120))
+@pytest.fixture(scope="module")
+def chains(tmp_path_factory):
+    """(spec, its chain in evaluation or in training), of what ships and of random specs."""
+    folder = tmp_path_factory.mktemp("specs")
+    specs = [load_spec(path) for path in shipped()]
+    specs += [draw(21, index, LARGE, folder) for index in range(120)]
+    specs += [random_spec(folder, seed) for seed in range(120)]
+    return [(spec, chain_of(spec, training)) for spec in specs for training in (False, True)]
 
 
-def chains(folder):
-    for spec in specs(folder):
-        for training in (False, True):
-            yield spec, chain_of(spec, training)
-
-
-def test_segments_hold_the_chain_and_meet_in_their_values(tmp_path):
-    for spec, chain in chains(tmp_path):
+def test_segments_hold_the_chain_and_meet_in_their_values(chains):
+    for spec, chain in chains:
         assert tuple(step for segment in chain.segments for step in segment.steps) == spec.chain
         values = [chain.inputs[0], *(segment.gives for segment in chain.segments)]
         for before, segment in zip(values, chain.segments, strict=False):
@@ -38,9 +36,9 @@ def test_segments_hold_the_chain_and_meet_in_their_values(tmp_path):
         assert len({value.name for value in values}) == len(values)
 
 
-def test_a_segment_has_one_core_and_grows_in_its_first_step_alone(tmp_path):
+def test_a_segment_has_one_core_and_grows_in_its_first_step_alone(chains):
     cores = {Kind.PRODUCER, Kind.SOFTMAX, Kind.POOL, Kind.REDUCTION}
-    for _, chain in chains(tmp_path):
+    for _, chain in chains:
         for segment in chain.segments:
             around = (*segment.before, *segment.after)
             assert not any(step.operator.kind in cores for step in around)
@@ -48,9 +46,9 @@ def test_a_segment_has_one_core_and_grows_in_its_first_step_alone(tmp_path):
             assert len(segment.steps) == 1 or not segment.alone
 
 
-def test_what_is_reused_from_elsewhere_is_read(tmp_path):
+def test_what_is_reused_from_elsewhere_is_read(chains):
     """Beside the value in front, a segment reads the results of earlier segments and the inputs that its steps take, and nothing else."""
-    for spec, chain in chains(tmp_path):
+    for spec, chain in chains:
         for segment in chain.segments:
             taken = {step.tap for step in segment.steps if step.tap is not None and step.tap < segment.first}
             shapes = {spec.chain[tap].output_shape for tap in taken} | {given.shape for given in spec.inputs for step in segment.steps if step.reads == given.name}
@@ -59,8 +57,8 @@ def test_what_is_reused_from_elsewhere_is_read(tmp_path):
             assert {value.name for value in segment.reads} <= known
 
 
-def test_a_backward_needs_what_producers_made(tmp_path):
-    for spec, chain in chains(tmp_path):
+def test_a_backward_needs_what_producers_made(chains):
+    for spec, chain in chains:
         made = [(step.output_shape, spec.precision) for step in spec.chain if step.operator.kind is Kind.PRODUCER]
         assert [(saved.shape, saved.storage) for saved in chain.saves] == made
 

@@ -13,6 +13,7 @@ from codegen.plan.backward.cpu import plan_backward
 from codegen.plan.backward.stages import place
 from codegen.plan.stages.kernel import element_offset
 from codegen.targets import DEVICES, TARGETS
+from tests import tiers
 from tests.codegen import stage_backward_chains as chains
 from tests.codegen.backward_chains import build_backwards
 from tests.codegen.cpu_chains import conv_chain, linear_chain, make_spec
@@ -23,21 +24,27 @@ FACTOR = 1.25  # of eager's error in fp32
 
 
 @needs_gxx
+@tiers.shares
 @pytest.mark.parametrize("name", chains.REDUCTIONS)
-def test_reductions(tmp_path, name: str) -> None:
-    chains.check_all(build_backwards, tmp_path, chains.reduction_specs(tmp_path, name), FACTOR, chains.STEEPER.get(name, 1.0))
+def test_reductions(tmp_path, name: str, share: str) -> None:
+    specs = tiers.share_of(share, chains.REDUCTIONS, name, chains.reduction_specs(tmp_path, name))
+    chains.check_all(build_backwards, tmp_path, specs, FACTOR, chains.STEEPER.get(name, 1.0))
 
 
 @needs_gxx
+@tiers.shares
 @pytest.mark.parametrize("name", chains.BROADCASTS)
-def test_parameters_that_change_the_shape(tmp_path, name: str) -> None:
-    chains.check_all(build_backwards, tmp_path, chains.broadcast_specs(tmp_path, name), FACTOR)
+def test_parameters_that_change_the_shape(tmp_path, name: str, share: str) -> None:
+    specs = tiers.share_of(share, chains.BROADCASTS, name, chains.broadcast_specs(tmp_path, name))
+    chains.check_all(build_backwards, tmp_path, specs, FACTOR)
 
 
 @needs_gxx
+@tiers.shares
 @pytest.mark.parametrize("name", chains.AVERAGES)
-def test_average_pooling(tmp_path, name: str) -> None:
-    chains.check_all(build_backwards, tmp_path, chains.average_specs(tmp_path, name), FACTOR)
+def test_average_pooling(tmp_path, name: str, share: str) -> None:
+    specs = tiers.share_of(share, chains.AVERAGES, name, chains.average_specs(tmp_path, name))
+    chains.check_all(build_backwards, tmp_path, specs, FACTOR)
 
 
 @needs_gxx
@@ -46,9 +53,11 @@ def test_stages_behind_each_other(tmp_path) -> None:
 
 
 @needs_gxx
+@tiers.shares
 @pytest.mark.parametrize("name", chains.TAPS)
-def test_results_taken_once_more(tmp_path, name: str) -> None:
-    chains.check_all(build_backwards, tmp_path, chains.residual_specs(tmp_path, name), FACTOR, chains.STEEPER.get(name, 1.0))
+def test_results_taken_once_more(tmp_path, name: str, share: str) -> None:
+    specs = tiers.share_of(share, chains.TAPS, name, chains.residual_specs(tmp_path, name))
+    chains.check_all(build_backwards, tmp_path, specs, FACTOR, chains.STEEPER.get(name, 1.0))
 
 
 @needs_gxx

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from codegen.package import make_package
 from codegen.plan import Refusal, plan
 from codegen.plan.stages.kernel import element_offset
 from codegen.render import render, render_kernel
-from codegen.spec import SpecError
+from codegen.spec import Spec, SpecError
 from codegen.standalone import render_standalone
 from tests import tiers
 from tests.codegen.chains_emulated import build_emulated
@@ -49,14 +51,15 @@ def reduced(name: str, keepdim: bool, tail: list) -> list:
 
 
 @needs_gxx
+@tiers.shares
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_reductions_over_channels(tmp_path, name: str) -> None:
+def test_reductions_over_channels(tmp_path, name: str, share: str) -> None:
     specs = []
     for precision, keepdim in itertools.product(PRECISIONS, (True, False)):
         specs.append(make_spec(tmp_path, linear_chain(["tanh"], reduced(name, keepdim, TAIL), 60, 5), 301, precision))
         specs.append(make_spec(tmp_path, conv_chain([], ["gelu", *reduced(name, keepdim, [])], 12, 3), 2, precision, (19, 17)))
         specs.append(make_spec(tmp_path, conv_chain([], reduced(name, keepdim, ["relu", {"add": {"from": "folded"}}]), 12, 3), 20, precision, (3, 5)))
-    for chain in build(tmp_path, specs):
+    for chain in build(tmp_path, tiers.share_of(share, REDUCTIONS, name, specs)):
         check(chain, chain.source(2.0), steeper=STEEPER.get(name, 1.0))
 
 
@@ -83,14 +86,19 @@ def test_reductions_of_nan_and_infinity(tmp_path, name: str) -> None:
     assert torch.equal(got.double(), exact) or torch.equal(got.isnan(), exact.isnan())
 
 
-@needs_gxx
-@pytest.mark.parametrize("name", AVERAGES)
-def test_average_pooling(tmp_path, name: str) -> None:
+def average_specs(folder: Path, name: str, edit: Callable[[list], list] = list) -> list[Spec]:
+    """A kind of average between other operators, one order of them in each precision; `edit` changes the chains."""
     arguments, size = AVERAGES[name]
     average = {"avg_pool2d": {"name": "average", **arguments}}
     tails = (["silu", average, {"mul": {"name": "scale", "shape": [6, 1, 1]}}], [average, "tanh", {"add": {"from": "average"}}], [average, "relu", {"max_pool2d": {"kernel_size": 1}}])
-    specs = [make_spec(tmp_path, conv_chain([], tail, 6, 3), 2, precision, size) for precision, tail in zip(PRECISIONS, tails, strict=True)]
-    for chain in build(tmp_path, specs):
+    return [make_spec(folder, edit(conv_chain([], tail, 6, 3)), 2, precision, size) for precision, tail in zip(PRECISIONS, tails, strict=True)]
+
+
+@needs_gxx
+@tiers.shares
+@pytest.mark.parametrize("name", AVERAGES)
+def test_average_pooling(tmp_path, name: str, share: str) -> None:
+    for chain in build(tmp_path, tiers.share_of(share, AVERAGES, name, average_specs(tmp_path, name))):
         check(chain, chain.source(), steeper=4.0)
 
 
@@ -114,14 +122,20 @@ BROADCASTS = {
 }
 
 
-@needs_gxx
-@pytest.mark.parametrize("name", BROADCASTS)
-def test_parameters_that_change_the_shape(tmp_path, name: str) -> None:
-    keepdim, shapes, output = BROADCASTS[name]
+def broadcast_chain(name: str) -> list:
+    """Parameters that give a folded value another shape."""
+    keepdim, shapes, _ = BROADCASTS[name]
     adds = [{("mul" if i else "add"): {"name": f"p{i}", "shape": shape}} for i, shape in enumerate(shapes)]
-    specs = [make_spec(tmp_path, linear_chain([], [{"min": {"keepdim": keepdim}}, "tanh", *adds, "silu"], 60, 5), 301, precision) for precision in PRECISIONS]
-    for chain in build(tmp_path, specs):
-        assert chain.spec.output_shape == output
+    return linear_chain([], [{"min": {"keepdim": keepdim}}, "tanh", *adds, "silu"], 60, 5)
+
+
+@needs_gxx
+@tiers.shares
+@pytest.mark.parametrize("name", BROADCASTS)
+def test_parameters_that_change_the_shape(tmp_path, name: str, share: str) -> None:
+    specs = [make_spec(tmp_path, broadcast_chain(name), 301, precision) for precision in PRECISIONS]
+    for chain in build(tmp_path, tiers.share_of(share, BROADCASTS, name, specs)):
+        assert chain.spec.output_shape == BROADCASTS[name][2]
         check(chain, chain.source(), steeper=2.0)
 
 
@@ -189,11 +203,7 @@ def test_emulated_reductions_of_nan_and_infinity(tmp_path, name: str) -> None:
 @needs_gxx
 @pytest.mark.parametrize("name", tiers.emulated(AVERAGES))
 def test_emulated_average_pooling(tmp_path, name: str) -> None:
-    arguments, size = AVERAGES[name]
-    average = {"avg_pool2d": {"name": "average", **arguments}}
-    tails = (["silu", average, {"mul": {"name": "scale", "shape": [6, 1, 1]}}], [average, "tanh", {"add": {"from": "average"}}], [average, "relu", {"max_pool2d": {"kernel_size": 1}}])
-    specs = [make_spec(tmp_path, without_bias(conv_chain([], tail, 6, 3)), 2, precision, size) for precision, tail in zip(PRECISIONS, tails, strict=True)]
-    for chain in build_emulated(tmp_path, specs):
+    for chain in build_emulated(tmp_path, average_specs(tmp_path, name, without_bias)):
         check(chain, chain.source(), steeper=4.0)
 
 
@@ -226,12 +236,9 @@ def test_emulated_stages_behind_each_other(tmp_path) -> None:
 @needs_gxx
 @pytest.mark.parametrize("name", tiers.emulated(BROADCASTS))
 def test_emulated_broadcasts(tmp_path, name: str) -> None:
-    keepdim, shapes, output = BROADCASTS[name]
-    adds = [{("mul" if i else "add"): {"name": f"p{i}", "shape": shape}} for i, shape in enumerate(shapes)]
-    tail = [{"min": {"keepdim": keepdim}}, "tanh", *adds, "silu"]
-    specs = [make_spec(tmp_path, without_bias(linear_chain([], tail, 60, 5)), 301, precision) for precision in ("fp16", "bf16")]
+    specs = [make_spec(tmp_path, without_bias(broadcast_chain(name)), 301, precision) for precision in ("fp16", "bf16")]
     for chain in build_emulated(tmp_path, specs):
-        assert chain.kernel(chain.source()).shape == output
+        assert chain.kernel(chain.source()).shape == BROADCASTS[name][2]
         check(chain, chain.source(), steeper=2.0)
 
 

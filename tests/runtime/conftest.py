@@ -1,8 +1,11 @@
 """Fixtures of the runtime's tests: a cache of its own for every test, the tiny package, a compiler that counts."""
 
+import json
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from runtime import load
 from runtime.wheel import make_wheel
 from tests.compiler import gxx
 
+from .generated_packages import generate
 from .tiny_package import BATCH, FEATURES, CountingCompiler, TinyPackage, unpack, write_tiny_package
 
 
@@ -25,10 +29,31 @@ def private_cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache" / "v1"
 
 
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory) -> Callable[..., ModuleType]:
+    """`generate` without a folder, once for the same arguments: for tests that leave the package as it is."""
+    made: dict[str, ModuleType] = {}
+
+    def get(*arguments, **options) -> ModuleType:
+        key = json.dumps([arguments, options])
+        if key not in made:
+            made[key] = generate(tmp_path_factory.mktemp("packages"), *arguments, **options)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory) -> Path:
+    """A build cache for all tests of this process that ask for kept_builds."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def kept_objects(private_cache, monkeypatch) -> None:
-    """The compiler that keeps objects, for tests that build the same models over and over and look at what those compute."""
+def kept_builds(private_cache, shared_cache, monkeypatch) -> None:
+    """The compiler that keeps objects and a cache that keeps libraries, for tests that look at what models compute and not at how they are built."""
     monkeypatch.setenv("CXX", shlex.quote(gxx()))
+    monkeypatch.setenv("CODEGEN_CACHE", str(shared_cache))
 
 
 @pytest.fixture
@@ -38,8 +63,9 @@ def tiny(tmp_path) -> TinyPackage:
 
 
 @pytest.fixture
-def counting_gxx(tmp_path, monkeypatch) -> CountingCompiler:
-    """The real g++, counted; CXX names it."""
+def counting_gxx(tmp_path, private_cache, monkeypatch) -> CountingCompiler:
+    """The real g++, counted; CXX names it. The cache is this test's, also beside kept_builds."""
+    monkeypatch.setenv("CODEGEN_CACHE", str(private_cache.parent))
     folder = tmp_path / "compilers"
     folder.mkdir()
     script = folder / "counting-g++"

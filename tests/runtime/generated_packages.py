@@ -61,14 +61,14 @@ def import_from(path: Path, name: str) -> ModuleType:
 
 
 def assert_an_exported_program_runs(model: torch.nn.Module, package: ModuleType, x: torch.Tensor, folder: Path) -> None:
-    """In a process that imports the package of ``folder / "packages"`` and constructs no model, the exported program gives the model's result."""
+    """In a process that imports the package and constructs no model, the exported program gives the model's result; ``folder`` is for files."""
     with torch.no_grad():
         torch.export.save(torch.export.export(model, (x,)), folder / "program.pt2")
         torch.save([x, model(x)], folder / "values.pt")
     done = run_python(
         f"""
         import sys, torch
-        sys.path.insert(0, {str(folder / "packages")!r})
+        sys.path.insert(0, {str(Path(package.__file__).parents[1])!r})
         import {package.__name__}
         x, y = torch.load({str(folder / "values.pt")!r})
         assert torch.equal(torch.export.load({str(folder / "program.pt2")!r}).module()(x), y)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import itertools
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from runtime import BuildError
 from runtime.build import ensure_built
 from runtime.cache import Cache
 from runtime.process import run_program
+from tests import tiers
 
 from .tiny_package import child_environment, run_python, write_tiny_package
 
@@ -79,8 +81,9 @@ def test_an_interrupted_build_stops_its_compilers(tiny, counting_gxx, private_ca
     assert list((private_cache / "building").iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGABRT])
-@pytest.mark.parametrize("stubborn", [False, True])
+@pytest.mark.parametrize(("number", "stubborn"), tiers.quick(
+    itertools.product((signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGABRT), (False, True)), (signal.SIGTERM, True), (signal.SIGKILL, False),
+))  # fmt: skip
 def test_a_process_that_ends_takes_its_compilers_along(tiny, counting_gxx, private_cache, number, stubborn):
     """Also compilers that ignore the signal, and whatever they have started."""
     counting_gxx.set_delay(60)

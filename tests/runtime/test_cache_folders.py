@@ -17,6 +17,7 @@ from runtime import folders as folders_module
 from runtime.build import ensure_built
 from runtime.cache import Cache, CacheWarning, default_cache
 from runtime.folders import cannot_write
+from tests import tiers
 from tests.fsk import words
 
 from .file_systems import run_on_mount
@@ -54,7 +55,7 @@ def told():
 """
 
 
-@pytest.fixture(params=["mounted", "simulated"])
+@pytest.fixture(params=tiers.quick(["mounted", "simulated"], "mounted"))
 def on_mount(request, tmp_path, tiny, counting_gxx, temporary):
     """Runs code on a file system of its own; fails with its errors."""
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from runtime import CallError
 
-from .generated_packages import generate
+pytestmark = pytest.mark.usefixtures("kept_builds")
 
 CHAIN = [
     {"linear": {"name": "gemm", "in_features": 24, "out_features": 32}}, {"group_norm": {"name": "group_norm", "num_groups": 4}},
@@ -25,8 +25,8 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # fp32 sums over 24 products and group
 
 
 @pytest.fixture(params=["one batch", "several batches"])
-def package(request, tmp_path):
-    return generate(tmp_path / "packages", CHAIN, batch=8 if request.param == "one batch" else [8, 16])
+def package(request, shared):
+    return shared(CHAIN, batch=8 if request.param == "one batch" else [8, 16])
 
 
 @pytest.fixture
@@ -143,9 +143,9 @@ def test_a_child_of_the_same_kind_is_taken(pair, x):
     torch.testing.assert_close(model(x), reference(x), **TOLERANCE)
 
 
-def test_without_parameters_a_child_is_looked_at_as_well(tmp_path):
+def test_without_parameters_a_child_is_looked_at_as_well(shared):
     """A norm without affine parameters, and a bias where there was none."""
-    package = generate(tmp_path, NO_BIAS, batch=2)
+    package = shared(NO_BIAS, batch=2)
     model = package.ModelNew(*package.get_init_inputs())
     (x,) = package.get_inputs()
     model(x)

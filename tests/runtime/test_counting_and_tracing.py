@@ -11,7 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from runtime import CallError
 from runtime.flops import flops_of_a_sample
 
-from .generated_packages import CHAINS, generate
+from .generated_packages import CHAINS
+
+pytestmark = pytest.mark.usefixtures("kept_builds")
 
 GROUPED = [
     {"conv2d": {"name": "conv", "in_channels": 4, "out_channels": 8, "kernel_size": [3, 2], "stride": 2, "padding": 1, "bias": False}},
@@ -22,8 +24,8 @@ WITH_BATCHES = {"one": 6, "several": [3, 6]}
 
 
 @pytest.fixture(params=ALL)
-def package(request, tmp_path):
-    return generate(tmp_path / "packages", ALL[request.param])
+def package(request, shared):
+    return shared(ALL[request.param])
 
 
 @pytest.fixture
@@ -48,8 +50,8 @@ def flops(run) -> int:
 
 @pytest.mark.parametrize("chain", ALL)
 @pytest.mark.parametrize("batches", WITH_BATCHES)
-def test_a_model_counts_as_its_reference_does(tmp_path, chain, batches):
-    package = generate(tmp_path, ALL[chain], batch=WITH_BATCHES[batches])
+def test_a_model_counts_as_its_reference_does(shared, chain, batches):
+    package = shared(ALL[chain], batch=WITH_BATCHES[batches])
     model, reference = package.ModelNew(*package.get_init_inputs()), package.Model(*package.get_init_inputs())
     (x,) = package.get_inputs()
     for rows in (x, x[:3]) if batches == "several" else (x,):
@@ -60,9 +62,9 @@ def test_a_model_counts_as_its_reference_does(tmp_path, chain, batches):
         assert flops(lambda: model(asked).sum().backward()) == flops(lambda: reference(asked).sum().backward())
 
 
-def test_every_operator_has_a_formula(tmp_path):
+def test_every_operator_has_a_formula(shared):
     """Also those that only CUDA runs: a producer computed again counts once, each derivative as much as the forward."""
-    package = generate(tmp_path, ALL["strided"], targets=("cpu", "sm_80"))
+    package = shared(ALL["strided"], targets=("cpu", "sm_80"))
     operators = package.ModelNew(*package.get_init_inputs())._operators
     cuda = next(entry for entry in operators.package.manifest.backward.values() if entry.recomputes)
     each = 6 * flops_of_a_sample(operators.package.manifest)
@@ -91,8 +93,8 @@ def test_a_symbolic_trace_calls_the_operator(package, model):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_symbolic_trace_of_a_pruned_model_leaves_the_model_alone(tmp_path):
-    package = generate(tmp_path, CHAINS["linear"])
+def test_a_symbolic_trace_of_a_pruned_model_leaves_the_model_alone(shared):
+    package = shared(CHAINS["linear"])
     model = package.ModelNew(*package.get_init_inputs())
     prune.l1_unstructured(model.gemm, "weight", 0.5)
     (x,) = package.get_inputs()
@@ -103,8 +105,8 @@ def test_a_symbolic_trace_of_a_pruned_model_leaves_the_model_alone(tmp_path):
         assert torch.equal(traced(x), model(x))
 
 
-def test_a_symbolic_trace_of_several_batches_is_refused(tmp_path):
-    package = generate(tmp_path, CHAINS["linear"], batch=[3, 6])
+def test_a_symbolic_trace_of_several_batches_is_refused(shared):
+    package = shared(CHAINS["linear"], batch=[3, 6])
     model = package.ModelNew(*package.get_init_inputs())
     with pytest.raises(CallError, match="chooses its kernels by the batch of x, which a symbolic trace does not know"):
         torch.fx.symbolic_trace(nn.Sequential(model))
@@ -125,8 +127,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["x", "gemm.weight"])
 @pytest.mark.parametrize("batch", [6, [3, 6]])
-def test_other_than_dense_is_refused(tmp_path, kind, which, batch):
-    package = generate(tmp_path, CHAINS["linear"], batch=batch)
+def test_other_than_dense_is_refused(shared, kind, which, batch):
+    package = shared(CHAINS["linear"], batch=batch)
     model = package.ModelNew(*package.get_init_inputs())
     (x,) = package.get_inputs()
     make, pattern = KINDS[kind]
@@ -143,8 +145,8 @@ def test_other_than_dense_is_refused(tmp_path, kind, which, batch):
 
 
 @pytest.mark.parametrize("which", ["x", "gemm.weight"])
-def test_zeros_without_memory_are_zeros(tmp_path, which):
-    package = generate(tmp_path, CHAINS["linear"])
+def test_zeros_without_memory_are_zeros(shared, which):
+    package = shared(CHAINS["linear"])
     model = package.ModelNew(*package.get_init_inputs())
     (x,) = package.get_inputs()
     if which == "x":
@@ -178,8 +180,8 @@ class Wrapped(torch.Tensor):
         raise NotImplementedError(f"{func} is not known")
 
 
-def test_a_subclass_that_does_not_know_the_operator(tmp_path):
-    package = generate(tmp_path, CHAINS["linear"])
+def test_a_subclass_that_does_not_know_the_operator(shared):
+    package = shared(CHAINS["linear"])
     model = package.ModelNew(*package.get_init_inputs())
     (x,) = package.get_inputs()
     model.gemm.weight = nn.Parameter(Wrapped(model.gemm.weight.detach()), requires_grad=False)

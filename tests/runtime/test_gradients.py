@@ -1,8 +1,10 @@
 """Gradients of whole generated models on the cpu target, against float64 autograd of the reference; what is saved, and what is refused."""
 
 import copy
+import itertools
 import json
 import pickle
+import shutil
 import sys
 
 import pytest
@@ -12,6 +14,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from runtime import GradientError
+from tests import tiers
 
 from .generated_packages import CHAINS, CONV, LINEAR, generate, import_from
 
@@ -22,6 +25,7 @@ BIASLESS = {
         {"group_norm": {"name": "norm", "num_groups": 3}}, "hardswish",
     ],
 }  # fmt: skip
+KINDS = {**CHAINS, **{f"{name} without bias": chain for name, chain in BIASLESS.items()}}
 
 
 def pair(module, seed=0):
@@ -48,12 +52,12 @@ def error(got, exact):
     return float((got.double() - exact).norm() / exact.norm())
 
 
-pytestmark = [pytest.mark.usefixtures("kept_objects"), pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]  # torch's own modules
+pytestmark = [pytest.mark.usefixtures("kept_builds"), pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]  # torch's own modules
 
 
 @pytest.fixture(params=CHAINS)
-def module(request, tmp_path):
-    return generate(tmp_path / "packages", CHAINS[request.param])
+def module(request, shared):
+    return shared(CHAINS[request.param])
 
 
 @pytest.fixture
@@ -88,11 +92,12 @@ def assert_same_gradients(got, want):
 # ---- right ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16", "bf16"])
-@pytest.mark.parametrize("chain", [*CHAINS.values(), *BIASLESS.values()], ids=["linear", "conv", "linear without bias", "grouped conv"])
-def test_against_float64(tmp_path, chain, precision):
+@pytest.mark.parametrize(("name", "precision"), tiers.quick(
+    itertools.product(KINDS, ("fp32", "tf32", "fp16", "bf16")), *((name, "fp32") for name in KINDS), ("linear", "bf16"), ("conv", "fp16"),
+))  # fmt: skip
+def test_against_float64(shared, name, precision):
     """Per tensor, the error is no more than eager's at that precision, but for what chance does to few values and one rounding."""
-    module = generate(tmp_path / "packages", chain, precision)
+    module = shared(KINDS[name], precision)
     model, reference = pair(module)
     (x,) = module.get_inputs()
     grad_y = torch.randn(model._package.manifest.output.shape).to(x.dtype)
@@ -211,7 +216,9 @@ def test_a_parameter_changed_before_backward_is_noticed(trained):
         y.backward(grad_y)
 
 
-def test_the_backward_is_built_when_it_is_first_needed(module, counting_gxx):
+@pytest.mark.parametrize("chain", CHAINS)
+def test_the_backward_is_built_when_it_is_first_needed(tmp_path, chain, counting_gxx):
+    module = generate(tmp_path / "packages", CHAINS[chain])
     model = module.ModelNew()
     (x,) = module.get_inputs()
     with torch.no_grad():
@@ -233,17 +240,17 @@ def test_second_derivatives_are_refused(trained):
         first.sum().backward()
 
 
-def without_backward(module):
-    """The package as it is for a target that has no generated backward."""
-    manifest = module.ModelNew.__init__.__globals__["PACKAGE"].path / "manifest.json"
+def without_backward(module, folder):
+    """A copy of the package under `folder`, as it is for a target that has no generated backward."""
+    manifest = shutil.copytree(module.ModelNew.__init__.__globals__["PACKAGE"].path, folder / "without_backward") / "manifest.json"
     data = json.loads(manifest.read_text())
     data["backward"] = {}
     manifest.write_text(json.dumps(data))
     return import_from(manifest.parent, f"{module.__name__}_without_backward")
 
 
-def test_a_target_without_a_backward_refuses(module):
-    model = without_backward(module).ModelNew()
+def test_a_target_without_a_backward_refuses(module, tmp_path):
+    model = without_backward(module, tmp_path).ModelNew()
     (x,) = module.get_inputs()
     y = model(x)
     with pytest.raises(GradientError, match=r"not generated yet for generated_.* on cpu; .*model.differentiate_by_reference\(\)"):
@@ -255,9 +262,9 @@ def test_a_target_without_a_backward_refuses(module):
         assert torch.equal(compiled(x), y)
 
 
-def test_gradients_by_the_reference_when_asked_for(module):
+def test_gradients_by_the_reference_when_asked_for(module, tmp_path):
     """y is the kernels', bit for bit; the gradients are the reference's; copies keep the choice; x alone, parameters alone."""
-    module = without_backward(module)
+    module = without_backward(module, tmp_path)
     model, reference = pair(module)
     (x,) = module.get_inputs()
     plain = model(x)
@@ -279,9 +286,9 @@ def test_gradients_by_the_reference_when_asked_for(module):
         model(x).sum().backward()
 
 
-def test_the_reference_is_found_from_a_derived_class_and_without_sys_modules(module, monkeypatch):
+def test_the_reference_is_found_from_a_derived_class_and_without_sys_modules(module, tmp_path, monkeypatch):
     """A test that cleans up, a harness that executes the source: the class knows its module all the same. Another Model beside a derived class is none."""
-    module = without_backward(module)
+    module = without_backward(module, tmp_path)
 
     class Model(torch.nn.Module):
         pass

@@ -1,16 +1,18 @@
 """Chains with stages and with results taken once more, on the cpu target: their generated backward; PyTorch's own gradients where those are asked for."""
 
+import itertools
 import json
 
 import pytest
 import torch
 
 from runtime import GradientError
+from tests import tiers
 
 from .generated_packages import CONV, LINEAR, generate
 from .test_gradients import error, gradients, pair, saved_shapes
 
-pytestmark = pytest.mark.usefixtures("kept_objects")
+pytestmark = pytest.mark.usefixtures("kept_builds")
 
 NORM = {"group_norm": {"name": "norm", "num_groups": 4}}
 POOL = {"max_pool2d": {"kernel_size": 2}}
@@ -37,11 +39,11 @@ GENERATED = {
 }
 
 
-def every_chain() -> list:
-    """Each chain in each precision; make test runs one precision of each, in turn."""
-    precisions = ("fp32", "fp16", "bf16")
-    turns = [(name, p, i % len(precisions) == j) for i, name in enumerate(CHAINS) for j, p in enumerate(precisions)]
-    return [pytest.param(name, precision, marks=[] if turn else pytest.mark.slow) for name, precision, turn in turns]
+# What make test runs: a kind of stage each, behind both producers, in every precision. The stages' own arithmetic has tests in tests/codegen.
+QUICK = (
+    ("min_linear", "fp32"), ("logsumexp_conv", "fp16"), ("average_inside", "bf16"), ("broadcast", "fp16"), ("pools", "fp32"), ("residual", "bf16"),
+    ("residual_conv", "fp32"), ("kept_by_a_stage", "fp16"),
+)  # fmt: skip
 
 
 def emitted_backwards(module) -> dict:
@@ -49,7 +51,7 @@ def emitted_backwards(module) -> dict:
     return json.loads((module.ModelNew.__init__.__globals__["PACKAGE"].path / "manifest.json").read_text())["backward"]
 
 
-@pytest.mark.parametrize(("name", "precision"), every_chain())
+@pytest.mark.parametrize(("name", "precision"), tiers.quick(itertools.product(CHAINS, ("fp32", "fp16", "bf16")), *QUICK))
 def test_by_reference(tmp_path, name: str, precision: str) -> None:
     """Generated; asked for by reference, no further from float64 than eager's; nothing is saved without gradients; second derivatives are refused."""
     module = generate(tmp_path / "packages", CHAINS[name], precision)
@@ -98,7 +100,7 @@ def test_generated(tmp_path, name: str) -> None:
         assert error(got[key], exact[key]) <= 2e-6, key
 
 
-@pytest.mark.parametrize("name", ["small_75", "residual_conv", "pools"])
+@pytest.mark.parametrize("name", tiers.quick(["small_75", "residual_conv", "pools"], "small_75"))
 def test_generated_under_a_compiler(tmp_path, name: str) -> None:
     """The operators' checks, and the same gradients from a compiled model."""
     module = generate(tmp_path / "packages", CHAINS[name])

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from tests import tiers
 from tests.codegen.backward_chains import build_backwards, check, elementwise_specs, operand_specs, pool_specs
 from tests.codegen.cpu_chains import conv_chain, make_spec
 from tests.codegen.test_cpu import ELEMENTWISE, POOLS
@@ -14,10 +15,11 @@ from tests.codegen.test_cpu import ELEMENTWISE, POOLS
 pytestmark = [pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"), pytest.mark.usefixtures("one_thread")]
 
 
+@tiers.shares
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_before_and_after(tmp_path, name: str) -> None:
+def test_elementwise_before_and_after(tmp_path, name: str, share: str) -> None:
     """Every operator on both sides of the norm, and behind a pooling, at every precision."""
-    for backward in build_backwards(tmp_path, elementwise_specs(tmp_path, name)):
+    for backward in build_backwards(tmp_path, tiers.share_of(share, ELEMENTWISE, name, elementwise_specs(tmp_path, name))):
         check(backward, backward.chain.source(scale=2.0))
 
 
@@ -34,9 +36,10 @@ def test_learnable_operands(tmp_path) -> None:
         check(backward, backward.chain.source())
 
 
+@tiers.shares
 @pytest.mark.parametrize("name", POOLS)
-def test_pooling(tmp_path, name: str) -> None:
-    for backward in build_backwards(tmp_path, pool_specs(tmp_path, name)):
+def test_pooling(tmp_path, name: str, share: str) -> None:
+    for backward in build_backwards(tmp_path, tiers.share_of(share, POOLS, name, pool_specs(tmp_path, name))):
         check(backward, backward.chain.source())
 
 

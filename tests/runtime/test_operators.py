@@ -17,7 +17,7 @@ from runtime import CallError
 from .generated_packages import CHAINS, assert_an_exported_program_runs, generate, import_from
 
 pytestmark = [
-    pytest.mark.usefixtures("kept_objects"),
+    pytest.mark.usefixtures("kept_builds"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # torch's own modules, and the test of its tracer
     pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean:torch.jit.TracerWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
@@ -25,8 +25,8 @@ pytestmark = [
 
 
 @pytest.fixture(params=CHAINS)
-def package(request, tmp_path):
-    return generate(tmp_path / "packages", CHAINS[request.param])
+def package(request, shared):
+    return shared(CHAINS[request.param])
 
 
 @pytest.fixture

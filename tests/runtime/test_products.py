@@ -11,7 +11,7 @@ from runtime import GradientError, products
 from .generated_packages import CHAINS, generate, import_from
 from .test_gradients import assert_each_alone, assert_same_gradients, gradients, pair, saved_shapes
 
-pytestmark = [pytest.mark.usefixtures("kept_objects"), pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]  # torch's own modules
+pytestmark = [pytest.mark.usefixtures("kept_builds"), pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]  # torch's own modules
 
 
 @pytest.fixture(autouse=True)

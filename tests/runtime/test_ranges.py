@@ -10,23 +10,24 @@ from torch._subclasses import FakeTensorMode
 
 from runtime import CallError
 from runtime.cache import LIBRARY
+from tests import tiers
 
 from .generated_packages import CHAINS, LINEAR, assert_an_exported_program_runs, generate
 
-pytestmark = pytest.mark.usefixtures("kept_objects")
+pytestmark = pytest.mark.usefixtures("kept_builds")
 
 BATCHES = (1, 3, 8)
 REDUCED = [LINEAR, {"group_norm": {"name": "norm", "num_groups": 4}}, {"min": {"keepdim": True}}, {"add": {"name": "bias", "shape": [1, 24, 1, 1]}}]
 
 
 @pytest.fixture(params=CHAINS)
-def ranged(request, tmp_path):
-    return generate(tmp_path / "packages", CHAINS[request.param], batch=list(BATCHES))
+def ranged(request, shared):
+    return shared(CHAINS[request.param], batch=list(BATCHES))
 
 
 @pytest.fixture(params=CHAINS)
-def padding(request, tmp_path):
-    return generate(tmp_path / "packages", CHAINS[request.param], batch=list(BATCHES), pad_batch=True)
+def padding(request, shared):
+    return shared(CHAINS[request.param], batch=list(BATCHES), pad_batch=True)
 
 
 @pytest.fixture(autouse=True)
@@ -263,7 +264,7 @@ def test_compile_for_each_listed_batch(ranged, backend):
             assert torch.equal(compiled(x_of(ranged, batch)), model(x_of(ranged, batch)))
 
 
-@pytest.mark.parametrize("dynamic", [None, False, True])
+@pytest.mark.parametrize("dynamic", tiers.quick([None, False, True], None, True))
 def test_compile_pads(padding, dynamic):
     model, _ = pair(padding)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from .generated_packages import CHAINS, generate, import_from
 from .prepared_package import write_prepared_package
 from .test_ranges import BATCHES, assert_same, gradients, pair, x_of
 
-pytestmark = pytest.mark.usefixtures("kept_objects")
+pytestmark = pytest.mark.usefixtures("kept_builds")
 
 # ---- prepared weights ------------------------------------------------------------------------------------------------
 

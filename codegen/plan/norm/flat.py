@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from codegen.ir.apply import Constant, applies, costly
+from codegen.ir.apply import Constant, applies, costly, rounded
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.model import Buffer, Kernel, Launch
 from codegen.plan.norm.cost import (
@@ -211,7 +211,7 @@ def resident_kernel(spec: FusedSpec, how: Residency, source: str, apply_before: 
         ]
         if blocks * per_block != groups:
             layout.append(Constant("kGroups", str(groups), f"{spec.batch} samples x kNumGroups"))
-        layout.append(Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups / kGroupsPerBlock" + _rounded(blocks * per_block != groups)))
+        layout.append(Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups / kGroupsPerBlock" + rounded(blocks * per_block != groups)))
     else:
         layout += [
             Constant("kThreads", str(threads), "threads of a block, which holds a group"),
@@ -229,10 +229,6 @@ def resident_kernel(spec: FusedSpec, how: Residency, source: str, apply_before: 
         threads=threads, blocks=blocks, min_blocks=min_blocks, max_registers=register_limit(threads, min_blocks), vectors=how.vectors,
         ragged=how.ragged, pitch=pitch, held=True, partial_block=warp and blocks * per_block != groups, smem_bytes=0 if warp else 3 * threads // 32 * 4, **shared,
     )  # fmt: skip
-
-
-def _rounded(up: bool) -> str:
-    return ", rounded up" if up else ""
 
 
 def stream_kernel(spec: FusedSpec, source: str, apply_before: bool, producer_bias: str | None) -> FlatKernel:
@@ -326,11 +322,11 @@ def apply_kernel(
         Constant("kVectors", str(vectors), "accesses of a thread"),
         Constant("kLanes", str(lanes), "threads of a tile"),
         Constant("kTileVectors", str(lanes * vectors), "kLanes x kVectors"),
-        Constant("kTiles", str(tiles), "tiles of a group: kGroupSize / kWidth / kTileVectors" + _rounded(tiles * lanes * vectors != group_vectors)),
+        Constant("kTiles", str(tiles), "tiles of a group: kGroupSize / kWidth / kTileVectors" + rounded(tiles * lanes * vectors != group_vectors)),
         Constant("kThreads", str(APPLY_BLOCK), "threads of a block"),
         Constant("kTilesPerBlock", str(per_block), "kThreads / kLanes"),
         *([Constant("kGroups", str(groups), f"{spec.batch} samples x kNumGroups")] if partial else []),
-        Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups x kTiles / kTilesPerBlock" + _rounded(partial)),
+        Constant("kBlocks", str(blocks), f"{spec.batch} samples x kNumGroups x kTiles / kTilesPerBlock" + rounded(partial)),
         Constant("kMinBlocks", str(min_blocks), "blocks that fit on an SM"),
     ]
     ragged = tiles * lanes * vectors != group_vectors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from codegen.ir.apply import Constant
+from codegen.ir.apply import Constant, rounded
 from codegen.ir.grouping import Grouping
 from codegen.ir.window import Window
 from codegen.plan.segments.kernel import FIELDS, SegmentKernel, statistic_of
@@ -46,7 +46,7 @@ class Whole(Planner):
             Constant("kWidth", str(width), f"values of a run: {width * self.precision.itemsize} bytes"),
             Constant("kItems", str(items), "runs of a thread"),
             Constant("kThreads", str(THREADS), "threads of a block"),
-            Constant("kBlocks", str(blocks), "kRuns / (kThreads x kItems)" + (", rounded up" if runs % (THREADS * items) else "")),
+            Constant("kBlocks", str(blocks), "kRuns / (kThreads x kItems)" + rounded(runs % (THREADS * items) != 0)),
         ]
         made = self.kernel(
             "map", program, Program(), numbers=numbers, story="one pass", label=label, width=width, items=items, threads=THREADS, blocks=blocks,
@@ -78,7 +78,7 @@ class Whole(Planner):
             Constant("kThreads", str(threads), "threads of a block"),
             Constant("kTeams", str(teams), "kThreads / kLanes: groups of a block"),
             Constant("kWarps", str(-(-lanes // 32)), "warps of a group"),
-            Constant("kBlocks", str(blocks), "kGroups / kTeams" + (", rounded up" if groups % teams else "")),
+            Constant("kBlocks", str(blocks), "kGroups / kTeams" + rounded(groups % teams != 0)),
         ]
         result_width = 1 if self.folds else width
         return self.kernel(
@@ -130,7 +130,7 @@ class Whole(Planner):
             Constant("kSlices", str(slices), "threads that share a group's values"),
             Constant("kItems", str(items), "values of a group in a thread" + ("" if held else " at a time")),
             Constant("kThreads", str(threads), "kLanes x kSlices"),
-            Constant("kBlocks", str(blocks), "kRuns / kLanes" + (", rounded up" if columns % lanes else "")),
+            Constant("kBlocks", str(blocks), "kRuns / kLanes" + rounded(columns % lanes != 0)),
         ]
         return self.kernel(
             "columns", self.before(width), self.after(width), numbers=numbers, story="threads along the groups" + ("" if held else ", read twice"), width=width,
@@ -151,7 +151,7 @@ class Whole(Planner):
             Constant("kRun", str(windows), "neighbouring windows of a thread"),
             Constant("kRuns", str(runs), "kOutputs / kRun"),
             Constant("kThreads", str(THREADS), "threads of a block"),
-            Constant("kBlocks", str(blocks), "kRuns / kThreads" + (", rounded up" if runs % THREADS else "")),
+            Constant("kBlocks", str(blocks), "kRuns / kThreads" + rounded(runs % THREADS != 0)),
         ]
         made = self.kernel(
             "windows", self.before(width), self.after(windows), numbers=numbers, story="a thread a window" if windows == 1 else f"a thread {windows} windows",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from codegen.ir.apply import Constant
+from codegen.ir.apply import Constant, rounded
 from codegen.ir.grouping import Grouping
 from codegen.plan.model import Buffer
 from codegen.plan.segments.cuda import SHARE_VALUES, SLICES, STATIC_SHARED, THREADS, Whole
@@ -84,7 +84,7 @@ class Shared(Whole):
             Constant("kLanes", str(lanes), "threads side by side"),
             Constant("kSlices", str(SLICES), "threads that share a group's values"),
             Constant("kItems", str(items), "values of a group in a thread at a time"),
-            Constant("kTiles", str(tiles), "kRuns / kLanes" + (", rounded up" if columns % lanes else "")),
+            Constant("kTiles", str(tiles), "kRuns / kLanes" + rounded(columns % lanes != 0)),
             Constant("kShares", str(shares), "blocks of a group"),
             Constant("kShare", str(share), "values of a group in a block" + (", at most" if grouping.joined % share else "")),
             Constant("kThreads", str(threads), "kLanes x kSlices"),
@@ -106,7 +106,7 @@ class Shared(Whole):
             Constant("kShares", str(shares), "partial statistics of a group"),
             Constant("kThreads", str(THREADS), "threads of a block"),
             Constant("kTeams", str(teams), "warps of a block: groups"),
-            Constant("kBlocks", str(blocks), "kGroups / kTeams" + (", rounded up" if groups % teams else "")),
+            Constant("kBlocks", str(blocks), "kGroups / kTeams" + rounded(groups % teams != 0)),
         ]
         after = self.after(1) if self.folds else Program()
         results = None if self.folds else (f"{self.name}:finished",)

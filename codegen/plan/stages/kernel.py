@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.ir.apply import Apply, Constant, applies, called, unique_constants
+from codegen.ir.apply import Apply, Constant, applies, called, rounded, unique_constants
 from codegen.ir.segment import Segment
 from codegen.ir.window import COLUMNS, ROWS, window_of
 from codegen.numerics import FP32, Precision
@@ -174,7 +174,7 @@ def _rows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass) -
         Constant("kLanes", str(lanes), "threads of a row"),
         Constant("kThreads", str(threads), "threads of a block"),
         Constant("kRowsPerBlock", str(per_block), "kThreads / kLanes"),
-        Constant("kBlocks", str(blocks), "kRows / kRowsPerBlock" + (", rounded up" if rows % per_block else "")),
+        Constant("kBlocks", str(blocks), "kRows / kRowsPerBlock" + rounded(rows % per_block != 0)),
     ]
     made = replace(
         kernel, width=width, lanes=lanes, rows_per_block=per_block, threads=threads, blocks=blocks, ragged=rows % per_block != 0,
@@ -204,7 +204,7 @@ def _columns(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass
         Constant("kLanes", str(lanes), "threads of a slice, each with positions of its own"),
         Constant("kSlices", str(slices), "parts of the channels that a block's threads share"),
         Constant("kThreads", str(THREADS), "kLanes x kSlices"),
-        Constant("kBlocks", str(blocks), "kItems / kLanes" + (", rounded up" if items % lanes else "")),
+        Constant("kBlocks", str(blocks), "kItems / kLanes" + rounded(items % lanes != 0)),
     ]
     made = replace(
         kernel, width=width, lanes=lanes, slices=slices, threads=THREADS, blocks=blocks, ragged=items % lanes != 0,
@@ -242,7 +242,7 @@ def _windows(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass
         Constant("kLanes", str(lanes), "threads of a window"),
         Constant("kThreads", str(THREADS), "threads of a block"),
         Constant("kWindowsPerBlock", str(per_block), "kThreads / kLanes"),
-        Constant("kBlocks", str(blocks), "kOutputs / kWindowsPerBlock" + (", rounded up" if outputs % per_block else "")),
+        Constant("kBlocks", str(blocks), "kOutputs / kWindowsPerBlock" + rounded(outputs % per_block != 0)),
     ]
     clipped = tuple(window_of(lead).clipped(axis) for axis in (ROWS, COLUMNS))
     divisor = _divisor(lead, clipped) if lead.operator.name == "avg_pool2d" else ""
@@ -281,7 +281,7 @@ def _spread(kernel: StageKernel, lead: Step, output: Shape, device: DeviceClass)
     launched = [
         Constant("kWidth", str(width), "results of a thread: neighbours"),
         Constant("kThreads", str(THREADS), "threads of a block"),
-        Constant("kBlocks", str(blocks), "kOutputs / (kThreads x kWidth)" + (", rounded up" if outputs % (THREADS * width) else "")),
+        Constant("kBlocks", str(blocks), "kOutputs / (kThreads x kWidth)" + rounded(outputs % (THREADS * width) != 0)),
     ]
     made = replace(
         kernel, width=width, threads=THREADS, blocks=blocks, ragged=outputs % (THREADS * width) != 0, offset=element_offset(lead.input_shape, output),
