@@ -69,11 +69,14 @@ def on_mount(request, tmp_path, tiny, counting_gxx, temporary):
 
 @pytest.mark.parametrize(
     ("options", "cause"),
-    [
+    tiers.quick(
+        [
+            ("noexec", "libraries cannot be loaded from it: it is mounted noexec"),
+            ("ro", "it is on a read-only file system"),
+            ("size=64k", "the disk is full"),
+        ],
         ("noexec", "libraries cannot be loaded from it: it is mounted noexec"),
-        ("ro", "it is on a read-only file system"),
-        ("size=64k", "the disk is full"),
-    ],
+    ),
 )
 def test_what_a_file_system_lacks_is_told_and_another_folder_used(on_mount, counting_gxx, temporary, options, cause):
     on_mount(f"""
