@@ -112,6 +112,7 @@ def test_the_harness_is_warmed_and_run_again_where_it_is_noisy(tmp_path, monkeyp
     monkeypatch.setattr(kernelbench, "describe", lambda device: machine)
     monkeypatch.setattr(kernelbench, "cards", lambda device: ("0", "1"))
     monkeypatch.setattr(kernelbench, "prebuild", lambda *args: None)
+    monkeypatch.setattr(kernelbench, "check_start", lambda *args: None)  # it would count as a call
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
     other = {"format": 1, **machine.facts, "problem": 94, "shapes": "current", "precision": "fp32", "key": "k", "correct": True}

@@ -77,7 +77,7 @@ REPRESENTATIVES: dict[tuple[str, str], Callable[[Path], Plan]] = {
     ("gemm/ffma.cu.j2", ""): gemm(COSTLY, "fp32", "ffma"),
     ("gemm/row_scale.cu.j2", ""): gemm(COSTLY, "fp32", "fp16x3"),
     ("gemm/add_slices.cu.j2", ""): gemm(Case("lengthy", 7, 20011, 51, 3, before=("relu",)), "fp16"),
-    ("gemm/end_slices.cu.j2", ""): gemm(Case("lengthy_product", 7, 20011, 52, 0, before=("silu", bias(52))), "fp16"),
+    ("gemm/end_slices.cu.j2", ""): gemm(Case("lengthy_product", 7, 20011, 52, 0, before=("relu", bias(52))), "fp16"),
     ("gemm/align_rows.cu.j2", ""): gemm(Case("odd", 256, 4097, 512, 4), "fp16"),
     ("norm/group_norm_warp.cu.j2", ""): norm("mish_before"),
     ("norm/group_norm_block.cu.j2", ""): norm("width_8192"),
