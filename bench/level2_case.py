@@ -29,6 +29,7 @@ from bench.timing import interleaved
 from bench.verify import Finding, rounded, verify
 from codegen.plan import Refusal
 from codegen.spec import SpecError, load_spec
+from codegen.targets import DEVICES, preference
 from runtime import Package
 from runtime.build import ensure_built, plan_build
 
@@ -57,13 +58,16 @@ def evidence_key(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()
 
 
-def todays_key(path: str, precision: str, target: str) -> str | None:
-    """The evidence key of what is emitted now for a spec; None where there is no such spec or target any more."""
+def todays_key(path: str, precision: str, target: str, card: str = "") -> str | None:
+    """The evidence key of what is emitted now for a spec; None where there is no such spec or target any more, or where a `card` (a device class) now runs
+    another target of it."""
     try:
         targets = present_manifest(path, precision).get("targets", {})
     except (OSError, SpecError, Refusal):
         return None
-    return evidence_key(targets[target]) if target in targets else None
+    served = DEVICES[card].targets if card in DEVICES else (target,)
+    runs = next((name for name in preference() if name in targets and name in served), None)
+    return evidence_key(targets[target]) if target == runs or (target == "cpu" and target in targets) else None
 
 
 def _model(job: Mapping[str, Any], setting: Mapping[str, Any]) -> tuple[Emitted, nn.Module, torch.device]:

@@ -21,21 +21,21 @@ LEAST = 0.95  # a ratio below this is a loss beyond noise
 
 def page(results: Path) -> str:
     """The page's text. It needs no record."""
-    found = [_card(store.read(LEVEL2, results, card)) for card in store.cards(results, LEVEL2)]
+    found = [_card(store.read(LEVEL2, results, card), card) for card in store.cards(results, LEVEL2)]
     cards = [card for card in found if card is not None]
     return _environment().get_template("level2.md.j2").render(cards=cards, classes=CLASSES, meanings=MEANINGS)
 
 
-def _card(records: list[Record]) -> dict[str, Any] | None:
+def _card(records: list[Record], card: str) -> dict[str, Any] | None:
     if not records:
         return None
-    parts = [_part(name, [r for r in records if r["precision"] == name]) for name in PRECISIONS if any(r["precision"] == name for r in records)]
+    parts = [_part(name, [r for r in records if r["precision"] == name], card) for name in PRECISIONS if any(r["precision"] == name for r in records)]
     return {field: records[0].get(field) for field in ("gpu", "torch", "cuda")} | {"precisions": parts}
 
 
-def _part(precision: str, records: list[Record]) -> dict[str, Any]:
+def _part(precision: str, records: list[Record], card: str) -> dict[str, Any]:
     """What the page says of one precision on one card."""
-    rows = [_row(record) for record in sorted(records, key=lambda record: record["problem"])]
+    rows = [_row(record, card) for record in sorted(records, key=lambda record: record["problem"])]
     current = [row for row in rows if row["current"]]
     ordinary = list(speedups(current))
     over = lambda peer: geometric_mean(list(speedups(current, lambda r: r["peers"][peer] / r["ours_ms"] if r.get("ours_ms") and r["peers"].get(peer) else None)))  # noqa: E731
@@ -55,18 +55,18 @@ def _spans(numbers: list[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True))
 
 
-def _row(record: Record) -> dict[str, Any]:
+def _row(record: Record, card: str) -> dict[str, Any]:
     """A record with every field that the page shows; None for what was not measured."""
     shown = dict.fromkeys(("error", "eager_error", "library_steps", "kernels", "ours_ms", "speedup_torch", "harness"))
     problems = "; ".join(f"{family}: {', '.join(found)}" for family, found in record.get("problems", {}).items())
     failed = "; ".join(f"{name} could not be run: {why}" for name, why in record.get("failed", {}).items())
     complaint = "; ".join(filter(None, (record.get("failure"), problems, failed)))
-    return {**shown, "class": ORDINARY, "peers": {}, **record, "current": _is_current(record), "complaint": complaint.replace("\n", " ")}
+    return {**shown, "class": ORDINARY, "peers": {}, **record, "current": _is_current(record, card), "complaint": complaint.replace("\n", " ")}
 
 
-def _is_current(record: Record) -> bool:
-    """Whether a record is of today's sources; one without a key measured none."""
-    return "key" not in record or record["key"] == todays_key(record["path"], record["precision"], record["target"])
+def _is_current(record: Record, card: str) -> bool:
+    """Whether a record is of what the card runs today; one without a key measured nothing."""
+    return "key" not in record or record["key"] == todays_key(record["path"], record["precision"], record["target"], card)
 
 
 def _environment() -> jinja2.Environment:

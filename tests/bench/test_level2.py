@@ -125,6 +125,14 @@ def test_records_of_earlier_sources_are_shown_and_left_out_of_counts_and_means(f
     assert "2 records are of earlier sources" in text and text.count("| earlier sources |") == 2
 
 
+def test_a_record_of_a_target_that_the_card_no_longer_runs_is_of_earlier_sources():
+    """A product of ours on Hopper takes over from a library step: what was measured of sm_80's package says nothing of it."""
+    path = "specs/kernelbench/level2/09_matmul_subtract_multiply_relu.yaml"
+    assert todays_key(path, "fp32", "sm_80") and todays_key(path, "fp32", "sm_80", "a100") == todays_key(path, "fp32", "sm_80")
+    assert todays_key(path, "fp32", "sm_80", "h200") is None and todays_key(path, "fp32", "sm_90a", "h200")
+    assert todays_key(path, "fp32", "cpu", "h200") and todays_key(path, "fp32", "sm_90a", "") == todays_key(path, "fp32", "sm_90a", "h200")
+
+
 def test_the_page_needs_no_record(tmp_path):
     text = page(tmp_path)
     assert "No card has been measured yet" in text and all(f"| {number} | {kind} |" in text for number, (kind, _) in CLASSES.items())
