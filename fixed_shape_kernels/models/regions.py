@@ -6,10 +6,11 @@ The whole model is one region where it can be traced. Where it cannot, the reaso
 from __future__ import annotations
 
 import inspect
-import traceback
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 from codegen.from_module.calls import MODULES
 
 CONSTANTS = (bool, int, float, str, type(None))
+_TORCH = str(Path(torch.__file__).parent)
 
 
 class _Tracer(fx.Tracer):
@@ -26,8 +28,10 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
-        frames = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename and f.filename != __file__ and not f.filename.startswith("<")]
-        node.meta["where"] = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
+        frame = sys._getframe(1)
+        while frame is not None and (frame.f_code.co_filename.startswith((_TORCH, "<")) or frame.f_code.co_filename == __file__):
+            frame = frame.f_back
+        node.meta["where"] = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
         return node
 
 
@@ -104,15 +108,10 @@ def _regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region
             found.append(region)
             met.update(module.modules())
             return
-        if not any(True for _ in module.children()) and type(module) not in MODULES:
-            left.append(Untraced(path, type(module).__name__, why))
-            return
-        if any(True for _ in module.children()):
-            left.append(Untraced(path, type(module).__name__, f"{why}; its parts are looked at by themselves"))
-            for name, child in module.named_children():
-                scan(f"{path}.{name}" if path else name, child)
-        else:
-            left.append(Untraced(path, type(module).__name__, why))
+        parts = list(module.named_children())
+        left.append(Untraced(path, type(module).__name__, f"{why}; its parts are looked at by themselves" if parts else why))
+        for name, child in parts:
+            scan(f"{path}.{name}" if path else name, child)
 
     scan("", model)
     return found, left
