@@ -61,8 +61,8 @@ class Report:
     @property
     def summary(self) -> str:
         """The last line of the table."""
-        if any(row.status == FOUND for row in self.rows):
-            return f"{len(self.chains)} chains found that kernels serve"
+        if found := [row for row in self.rows if row.status == FOUND]:
+            return f"{len(found)} of {len(self.chains)} chains can be served by kernels"
         times = f", {self.before_ms:.3g} -> {self.after_ms:.3g} ms" if self.before_ms and self.after_ms else ""
         return f"{len(self.replaced)} of {len(self.chains)} chains replaced{times}"
 

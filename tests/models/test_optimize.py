@@ -301,7 +301,7 @@ def test_sequences_and_sixteen_bits(dtype, tmp_path):
 def test_a_chain_ends_before_dropout_in_training_and_goes_through_it_in_evaluation(tmp_path):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 4)), torch.randn(4, 8)
     found = lambda: [row.chain for row in fsk.explain(model, x).rows]  # noqa: E731
-    assert found() == ["linear -> relu", "linear"] and fsk.explain(model.eval(), x).summary == "2 chains found that kernels serve"
+    assert found() == ["linear -> relu", "linear"] and fsk.explain(model.eval(), x).summary == "1 of 2 chains can be served by kernels"
     opt = all_of(model.train(), x, training=True, cache_dir=tmp_path)
     torch.manual_seed(5)
     y = opt(x)
@@ -316,7 +316,7 @@ def test_explain_compiles_nothing_and_needs_no_data(monkeypatch):
     report = fsk.explain(model, x)
     assert [(row.chain, row.status) for row in report.rows] == [("linear -> gelu -> softmax", "found")]
     assert report.rows[0].plan.startswith("sm_90a: ") and report.rows[0].estimated_ms > 0
-    assert report.summary == "1 chains found that kernels serve" and explain_model(model, x).to_json() == report.to_json()
+    assert report.summary == "1 of 1 chains can be served by kernels" and explain_model(model, x).to_json() == report.to_json()
 
 
 def test_a_report_is_a_table_json_and_a_page_that_escapes_names():
@@ -345,7 +345,7 @@ def wrong():
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["model.py:build", "--explain"], 0, "1 chains found that kernels serve"),
+        (["model.py:build", "--explain"], 0, "1 of 1 chains can be served by kernels"),
         (["model.py:build", "--min-gain", "0", "--device", "cpu", "--report", "out/r.html"], 0, "1 of 1 chains replaced"),
         (["model.py:build", "--min-gain", "1e9", "--strict"], 1, "0 of 1 chains replaced"),
         (["model.py:wrong"], 1, "expected (model, example)"),
