@@ -7,9 +7,13 @@ import pytest
 
 from codegen import render
 from codegen.constants import with_constants
+from codegen.manifest import Package
+from codegen.plan.conv_product_sm90a.route import CONV_PRODUCT_SM90A
 from codegen.plan.model import Kernel
 from codegen.spec import load_spec
+from codegen.targets import DEVICES
 from tests.codegen.conv_product_cases import CASES
+from tests.codegen.forced import request_for
 from tests.codegen.test_segment_kernels import specs_of
 from tests.golden import DIGITS, Case, cases, difference, hashed, recorded, texts
 
@@ -42,7 +46,10 @@ def test_everything_emitted_and_explained_is_as_recorded(monkeypatch, tmp_path):
     for data in CASES.values():
         path = tmp_path / "product.yaml"
         path.write_text(json.dumps(data | {"gemm": "generated"}))
-        texts(load_spec(path, "fp32"), ("sm_90a",), None)
+        spec = load_spec(path, "fp32")
+        asked = request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"])
+        for offer in CONV_PRODUCT_SM90A.offers(asked):
+            render.render(Package(spec, (CONV_PRODUCT_SM90A.plan(asked, offer),)))
     assert not listed - seen, f"constants that no source shows: {sorted(listed - seen)}"
 
 
