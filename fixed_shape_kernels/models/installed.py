@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -101,6 +102,9 @@ class Optimized(nn.Module):
         self.__dict__["_places"] = {}
         return self._model
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("an optimised module is neither copied nor pickled; copy the model, or write its kernels with fsk.save_optimized")
+
     def extra_repr(self) -> str:
         return self.report.summary
 
@@ -153,6 +157,10 @@ class _Place:
         self.signature = inspect.signature(self.original)
         self.names = [name for name, of in self.signature.parameters.items() if of.kind in (of.POSITIONAL_ONLY, of.POSITIONAL_OR_KEYWORD)]
 
+    def __reduce__(self) -> tuple[Callable[..., _Place], tuple[nn.Module]]:
+        """Of a copy of the module, which runs its own forward: the kernels are this one's."""
+        return _without_ways, (self.module,)
+
     def put(self) -> None:
         self.module.forward = self.forward
 
@@ -179,6 +187,14 @@ class _Place:
             why = why or unlike
         self.owner.fallen_back(self.path, why)
         return self.original(*args, **kwargs)
+
+
+def _without_ways(module: nn.Module) -> _Place:
+    """The place of a copied module, whose forward is that of its class."""
+    made = object.__new__(_Place)
+    made.owner, made.module, made.ways = SimpleNamespace(_at_work=None), module, []
+    made.original, made.before = MethodType(type(module).forward, module), None
+    return made
 
 
 def _compiled(region: Region, chains: Sequence[Built]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import warnings
 
 import pytest
@@ -170,6 +171,23 @@ def test_a_saved_one_is_loaded_without_judging(tmp_path, monkeypatch):
         fsk.load_optimized(other, tmp_path)
     with pytest.raises(FileExistsError):
         fsk.save_optimized(opt, tmp_path)
+
+
+def test_a_copy_of_the_model_runs_its_own_forward(evaluated):
+    """Deep copies, as averages of weights take them, and pickled ones; the optimised module itself says what to do instead."""
+    x = example()
+    for other in (copy.deepcopy(evaluated._model), pickle.loads(pickle.dumps(evaluated._model))):
+        with torch.no_grad():
+            other.head.weight.zero_()
+            assert torch.equal(other(x), torch.log_softmax(other.head.bias, 0).expand(2, 5)) and not torch.equal(evaluated(x), other(x))
+    with pytest.raises(TypeError, match="save_optimized"):
+        copy.deepcopy(evaluated)
+
+
+def test_torch_compile_takes_the_model_s_own_modules_without_a_break(evaluated):
+    x = example()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(evaluated, backend="eager", fullgraph=True)(x), evaluated._model(x), rtol=1e-5, atol=1e-6)
 
 
 def test_restoring_gives_the_model_back(tmp_path):
