@@ -59,21 +59,9 @@ class ConvProductKernel(Kernel):
         return (X_SPLIT, WEIGHT_SPLIT)
 
     @property
-    def parts(self) -> int:
-        return self.layout.parts
-
-    @property
     def weight_parts(self) -> int:
         """Planes of an operand in a stage."""
         return self.layout.planes
-
-    @property
-    def row_bytes(self) -> int:
-        return self.layout.row_bytes
-
-    @property
-    def pixels(self) -> int:
-        return self.layout.pixels
 
     @property
     def channels_apart(self) -> bool:
@@ -81,36 +69,8 @@ class ConvProductKernel(Kernel):
         return self.layout.tile_channels == 64 * CONSUMERS
 
     @property
-    def unrolled(self) -> int:
-        return self.layout.unrolled
-
-    @property
-    def stage_taps(self) -> int:
-        return self.layout.taps
-
-    @property
-    def shared(self) -> bool:
-        return self.layout.shared
-
-    @property
-    def halves(self) -> int:
-        return self.layout.halves
-
-    @property
-    def channel_blocks(self) -> int:
-        return self.layout.blocks
-
-    @property
     def deep(self) -> bool:
         return self.geometry.rank == 3
-
-    @property
-    def transposed(self) -> bool:
-        return self.geometry.transposed
-
-    @property
-    def contiguous(self) -> bool:
-        return self.geometry.contiguous
 
     @property
     def wide_phases(self) -> int:
@@ -159,16 +119,8 @@ class ConvProductKernel(Kernel):
         return tuple(axis.stride for axis in self.geometry.windows)
 
     @property
-    def folded(self) -> bool:
-        return self.geometry.folded
-
-    @property
     def steps(self) -> tuple[int, ...]:
         return tuple(axis.step for axis in self.geometry.axes)
-
-    @property
-    def kernel_sizes(self) -> tuple[int, ...]:
-        return self.geometry.kernel
 
     def axis(self, name: str) -> int:
         return AXES.index(name)
