@@ -26,6 +26,7 @@ from codegen.render import render
 from codegen.spec import Spec
 from codegen.standalone import render_standalone
 from codegen.torch_text import module_lines, parameters, reference_lines, value_variable
+from runtime.resources import usable_cores
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 SCRIPT = Path("scripts/run_and_check.py")
@@ -138,12 +139,12 @@ def prebuild(sources: list[Path], env: dict[str, str], builds: Path) -> None:
         "import os, sys; text = open(sys.argv[1]).read(); os.environ['TORCH_EXTENSIONS_DIR'] = os.path.join(sys.argv[2], 'test_build', str(hash(text)));"
         "os.makedirs(os.environ['TORCH_EXTENSIONS_DIR'], exist_ok=True); scope = {}; exec(text, scope); scope['_library']()"
     )
-    with ThreadPoolExecutor(os.cpu_count() or 2) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         list(pool.map(lambda path: subprocess.run([sys.executable, "-c", program, str(path), str(builds)], env=env, capture_output=True), sources))
 
 
 def _workers(places: int = 1) -> int:
-    return max(1, min(6 * places, (os.cpu_count() or 2) // 2))
+    return max(1, min(6 * places, usable_cores() // 2))
 
 
 def call(command: list[str], checkout: Path, env: dict[str, str], timeout_s: float) -> str:

@@ -113,6 +113,8 @@ def whole_level(checkout, problems, precisions, results, work, budget_s, timeout
 def main(checkout, level, problems, shapes, precisions, results, work, budget_s, timeout_s, force, warm, no_harness, harness_only, verdicts, verify_only, folder, device, seconds, prepare_only) -> None:
     """Run KernelBench's run_and_check.py on standalone.py of the nine systems, or of a whole level, and record what it says."""
     if level:
+        if (harness_only or verdicts) and (no_harness or verify_only):
+            raise click.UsageError("--harness-only and --verdicts ask the harness, which --no-harness and --verify-only leave out")
         needs_harness = not no_harness and not verify_only
         if needs_harness and checkout is None:
             raise click.UsageError("the harness needs --checkout; --no-harness verifies and times without it")

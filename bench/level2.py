@@ -241,11 +241,11 @@ def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Pat
         level.console.print(f"{problem.label}: {harness.told(found) if timing else found['verdict']}", highlight=False)
 
     deadline = time.perf_counter() + level.deadline - time.time() if level.deadline else None
-    lanes = len(cards(level.device)) * (1 if timing else JUDGES)
+    lanes = cards(level.device) * (1 if timing else JUDGES)
     if not timing:  # else each run would start as many threads and compilers of Inductor's as there are cores
-        env |= {"OMP_NUM_THREADS": str(max(1, usable_cores() // lanes)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    places = harness.on_cards(env, cards(level.device)) * (1 if timing else JUDGES)
-    return harness.in_lanes(runs, lambda p, place: harness.measure(commands[p], checkout, work, place, timeout_s), take, places, deadline)
+        env |= {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(lanes))), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    measured = lambda p, place: harness.measure(commands[p], checkout, work, place, timeout_s)  # noqa: E731
+    return harness.in_lanes(runs, measured, take, harness.on_cards(env, lanes), deadline)
 
 
 def _judged_before(known: Record, key: str, timing: bool) -> bool:

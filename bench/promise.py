@@ -10,8 +10,7 @@ An fp32 arithmetic that a spec forces and whose own error is above that promise 
 The promise compares two errors, ours and PyTorch's. Of a result of few groups both scatter: that of n independent values is known to about
 1/sqrt(n); so do errors of which a few values hold all, as where one rounding carries a value from one bound to the other. Data whose errors are above
 the promise are therefore drawn again with other seeds, and all draws together must keep it within three standard deviations (`pooled`); draws in
-which PyTorch itself overflowed count only where it did in all. A wrong
-shape, a lost NaN or other bits in a second run are wrong at once.
+which PyTorch itself overflowed count only where it did in all. A wrong shape, a lost NaN or other bits in a second run are wrong at once.
 """
 
 from __future__ import annotations
@@ -74,9 +73,9 @@ def lenient(spec: Spec) -> bool:
 def allowed_outside(spec: Spec, by: Yardsticks, benchmark: bool) -> int | None:
     """How many elements may lie outside the tolerance; None where there is no rule.
 
-    Zero on the benchmark's inputs in fp32, where PyTorch has none there itself. Else as many as a result has whose errors are all as large as the promise allows, the yardstick's times
-    `margin_of`: n of them, and three times the root of n, by which a count scatters. (Errors of which a tenth more is right, and elements of which
-    not one more is, would contradict each other.) The yardstick is eager, for tf32 the TF32 model or eager with TF32 off.
+    Zero on the benchmark's inputs in fp32, where PyTorch has none there itself. Else as many as a result has whose errors are all as large as the promise
+    allows, the yardstick's times `margin_of`: n of them, and three times the root of n, by which a count scatters. (Errors of which a tenth more is right,
+    and elements of which not one more is, would contradict each other.) The yardstick is eager, for tf32 the TF32 model or eager with TF32 off.
     """
     if lenient(spec):
         return None

@@ -32,7 +32,6 @@ def rounded(up: bool) -> str:
     return ", rounded up" if up else ""
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Apply:
     """One element-wise operator applied to a register: `apply("v", "bias_v")` is the C expression of its result.

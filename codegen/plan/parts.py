@@ -73,8 +73,8 @@ def _fused(spec: Spec, first: int, planned: Planned) -> Part:
 def _before_costly(spec: Spec, first: int, last: int) -> int:
     """The end of a product's part from place `first` to `last` that leaves costly operators to the next kernel where that hides them.
 
-    In a GEMM's epilogue an exponential waits for nothing else to do: 0.03 ms for 1024 x 8192 results of gelu on an H200, twice a pass over them in 16 bits. A
-    kernel that reads the result anyway, as the one of a softmax does, applies it for nothing.
+    In a GEMM's epilogue nothing else runs while an exponential is waited for, longer than a pass over results of 16 bits takes (docs/kernels.md). A kernel that
+    reads the result anyway, as the one of a softmax does, applies it for nothing.
     """
     heavy = next((place for place in range(first + 1, last) if costly_step(spec.chain[place])), last)
     read_anyway = last < len(spec.chain) and spec.chain[last].operator.kind not in (Kind.PRODUCER, Kind.DROPOUT)

@@ -168,6 +168,13 @@ print("[Eval] Custom Kernel exec time: 1.0 ms")
 """
 
 
+@pytest.mark.parametrize("asked", ["--harness-only", "--verdicts"])
+@pytest.mark.parametrize("left_out", ["--no-harness", "--verify-only"])
+def test_a_call_that_would_do_nothing_is_refused(folder, asked, left_out):
+    refused = CliRunner().invoke(main, ["--level", "2", "--specs", str(folder), "--device", "cpu", asked, left_out])
+    assert refused.exit_code == 2 and "ask the harness" in refused.output
+
+
 def test_a_harness_that_does_not_start_judges_nothing(tmp_path):
     """What it lacks is said once, instead of a verdict for every problem."""
     (tmp_path / "scripts").mkdir()

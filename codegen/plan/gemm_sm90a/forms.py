@@ -8,6 +8,7 @@ from codegen.ir.fused_form import FusedSpec
 from codegen.plan.gemm_sm90a.layout import TILE_K, Form
 from codegen.plan.gemm_sm90a.split import padded_columns
 from codegen.plan.model import Refusal
+from codegen.plan.shared.fitted import TRUNCATION, Fitted
 
 CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
 
@@ -17,11 +18,10 @@ CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
 # For few rows the vendor's sums are about 16 chains each (1.6e-7 at K = 1021, one row). So exact are sums promoted every 64 (modelled: 1.5e-7, 3.7e-7
 # with 128). As long as all rows are one tile's, W's way from memory takes longer than the multiplication.
 PROMOTION = ((4096, 256), (512, 128), (0, 64))
-# Truncation makes a sum smaller: measured on an H200, by 3.0e-9 of it for each k between promotions where terms are normal, by 4.3e-9 to 6.2e-9 where all have
-# one sign, not at all where they come at the end of K. A norm takes such a factor away, which scales its input. Without one it is an error of the result, and
-# averages of results have it whole: sums are promoted more often, and each with RESTORED of it a k more.
+# Truncation makes a sum smaller by a share that grows with the k between promotions (docs/kernels.md). A norm takes such a factor away, which scales its
+# input. Without one it is an error of the result, and averages of results have it whole: sums are promoted more often, and each with RESTORED more.
 PROMOTION_ALONE = ((2048, 128), (0, 64))
-RESTORED = 2**-23 / 64
+RESTORED = Fitted(2**-23 / 64, "share", TRUNCATION)  # of a sum, for each k
 PARTS_RESULTS = 1 << 22  # fewer results are such
 
 FORMS = {
@@ -68,7 +68,7 @@ def form_of(spec: FusedSpec, converted: bool) -> Form:
 
 def restoring_factor(spec: FusedSpec, form: Form) -> float | None:
     """By what a sum is multiplied when it is promoted, so that on average truncation costs nothing; None where it is added as it is."""
-    return None if spec.has_norm or not form.promote else 1 + RESTORED * TILE_K * form.promote
+    return None if spec.has_norm or not form.promote else 1 + RESTORED.value * TILE_K * form.promote
 
 
 def converts(spec: FusedSpec, form: Form) -> bool:

@@ -70,7 +70,7 @@ class Shared(Whole):
             width //= 2
         lanes, columns = 32, grouping.groups // width
         tiles = -(-columns // lanes)
-        shares = max(1, min(2 * self.sms // tiles, grouping.joined // (SLICES * 8), 1024))
+        shares = max(1, min(2 * self.sms // tiles, grouping.joined // (SLICES * 8), 1024))  # no more than one wave, two blocks an SM
         share = -(-grouping.joined // shares)
         shares = -(-grouping.joined // share)
         items = max(1, 16 // width)
