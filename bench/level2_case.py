@@ -65,9 +65,9 @@ def todays_key(path: str, precision: str, target: str, card: str = "") -> str | 
         targets = present_manifest(path, precision).get("targets", {})
     except (OSError, SpecError, Refusal):
         return None
-    served = DEVICES[card].targets if card in DEVICES else (target,)
-    runs = next((name for name in preference() if name in targets and name in served), None)
-    return evidence_key(targets[target]) if target == runs or (target == "cpu" and target in targets) else None
+    served = DEVICES[card].targets if card in DEVICES and target != "cpu" else (target,)
+    best = next((name for name in preference() if name in served and name in targets), None)
+    return evidence_key(targets[target]) if target == best else None
 
 
 def _model(job: Mapping[str, Any], setting: Mapping[str, Any]) -> tuple[Emitted, nn.Module, torch.device]:

@@ -95,6 +95,19 @@ _DISPATCHERS = {
 }
 
 
+IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv"})  # Python's, beside those whose names end in _
+
+
+def is_in_place(node: fx.Node, module_of: Callable[[str], nn.Module]) -> bool:
+    """Does a node write its result over its input? `module_of` gives the module that a call names."""
+    if node.op == "call_module":
+        return getattr(module_of(node.target), "inplace", False) is True
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace", False) is True
+
+
 def module_values(module: nn.Module) -> tuple[str, Values] | None:
     """(operator, argument values) of a leaf module; None where the table has no such operator. Raises Unfit."""
     operator = MODULES.get(type(module))

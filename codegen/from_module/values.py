@@ -41,12 +41,7 @@ class Values:
 
     def is_in_place(self, node: fx.Node) -> bool:
         """Does the node write its result over its input?"""
-        if node.op == "call_module":
-            return getattr(self.model.get_submodule(node.target), "inplace", False) is True
-        if node.op not in ("call_function", "call_method"):
-            return False
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-        return (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace", False) is True
+        return calls.is_in_place(node, self.model.get_submodule)
 
     def now(self, node: fx.Node) -> fx.Node:
         """The value that the tensor of `node` holds by now."""

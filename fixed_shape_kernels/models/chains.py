@@ -21,7 +21,6 @@ from .regions import ITSELF, Region, submodule
 
 MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # compute something else in training
 LONGEST = 24  # operators of a chain
-IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv"})
 PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 WORTH = (Kind.PRODUCER, Kind.NORM, Kind.REDUCTION, Kind.POOL)  # kinds of which one operator alone may be worth a kernel
 
@@ -187,15 +186,8 @@ def _filled(entry: Entry) -> Entry:
 
 def _overwritten(region: Region, node: fx.Node) -> fx.Node | None:
     """The value that a node writes its result over; None where it writes over none."""
-    if node.op not in ("call_module", "call_function", "call_method"):
-        return None
-    if node.op == "call_module":
-        writes = getattr(submodule(region, node.target), "inplace", False) is True
-    else:
-        word = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-        writes = (word.endswith("_") and not word.endswith("__")) or word in IN_PLACE or node.kwargs.get("inplace", False) is True
     source = node.args[0] if node.args else None
-    return source if writes and isinstance(source, fx.Node) else None
+    return source if isinstance(source, fx.Node) and calls.is_in_place(node, lambda target: submodule(region, target)) else None
 
 
 def _hooked(module: nn.Module) -> str | None:
