@@ -142,7 +142,7 @@ def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: in
     eager_y = run_eager(part)
     eager_state = subject.state(subject.eager)
     exact = subject.run_exact(part)
-    problems += _state_problems(state, eager_state, subject.state(subject._exact))
+    problems += state_problems(state, eager_state, subject.state(subject._exact))
     form = fused(spec)
     groups = form.num_groups if form and spec.output_shape[1:2] == (form.channels,) else None
     measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, eager_y, margin_of(spec))  # noqa: E731
@@ -163,7 +163,7 @@ def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: in
     return Finding(family, ours, by, allowed_error(spec, by), allowed_outside(spec, by, family.initial), repeats, tuple(problems), mode=mode, eager_in_single=subject.eager_in_single)
 
 
-def _state_problems(ours: State, eager: State, exact: State) -> list[str]:
+def state_problems(ours: State, eager: State, exact: State) -> list[str]:
     """Every running statistic that is further from the exact one than STATE_MARGIN of PyTorch's own error, or of a rounding of its type."""
     problems = []
     for key, wanted in exact.items():
