@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import html
 import io
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+import jinja2
 from rich.console import Console
 from rich.table import Table
 
 REPLACED, FOUND = "replaced", "found"  # `found`: what explain says of a chain that kernels serve
-LEFT = ("slower", "wrong", "unsupported", "not traced", "refused", "failed", "off")
-COLOURS = {REPLACED: "#2e7d32", FOUND: "#1565c0", "slower": "#8d6e00", "wrong": "#c62828", "failed": "#c62828", "refused": "#8d6e00", "unsupported": "#757575", "not traced": "#757575", "off": "#757575"}
+COLOURS = {
+    REPLACED: "#2e7d32", FOUND: "#1565c0", "slower": "#8d6e00", "refused": "#8d6e00", "wrong": "#c62828", "failed": "#c62828", "unsupported": "#757575",
+    "not traced": "#757575",
+}  # fmt: skip
+_PAGES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
+)
 
 
 @dataclass
@@ -87,7 +92,8 @@ class Report:
 
     def to_html(self) -> str:
         """A page of its own: the model's parts in order, each with what runs it, and bars of the time before and after."""
-        return page(self)
+        most = max((value for row in self.rows for value in (row.ours_ms, row.torch_ms) if value), default=1.0)
+        return _PAGES.get_template("report.html.j2").render(report=self, most=most, colours=COLOURS)
 
 
 def _number(value: float | None) -> str:
@@ -100,38 +106,3 @@ class NotReplaced(RuntimeError):
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
         self.report = report
-
-
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #212121; background: #fff }
-h1 { font-size: 1.4rem } .sum { font-size: 1.1rem; margin-bottom: 1rem }
-.row { border-left: .5rem solid var(--c); margin: .35rem 0; padding: .35rem .8rem; background: #f6f6f6 }
-.row b { margin-right: .6rem } .row code { color: #37474f } .why { color: #616161; font-size: .9rem }
-.bar { height: .55rem; margin: .15rem 0; border-radius: .2rem } .torch { background: #b0bec5 } .ours { background: var(--c) }
-.tag { float: right; color: var(--c); font-weight: 600 }
-@media (prefers-color-scheme: dark) { body { background: #16181b; color: #e4e4e4 } .row { background: #22262b } .row code { color: #b0bec5 } .why { color: #9e9e9e } }
-"""
-
-
-def page(report: Report) -> str:
-    """The report as HTML; every text of the model is escaped."""
-    most = max((value for row in report.rows for value in (row.ours_ms, row.torch_ms) if value), default=1.0)
-    return "\n".join([
-        "<!doctype html>", '<html lang="en"><head><meta charset="utf-8">', f"<title>{html.escape(report.model)}</title>", f"<style>{_STYLE}</style></head><body>",
-        f"<h1>{html.escape(report.model)} on {html.escape(report.device)}</h1>", f'<p class="sum">{html.escape(report.summary)}</p>', *_blocks(report.rows, most), "</body></html>", "",
-    ])  # fmt: skip
-
-
-def _blocks(rows: Iterable[Row], most: float) -> Iterable[str]:
-    for row in rows:
-        colour = COLOURS.get(row.status, "#757575")
-        gain = f" {row.gain:.2f}x" if row.gain else ""
-        yield f'<div class="row" style="--c:{colour}"><span class="tag">{html.escape(row.status)}{gain}</span><b>{html.escape(row.path)}</b><code>{html.escape(row.chain)}</code>'
-        about = ", ".join(filter(None, (row.shapes, row.precision, row.plan, f"error {row.error:.1e}" if row.error is not None else "")))
-        yield f'<div class="why">{html.escape(about)}</div>' if about else ""
-        for name, value in (("torch", row.torch_ms), ("ours", row.ours_ms)):
-            if value:
-                yield f'<div class="bar {name}" style="width:{max(0.5, 100 * value / most):.1f}%" title="{name} {value:.4g} ms"></div>'
-        if row.why or row.where:
-            yield f'<div class="why">{html.escape(" ".join(filter(None, (row.why, f"({row.where})" if row.where else ""))))}</div>'
-        yield "</div>"

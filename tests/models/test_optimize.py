@@ -316,6 +316,15 @@ def test_sequences_and_sixteen_bits(dtype, tmp_path):
         torch.testing.assert_close(opt(x), model(x), rtol=1e-5 if dtype is torch.float32 else 3e-2, atol=1e-6 if dtype is torch.float32 else 3e-2)
 
 
+def test_tf32_is_held_to_its_model(tmp_path):
+    """On a CPU its products are those of fp32, well within what rounded operands give."""
+    model, x = nn.Sequential(nn.Linear(16, 8), nn.GELU()).eval(), torch.randn(4, 16)
+    (row,) = all_of(model, x, precision="tf32", cache_dir=tmp_path).report.rows
+    assert (row.status, row.precision) == ("replaced", "tf32") and row.error < 1e-6
+    with pytest.raises(ValueError, match="precision: 'fp64'"):
+        fsk.optimize(model, x, precision="fp64")
+
+
 def test_a_chain_ends_before_dropout_in_training_and_goes_through_it_in_evaluation(tmp_path):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 4)), torch.randn(4, 8)
     found = lambda: [row.chain for row in fsk.explain(model, x).rows]  # noqa: E731
