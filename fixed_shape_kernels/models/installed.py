@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import fx, nn
 from runtime import GeneratedModule
 
 from .chains import MODAL, Chain
-from .regions import ITSELF, Region, kept_state
+from .regions import Region, kept_state
 from .report import Report
 
 Built = tuple[Chain, GeneratedModule]
@@ -49,11 +49,10 @@ class Optimized(nn.Module):
 
     def install(self, chosen: Sequence[Built]) -> None:
         """Put generated chains into the forwards of their regions' modules."""
-        regions: dict[int, list[Built]] = {}
+        regions: dict[Region, list[Built]] = {}
         for chain, made in chosen:
-            regions.setdefault(id(chain.region), []).append((chain, made))
-        for found in regions.values():
-            region = found[0][0].region
+            regions.setdefault(chain.region, []).append((chain, made))
+        for region, found in regions.items():
             place = self._places.get(region.module)
             if place is None:
                 place = self._places[region.module] = _Place(self, region)
@@ -119,7 +118,7 @@ class _Way:
     """A region with its chains for one call: what that call must be like, and the function that runs it."""
 
     def __init__(self, region: Region, chains: Sequence[Built], trains: bool) -> None:
-        self.module, self.mode, self.trains = region.module, region.module.training, trains
+        self.root, self.mode, self.trains = region.root, region.module.training, trains
         self.parameters = [parameter for chain, _ in chains for parameter in chain.eager.parameters()]
         self.modal = [region.module, *(module for chain, _ in chains for module in chain.modules.values() if isinstance(module, MODAL))]
         self.expected = [(name, value.shape, value.dtype, value.device) for name in region.tensors if isinstance(value := region.call.arguments[name], torch.Tensor)]
@@ -183,7 +182,7 @@ class _Place:
         for way in self.ways:
             unlike = way.unlike(given)
             if unlike is None:
-                return way.run(self.module, *(given[name] for name, *_ in way.expected))
+                return way.run(way.root, *(given[name] for name, *_ in way.expected))
             why = why or unlike
         self.owner.fallen_back(self.path, why)
         return self.original(*args, **kwargs)
@@ -198,7 +197,7 @@ def _without_ways(module: nn.Module) -> _Place:
 
 
 def _compiled(region: Region, chains: Sequence[Built]) -> Callable[..., Any]:
-    """The region's forward as a function of its module and its tensors, with calls of the generated modules in it."""
+    """The region's forward as a function of its root and its tensors, with calls of the generated modules in it."""
     graph, copies = fx.Graph(), {}
     last = {chain.gives: (number, chain, made) for number, (chain, made) in enumerate(chains)}
     inner = {node for chain, _ in chains for node in chain.nodes}
@@ -208,8 +207,6 @@ def _compiled(region: Region, chains: Sequence[Built]) -> Callable[..., Any]:
             copies[node] = graph.call_function(_named(made, f"chain_{number}"), tuple(copies[used] for used in chain.takes))
         elif node not in inner:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-            if node.op == "call_module" and node.target == ITSELF:
-                raise AssertionError("a module of torch alone is one chain")
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
@@ -230,16 +227,16 @@ def _named(made: GeneratedModule, name: str) -> Callable[..., torch.Tensor]:
     return call
 
 
-def arguments_of(model: nn.Module, example: tuple[Any, ...], regions: Sequence[Region]) -> dict[int, list[torch.Tensor]]:
-    """The tensors that each region gets while the model runs on the example, by the region's id."""
-    found: dict[int, list[torch.Tensor]] = {}
+def arguments_of(model: nn.Module, example: tuple[Any, ...], regions: Iterable[Region]) -> dict[Region, list[torch.Tensor]]:
+    """The tensors that each region gets while the model runs on the example, by region."""
+    found: dict[Region, list[torch.Tensor]] = {}
 
     def watch(region: Region) -> Callable[..., None]:
         signature = inspect.signature(region.module.forward)
 
         def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             given = signature.bind(*args, **kwargs).arguments
-            found[id(region)] = [given[name].clone() for name in region.tensors]
+            found[region] = [given[name].clone() for name in region.tensors]
 
         return seen
 

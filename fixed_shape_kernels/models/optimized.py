@@ -20,7 +20,7 @@ from .building import Candidate, build_all, constructed, named, plan_for, shared
 from .chains import chains_of
 from .installed import Call, Optimized, arguments_of
 from .judge import SECONDS, judge
-from .regions import Region, kept_state, path_of, regions_of, run
+from .regions import Region, Watched, kept_state, path_of, regions_of
 from .report import FOUND, REPLACED, NotReplaced, Report, Row
 from .saved import argument, read
 
@@ -155,22 +155,25 @@ def _shapes(spec: Spec) -> str:
 def _judged(model: nn.Module, example: tuple[Any, ...], candidates: list[Candidate], min_gain: float, verify: bool) -> list[Candidate]:
     """Those that are right and faster. The model runs once on the example, and each region once more behind it."""
     chosen: list[Candidate] = []
-    by_region: dict[int, list[Candidate]] = {}
-    regions: dict[int, Region] = {}
+    regions: dict[Region, list[Candidate]] = {}
     for candidate in candidates:
-        regions[id(candidate.chain.region)] = candidate.chain.region
-        by_region.setdefault(id(candidate.chain.region), []).append(candidate)
-    arguments = arguments_of(model, example, list(regions.values()))
-    bar = steps(candidates, "judging")
-    for key, region in regions.items():
-        waiting = {candidate.chain.nodes[0]: candidate for candidate in by_region[key]}
+        regions.setdefault(candidate.chain.region, []).append(candidate)
+    arguments, bar = arguments_of(model, example, regions), steps(candidates, "judging")
+    for region, of_region in regions.items():
+        waiting = {candidate.chain.nodes[0]: candidate for candidate in of_region}
+        wanted = {used for candidate in of_region for used in candidate.chain.takes}
         values: dict[fx.Node, torch.Tensor] = {}
-        wanted = {used for candidate in by_region[key] for used in candidate.chain.takes}
+
+        def reached(node: fx.Node, waiting=waiting, values=values) -> None:
+            if node in waiting:
+                _one(waiting[node], values, min_gain, verify, chosen, bar)
+
+        def computed(node: fx.Node, value: Any, wanted=wanted, values=values) -> None:
+            if node in wanted:
+                values[node] = value
+
         with torch.no_grad(), kept_state(region.module), torch.random.fork_rng():
-            given = [value.clone() for value in arguments[key]]
-            for node, value in run(region, iter(given), before=lambda node: waiting.get(node) and _one(waiting.pop(node), values, min_gain, verify, chosen, bar)):
-                if node in wanted:
-                    values[node] = value
+            Watched(region, reached, computed).run(*(value.clone() for value in arguments[region]))
     return chosen
 
 

@@ -44,12 +44,13 @@ class Call:
     plain: bool = True  # nothing but tensors and constants
 
 
-@dataclass
+@dataclass(eq=False)
 class Region:
-    """A traced module: its path in the model, its graph, and what its tensors were in the example's run."""
+    """A traced module: its path in the model, its graph and the root of that, and what its tensors were in the example's run."""
 
     path: str
     module: nn.Module
+    root: nn.Module
     graph: fx.Graph
     call: Call
     tensors: tuple[str, ...]  # the names of the arguments that are tensors
@@ -181,13 +182,12 @@ def _refused(module: nn.Module, call: Call) -> str | None:
 def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> Region:
     """Trace a module for the constants that it was called with. Raises what its forward raises."""
     tensors = tuple(name for name, value in call.arguments.items() if isinstance(value, torch.Tensor))
+    root = module
     if _Tracer().is_leaf_module(module, ""):
-        graph = fx.Graph()
-        given = [graph.placeholder(name) for name in tensors]
         if len(tensors) != 1:
             raise TypeError("a module of torch with several inputs")
-        graph.output(graph.call_module("", tuple(given)))
-        graph = _as_child(graph)
+        graph, root = fx.Graph(), _Alone(module)
+        graph.output(graph.call_module(ITSELF, (graph.placeholder(tensors[0]),)))
     else:
         constants = {name: value for name, value in call.arguments.items() if name not in tensors}
         graph = _Tracer().trace(module, concrete_args=constants or None)
@@ -200,61 +200,45 @@ def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> R
         given = [node.target for node in graph.nodes if node.op == "placeholder"]
         if tuple(given) != tensors:
             raise TypeError(f"its forward takes {', '.join(given)}, and the example gives {', '.join(tensors)}")
-    region = Region(path, module, graph, call, tensors)
+    region = Region(path, module, root, graph, call, tensors)
+
+    def noted(node: fx.Node, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            region.facts[node] = value
+
     with torch.no_grad(), mode:
-        values = iter(call.arguments[name] for name in tensors)
-        for node, value in run(region, values):
-            if isinstance(value, torch.Tensor):
-                region.facts[node] = value
+        Watched(region, after=noted).run(*(call.arguments[name] for name in tensors))
     return region
-
-
-def _as_child(graph: fx.Graph) -> fx.Graph:
-    """The graph of a single module of torch, which is its own root."""
-    graph.owning_module = None
-    for node in graph.nodes:
-        if node.op == "call_module":
-            node.target = ITSELF
-            node.meta["where"] = ""
-    return graph
 
 
 ITSELF = "itself"  # the target of a region that is one module of torch
 
 
+class _Alone(nn.Module):
+    """The root of such a region's graph."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        setattr(self, ITSELF, module)
+
+
 def submodule(region: Region, target: str) -> nn.Module:
     """The module that a node calls."""
-    return region.module if target == ITSELF else region.module.get_submodule(target)
+    return region.root.get_submodule(target)
 
 
-def run(region: Region, inputs: Iterator[torch.Tensor], before: Callable[[fx.Node], Any] = lambda node: None) -> Iterator[tuple[fx.Node, Any]]:
-    """Run a region's graph, and give each node with its result; what no later node reads is let go. `before` is told of each node before it runs."""
-    values: dict[fx.Node, Any] = {}
-    last = {used: node for node in region.graph.nodes for used in node.all_input_nodes}
-    for node in region.graph.nodes:
-        if node.op == "output":
-            return
-        before(node)
-        values[node] = next(inputs) if node.op == "placeholder" else evaluate(region, node, values)
-        yield node, values[node]
-        for used in (node, *node.all_input_nodes):
-            if last.get(used, node) is node:
-                values.pop(used, None)
+class Watched(fx.Interpreter):
+    """Runs a region's graph on tensors, and tells of each node before it runs and of its result behind it."""
 
+    def __init__(self, region: Region, before: Callable[[fx.Node], None] = lambda node: None, after: Callable[[fx.Node, Any], None] = lambda node, value: None) -> None:
+        super().__init__(region.root, graph=region.graph)
+        self.before, self.after = before, after
 
-def evaluate(region: Region, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """A node's result from those of the nodes before it."""
-    args, kwargs = fx.node.map_arg(node.args, values.__getitem__), fx.node.map_arg(node.kwargs, values.__getitem__)
-    if node.op == "get_attr":
-        value: Any = region.module
-        for part in node.target.split("."):
-            value = getattr(value, part)
+    def run_node(self, n: fx.Node) -> Any:
+        self.before(n)
+        value = super().run_node(n)
+        self.after(n, value)
         return value
-    if node.op == "call_module":
-        return submodule(region, node.target)(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], node.target)(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)
 
 
 def _reason(error: Exception) -> str:
