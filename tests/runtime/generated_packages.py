@@ -28,6 +28,13 @@ CONV_CHAIN = [
     {"max_pool2d": {"kernel_size": 2}}, {"clamp": {"min": -0.5, "max": 1.5}},
 ]  # fmt: skip
 CHAINS = {"linear": LINEAR_CHAIN, "conv": CONV_CHAIN}
+BIASLESS = {
+    "linear": [{"linear": {**LINEAR["linear"], "bias": False}}, {"group_norm": {"name": "norm", "num_groups": 3, "affine": False}}, "gelu"],
+    "conv": [
+        {"conv2d": {**CONV["conv2d"], "out_channels": 6, "stride": [2, 1], "padding": [1, 2], "dilation": [1, 2], "groups": 3, "bias": False}},
+        {"group_norm": {"name": "norm", "num_groups": 3}}, "hardswish",
+    ],
+}  # fmt: skip
 
 
 def generate(

@@ -16,15 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from runtime import GradientError
 from tests import tiers
 
-from .generated_packages import CHAINS, CONV, LINEAR, generate, import_from
+from .generated_packages import BIASLESS, CHAINS, generate, import_from
 
-BIASLESS = {
-    "linear": [{"linear": {**LINEAR["linear"], "bias": False}}, {"group_norm": {"name": "norm", "num_groups": 3, "affine": False}}, "gelu"],
-    "conv": [
-        {"conv2d": {**CONV["conv2d"], "out_channels": 6, "stride": [2, 1], "padding": [1, 2], "dilation": [1, 2], "groups": 3, "bias": False}},
-        {"group_norm": {"name": "norm", "num_groups": 3}}, "hardswish",
-    ],
-}  # fmt: skip
 KINDS = {**CHAINS, **{f"{name} without bias": chain for name, chain in BIASLESS.items()}}
 
 
