@@ -206,6 +206,16 @@ def test_in_place_methods_as_statements(tmp_path):
     assert [next(iter(e)) if isinstance(e, dict) else e for e in chain(tmp_path, text)] == ["linear", "group_norm", "relu", "hardtanh"]
 
 
+def test_a_norm_s_function_with_a_module_s_parameters_is_that_norm(tmp_path):
+    """With those of two modules, or with the bias in the place of the weight, it is none."""
+    called = "self.act(F.group_norm(self.fc(x), self.gn.num_groups, self.gn.weight, self.gn.bias, self.gn.eps))"
+    text = LINEAR.replace("self.act(self.gn(self.fc(x)))", called)
+    assert chain(tmp_path, text) == chain(tmp_path, LINEAR)
+    for wrong in ("self.gn.weight, self.fc.bias", "self.gn.bias, self.gn.weight"):
+        (fault,) = [said for _, said in faults(tmp_path, text.replace("self.gn.weight, self.gn.bias", wrong)) if "of one module" in said]
+        assert "group_norm with tensors of its own" in fault
+
+
 def test_the_generators_state_is_left_alone(tmp_path):
     torch.manual_seed(7)
     expected = torch.rand(3)
