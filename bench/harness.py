@@ -29,6 +29,7 @@ from codegen.torch_text import module_lines, parameters, reference_lines, value_
 from runtime.resources import usable_cores
 
 PRECISIONS = ("fp32", "fp16", "bf16")
+FP32_REFERENCE = {"NVIDIA_TF32_OVERRIDE": "0"}  # environment in which cuBLAS and cuDNN keep fp32, which torch's own switches leave to TF32 in convolutions
 SCRIPT = Path("scripts/run_and_check.py")
 NOISE = 0.3  # a standard deviation above this share of the mean is noise, not a time
 ARCHITECTURES = {(8, 0): "Ampere", (8, 6): "Ampere", (8, 9): "Ada", (9, 0): "Hopper"}
@@ -213,10 +214,14 @@ def told(found: dict[str, Any]) -> str:
 
 
 def command_line(run: Any, reference: Path, standalone: Path, architecture: str, builds: Path, trials: int | None = None) -> list[str]:
-    """The harness's own command line; `run` is anything that has a `precision`, `trials` how often it times, its own number without."""
+    """The harness's own command line; `run` is anything that has a `precision`, `trials` how often it times, its own number without.
+
+    The harness has no word for TF32: those files take and give fp32, and its reference may use TF32 where torch does by itself.
+    """
+    precision = "fp32" if run.precision == "tf32" else run.precision
     return [
         sys.executable, str(SCRIPT), "ref_origin=local", f"ref_arch_src_path={reference.resolve()}", f"kernel_src_path={standalone.resolve()}", "eval_mode=local",
-        f'gpu_arch=["{architecture}"]', f"precision={run.precision}", "backend=cuda", f"build_dir_prefix={builds.resolve()}",
+        f'gpu_arch=["{architecture}"]', f"precision={precision}", "backend=cuda", f"build_dir_prefix={builds.resolve()}",
         *([f"num_perf_trials={trials}"] if trials else []),
     ]  # fmt: skip
 

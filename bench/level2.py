@@ -33,11 +33,12 @@ from runtime.resources import usable_cores
 SPECS = Path(__file__).resolve().parents[1] / "codegen" / "specs" / "kernelbench" / "level2"
 EXAMINERS = 5  # children that verify at once on a card, at most; what finds too little memory is verified alone afterwards
 JUDGES = 4  # runs of the harness at once on a card where only its verdict is asked for
+OWN, EXACT = "own", "exact_reference"  # runs of the harness: as it is; with a reference that keeps fp32, by which name a record holds it
 UNTIMED = 1  # trials of its times then, the least that it takes
 HELD = 2.5  # times bench.sweep.draw.footprint: what verifying a large result holds on the card at most, with what torch's allocator keeps
 _NUMBERED = re.compile(r"(\d+)_(\w+)\.yaml")
 
-VERDICT = ("verified", "families", "worst", "error", "eager_error", "problems")
+VERDICT = ("verified", "families", "worst", "error", "eager_error", "reference_outside", "problems")
 TIMES = ("ours_ms", "spread", "peers", "failed", "best_torch", "speedup_torch")
 
 
@@ -210,14 +211,13 @@ def _timed(record: Record) -> str:
 def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Path, timeout_s: float, force: bool = False, timing: bool = True) -> bool:
     """The second phase, by bench.harness. True when nothing is left to do for lack of time.
 
-    Without `timing`, several runs share a card and their times are dropped; a call with it takes those that are right again.
+    Without `timing`, several runs share a card and their times are dropped; a call with it takes those that are right again. A file that the harness finds
+    wrong where its reference may use TF32 is judged once more beside a reference that keeps fp32.
     """
     env, builds = harness.environment(checkout, work.resolve()), work / "build"
     harness.check_start(checkout, env)
     written: dict[Problem, tuple[Path, str]] = {}
     for problem in problems:
-        if problem.precision not in harness.PRECISIONS:
-            continue
         try:
             path, _, _ = harness.write_standalone(problem.spec, work)
         except (SpecError, Refusal) as error:
@@ -225,37 +225,54 @@ def run_harness(level: Level, problems: list[Problem], checkout: Path, work: Pat
             level.console.print(f"{problem.label}: no standalone.py: {error}", highlight=False)
             continue
         written[problem] = path, hashlib.sha256(path.read_bytes()).hexdigest()
-    runs = [problem for problem, (_, key) in written.items() if force or not _judged_before(level.record(problem).get("harness", {}), key, timing)]
+    runs = [(p, asked) for p, (_, key) in written.items() if (asked := _left_to_ask(p, {} if force else level.record(p).get("harness", {}), key, timing))]
     with level.console.status(f"compiling {len(runs)} files"):
-        harness.prebuild([written[problem][0] for problem in runs], env, builds)
+        harness.prebuild([written[problem][0] for problem, _ in runs], env, builds)
     architecture = harness.ARCHITECTURES.get(torch.cuda.get_device_capability(level.device), "Hopper")
-    commands = {p: harness.command_line(p, harness.problem_file(checkout, p.number), written[p][0], architecture, builds, None if timing else UNTIMED) for p in runs}
+    commands = {p: harness.command_line(p, harness.problem_file(checkout, p.number), written[p][0], architecture, builds, None if timing else UNTIMED) for p, _ in runs}
 
-    def take(problem: Problem, found: dict[str, Any]) -> None:
-        times = {name: found[f"{of}_ms"] if timing else None for name, of in (("ms", "ours"), ("eager_ms", "eager"), ("compile_ms", "compile"))}
-        told = {
-            "verdict": found["verdict"], **times, "tf32_reference": uses_tf32(problem.spec), "static_errors": found["static_errors"],
-            **({"spread": found["spread"], "noisy": found["noisy"]} if timing else {}), "key": written[problem][1], **({} if found["correct"] else {"output": found["output"][-12:]}),
-        }  # fmt: skip
+    def measured(run: tuple[Problem, str], place: dict[str, str]) -> dict[str, dict[str, Any]]:
+        problem, asked = run
+        ask = lambda env: harness.measure(commands[problem], checkout, work, env, timeout_s)  # noqa: E731
+        found = {OWN: ask(place)} if asked == OWN else {}
+        again = asked == EXACT or found[OWN]["verdict"] == "wrong" and uses_tf32(problem.spec)
+        return found | ({EXACT: ask(place | harness.FP32_REFERENCE)} if again else {})
+
+    def take(run: tuple[Problem, str], found: dict[str, dict[str, Any]]) -> None:
+        problem = run[0]
+        told = {name: _told(one, timing) for name, one in found.items()}
+        if OWN in told:
+            told = told.pop(OWN) | {"tf32_reference": uses_tf32(problem.spec), "key": written[problem][1]} | told
+        else:
+            told = level.record(problem)["harness"] | told
         level.keep(problem, {"harness": told})
-        level.console.print(f"{problem.label}: {harness.told(found) if timing else found['verdict']}", highlight=False)
+        said = [("" if name == OWN else "with a reference of fp32 ") + (harness.told(one) if timing else one["verdict"]) for name, one in found.items()]
+        level.console.print(f"{problem.label}: {'; '.join(said)}", highlight=False)
 
     deadline = time.perf_counter() + level.deadline - time.time() if level.deadline else None
     lanes = cards(level.device) * (1 if timing else JUDGES)
     if not timing:  # else each run would start as many threads and compilers of Inductor's as there are cores
         env |= {"OMP_NUM_THREADS": str(max(1, usable_cores() // len(lanes))), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    measured = lambda p, place: harness.measure(commands[p], checkout, work, place, timeout_s)  # noqa: E731
     return harness.in_lanes(runs, measured, take, harness.on_cards(env, lanes), deadline)
 
 
-def _judged_before(known: Record, key: str, timing: bool) -> bool:
-    """Is nothing left to ask the harness about a file? What it finds wrong has no times."""
-    return known.get("key") == key and (not timing or known.get("ms") is not None or known.get("verdict") != "correct")
+def _told(found: dict[str, Any], timing: bool) -> dict[str, Any]:
+    """What is recorded of one run of the harness."""
+    times = {name: found[f"{of}_ms"] if timing else None for name, of in (("ms", "ours"), ("eager_ms", "eager"), ("compile_ms", "compile"))}
+    noise = {"spread": found["spread"], "noisy": found["noisy"]} if timing else {}
+    return {"verdict": found["verdict"], **times, "static_errors": found["static_errors"], **noise, **({} if found["correct"] else {"output": found["output"][-12:]})}
+
+
+def _left_to_ask(problem: Problem, known: Record, key: str, timing: bool) -> str:
+    """What to ask the harness about a file: OWN, a run as it is; EXACT, only one whose reference keeps fp32; empty for nothing. What it finds wrong has no times."""
+    if known.get("key") != key or timing and known["verdict"] == "correct" and known.get("ms") is None:
+        return OWN
+    return EXACT if known["verdict"] == "wrong" and EXACT not in known and uses_tf32(problem.spec) else ""
 
 
 def uses_tf32(spec: Spec) -> bool:
     """May the harness's reference use TF32? It leaves torch's switches alone, which allow it to convolutions of fp32 and not to matrix products."""
-    return spec.precision.name == "fp32" and any(step.operator.name.startswith("conv") for step in spec.chain)
+    return spec.precision.dtype == "float32" and any(step.operator.name.startswith("conv") for step in spec.chain)
 
 
 def speedups(records: list[Record], of: Callable[[Record], float | None] = lambda record: record.get("speedup_torch")) -> Iterator[float]:

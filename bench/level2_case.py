@@ -86,11 +86,16 @@ def examine(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
 
 
 def verdict(findings: list[Finding]) -> Result:
-    """Is every family right? With the errors, against float64, of the one that comes nearest to breaking its promise, and what is wrong with any."""
+    """Is every family right? With the errors, against float64, of the one that comes nearest to breaking its promise, and what is wrong with any.
+
+    `reference_outside` counts the elements of eager's result on the benchmark's data outside the harness's tolerance of the exact one: where there are any, only
+    a result with eager's own rounding agrees with eager.
+    """
     worst = max(findings, key=lambda found: (not found.ok, found.ours.relative / (found.allowed or 1.0)))
     return {
         "verified": all(found.ok for found in findings), "families": len(findings), "worst": worst.name, "error": rounded(worst.ours.relative),
-        "eager_error": rounded(worst.by.eager.relative), "problems": {found.name: list(found.problems) for found in findings if not found.ok},
+        "eager_error": rounded(worst.by.eager.relative), "reference_outside": max((f.by.eager.outside for f in findings if f.name.startswith("benchmark")), default=None),
+        "problems": {found.name: list(found.problems) for found in findings if not found.ok},
     }  # fmt: skip
 
 

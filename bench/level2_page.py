@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 from bench import store
-from bench.level2 import geometric_mean, speedups
+from bench.level2 import EXACT, geometric_mean, speedups
 from bench.level2_case import todays_key
 from bench.level2_classes import CLASSES, MEANINGS, ORDINARY
 from bench.store import LEVEL2, Record
@@ -44,7 +44,8 @@ def _part(precision: str, records: list[Record], card: str) -> dict[str, Any]:
         "precision": precision, "records": rows, "verified": sum(row["verified"] for row in current), "timed": sum(row["ours_ms"] is not None for row in current), "earlier": len(rows) - len(current),
         "ordinary": len(ordinary), "mean": geometric_mean(ordinary), "mean_eager": over("eager"), "mean_compile": over("compile"),
         "below": sum(ratio < LEAST for ratio in ordinary), "harness": sum(row["harness"] is not None for row in rows),
-        "correct": sum((row["harness"] or {}).get("verdict") == "correct" for row in rows), "missing": _spans([n for n in range(1, PROBLEMS + 1) if n not in present]),
+        "correct": sum((row["harness"] or {}).get("verdict") == "correct" for row in rows), "beside_fp32": sum(_harness(row).startswith("correct beside") for row in rows),
+        "missing": _spans([n for n in range(1, PROBLEMS + 1) if n not in present]),
     }  # fmt: skip
 
 
@@ -60,7 +61,9 @@ def _row(record: Record, card: str) -> dict[str, Any]:
     shown = dict.fromkeys(("error", "eager_error", "library_steps", "kernels", "ours_ms", "speedup_torch", "harness"))
     problems = "; ".join(f"{family}: {', '.join(found)}" for family, found in record.get("problems", {}).items())
     failed = "; ".join(f"{name} could not be run: {why}" for name, why in record.get("failed", {}).items())
-    complaint = "; ".join(filter(None, (record.get("failure"), problems, failed)))
+    outside, wrong = record.get("reference_outside"), (record.get("harness") or {}).get("verdict") == "wrong"
+    rounding = f"{outside} elements of the harness's reference are outside its tolerance of the exact result" if wrong and outside else ""
+    complaint = "; ".join(filter(None, (record.get("failure"), problems, failed, rounding)))
     return {**shown, "class": ORDINARY, "peers": {}, **record, "current": _is_current(record, card), "complaint": complaint.replace("\n", " ")}
 
 
@@ -93,5 +96,7 @@ def _harness(row: Record) -> str:
     found = row["harness"]
     if found is None:
         return "-"
-    times = "" if found.get("ms") is None else f", {_ms(found['ms'])} / {_ms(found['eager_ms'])}"
-    return f"{found['verdict']}{times}{' (TF32)' if times and found.get('tf32_reference') else ''}"
+    beside = found.get(EXACT, {"verdict": "wrong"})
+    said = f"{beside['verdict']} beside fp32" if found["verdict"] == "wrong" and beside["verdict"] != "wrong" else found["verdict"]
+    shown, mark = (beside, "") if said != found["verdict"] else (found, " (TF32)" if found.get("tf32_reference") else "")
+    return said if shown.get("ms") is None else f"{said}, {_ms(shown['ms'])} / {_ms(shown['eager_ms'])}{mark}"

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+from pathlib import Path
 
 import click
 import pytest
@@ -204,3 +205,31 @@ def test_the_harness_judges_each_file_once(folder, tmp_path, monkeypatch):
     made = store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32")
     assert made["harness"]["verdict"] == "correct" and made["harness"]["ms"] == 1.0 and made["harness"]["tf32_reference"] is False
     assert made["speedup_torch"] == 2.0 and "correct, 1 / 2" in page(tmp_path)
+
+
+def test_a_reference_of_tf32_that_disagrees_is_asked_again_with_fp32(tmp_path, monkeypatch):
+    """What the harness finds wrong beside a convolution of TF32 it judges beside one of fp32 too; once."""
+    problem = level2.problems_in(level2.SPECS, (5,), ("fp32",))
+    monkeypatch.setattr(level2, "cards", lambda device: ("0",))
+    monkeypatch.setattr(harness, "prebuild", lambda *args: None)
+    monkeypatch.setattr(harness, "check_start", lambda *args: None)
+    monkeypatch.setattr(harness, "problem_file", lambda checkout, number: tmp_path)
+    monkeypatch.setattr(harness, "write_standalone", lambda spec, work: (Path(__file__), "sm_90a", ""))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    asked = []
+
+    def answer(command, checkout, env, timeout_s):
+        exact = all(env[name] == value for name, value in harness.FP32_REFERENCE.items() if name in env) and "NVIDIA_TF32_OVERRIDE" in env
+        asked.append(exact)
+        return f"[INFO] Evaluating\ncompiled=True correctness={exact}\nCustom Kernel exec time: 1.0 ms\nReference Eager exec time: 3.0 ms"
+
+    monkeypatch.setattr(harness, "call", answer)
+    machine = Machine("NVIDIA H200", "h200", "2.11.0", "13.0", None)
+    store.put(LEVEL2, tmp_path, "h200", [record(5, **machine.facts)])
+    for timing in (True, False, True):
+        level = level2.Level(machine, torch.device("cuda"), tmp_path, Console(file=io.StringIO()), None, 60.0, 0.1, tmp_path / "packages")
+        assert level2.run_harness(level, problem, tmp_path, tmp_path / "work", 60.0, timing=timing)
+        assert asked == [False, True]
+    found = store.find(LEVEL2, tmp_path, "h200", problem=5, precision="fp32")["harness"]
+    assert found["verdict"] == "wrong" and found["tf32_reference"] and found[level2.EXACT]["verdict"] == "correct"
+    assert "1 more beside a reference that keeps fp32" in page(tmp_path) and "correct beside fp32, 1 / 3 |" in page(tmp_path)
