@@ -1,12 +1,7 @@
 """Where the pixels of a convolution lie: its axes, its taps, and the phases of a transposed convolution.
 
-Along each axis
-
-    result[step * j + phase] = sum over the phase's taps of x[stride * j + lower + offset] * W[tap],   j in [0, count)
-
-A convolution has one phase, and offsets that are multiples of its dilation. A transposed convolution has `step` phases, one for each remainder of a result's
-place, each with its own taps: they are exactly the products that are not with zeros in between. All phases start at the same pixels, which is what one map
-of the copy engine describes; a tap moves them by its offset.
+Every axis is one of codegen/plan/shared/axes.py. All phases of a transposed convolution start at the same pixels, which is what one map of the copy engine
+describes; a tap moves them by its offset.
 """
 
 from __future__ import annotations
@@ -18,33 +13,13 @@ from dataclasses import dataclass
 from codegen.ir.fused_form import FusedSpec
 from codegen.ops.windows import AXES
 from codegen.plan.model import Refusal
+from codegen.plan.shared.axes import POINT, Axis, axis_of, transposed_axis_of
 
 WIDEST_STRIDE = 8  # of pixels that the copy engine takes
 CORNERS = {3: 16, 2: 128}  # by the axes of space: a box begins and ends less than so far outside x
 OFFSETS = {3: 32, 2: 256}  # and a tap lies less than so far from the first one
 WIDEST_HALO = 8  # pixels that taps of a row may reach behind a tile
 WIDE_PHASES = 2  # along the width, whose results a thread holds at once
-
-
-@dataclass(frozen=True)
-class Axis:
-    """An axis of space: `size` of x and `results` of y; of a tap that each of `phases` lists, its number and its offset."""
-
-    size: int
-    results: int
-    count: int
-    stride: int
-    step: int
-    lower: int
-    phases: tuple[tuple[tuple[int, int], ...], ...]
-
-    @property
-    def upper(self) -> int:
-        """From the end of x to that of the box of first pixels."""
-        return self.lower + (self.count - 1) * self.stride + 1 - self.size
-
-
-POINT = Axis(1, 1, 1, 1, 1, 0, (((0, 0),),))  # an axis that a convolution of lower rank has not
 
 
 @dataclass(frozen=True)
@@ -152,21 +127,6 @@ def geometry_of(spec: FusedSpec, row: str = "") -> Geometry:
     _refuse_far(axes, rank)
     axes = (POINT,) * (3 - rank) + axes
     return Geometry(windows, axes, kernel, rank, transposed, _phases(axes, kernel), row)
-
-
-def axis_of(size: int, results: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
-    return Axis(size, results, results, stride, 1, -padding, (tuple((tap, tap * dilation) for tap in range(kernel)),))
-
-
-def transposed_axis_of(size: int, results: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:
-    """Result o meets x[i] through tap t where o + padding = stride i + dilation t."""
-    met = [
-        [(tap, (phase + padding - dilation * tap) // stride) for tap in range(kernel) if (phase + padding - dilation * tap) % stride == 0]
-        for phase in range(stride)
-    ]
-    lower = min(place for taps in met for _, place in taps)
-    phases = tuple(tuple(sorted(((tap, place - lower) for tap, place in taps), key=lambda item: item[1])) for taps in met)
-    return Axis(size, results, math.ceil(results / stride), 1, stride, lower, phases)
 
 
 def _phases(axes: tuple[Axis, ...], kernel: tuple[int, ...]) -> tuple[Phase, ...]:
