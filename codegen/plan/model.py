@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from codegen.ir.apply import Constant
 from codegen.spec import Spec
@@ -33,6 +33,8 @@ class Kernel:
     threads: int = 0
     blocks: int = 0
     notes: tuple[str, ...] = ()
+
+    portable: ClassVar[bool] = False  # the same text for every CUDA target
 
     def file(self, target: Target) -> str:
         if target.language == "cuda":

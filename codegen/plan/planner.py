@@ -75,7 +75,7 @@ def _in_parts(request: Request) -> Plan:
     parts = parts_of(spec, lambda part: _part(replace(request, spec=part)))
     found = plan_parts(spec, target, device, parts, functools.partial(Plan, spec, target, device, floor=floor(spec, device)))
     rival = target.rival
-    if rival is not None and not any(part.plan for part in parts):
+    if rival is not None and all(kernel.portable for part in parts if part.plan for kernel in part.plan.kernels):
         reasons = "".join(f"; {reason}" for part in parts for reason in part.why)
         raise Refusal(f"none of this target's kernels serves a part of the chain, and {rival} has the same steps{reasons}")
     return found

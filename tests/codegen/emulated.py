@@ -30,6 +30,7 @@ _SHARED_OF_ALL = re.compile(r"^extern __shared__ __align__\(\d+\) unsigned char 
 _SHARED = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(.*?) (\w+)\[\];")
 _GRID = re.compile(r"(?<!config\.)\bgridDim\b")
 _ASM = re.compile(r"\basm(?: volatile)?\(")
+_OPAQUE = re.compile(r'asm volatile\("" : [^;]*\);')  # hides values from the compiler, and does nothing
 _OPERAND = re.compile(r'"[^"]*"\s*\(')
 MARGIN = bytes(range(1, 65))  # behind each tensor, for nobody to write to
 # Calls the launchers named in calls.json with the tensors in *.bin, in which it leaves what they write.
@@ -83,7 +84,7 @@ def emulated_text(plan: Plan) -> str:
 
 
 def _emulated_kernel(text: str) -> str:
-    text = _SHARED_OF_ALL.sub(r"unsigned char* const& \1 = emulation::shared_start;", calls_for_asm(text))
+    text = _SHARED_OF_ALL.sub(r"unsigned char* const& \1 = emulation::shared_start;", calls_for_asm(_OPAQUE.sub("", text)))
     text = _SHARED.sub(r"\1* const \2 = reinterpret_cast<\1*>(emulation::shared_memory());", text)
     return _GRID.sub("emulation::grid_size", text)
 

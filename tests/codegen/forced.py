@@ -13,8 +13,8 @@ from codegen.targets import TARGETS, DeviceClass
 
 
 def request_for(route: Route, spec: Spec, device: DeviceClass, debug: bool = False) -> Request:
-    """A request that the route alone is asked."""
-    (target,) = route.targets
+    """A request that the route alone is asked, for the first of its targets."""
+    target = min(route.targets)
     return Request(spec, TARGETS[target], device, debug)
 
 
