@@ -9,5 +9,6 @@ from codegen.plan.cpu.route import CPU
 from codegen.plan.gemm.route import GEMM
 from codegen.plan.gemm_sm90a.route import GEMM_SM90A
 from codegen.plan.library.route import LIBRARY
+from codegen.plan.product_norm.route import CONV_DIRECT_NORM, CONV_PRODUCT_NORM
 
-ROUTES = (CPU, LIBRARY, GEMM, CONV_SM80, CONV_GEMM, GEMM_SM90A, CONV_SM90A, CONV_PRODUCT_SM90A, CONV_DIRECT)
+ROUTES = (CPU, LIBRARY, GEMM, CONV_SM80, CONV_GEMM, GEMM_SM90A, CONV_SM90A, CONV_PRODUCT_SM90A, CONV_DIRECT, CONV_PRODUCT_NORM, CONV_DIRECT_NORM)
