@@ -11,7 +11,7 @@ from codegen.ir.operand import c_identifier
 from codegen.numerics import FP32, Precision
 from codegen.plan.conv_product_sm90a.forms import operand_type
 from codegen.plan.conv_product_sm90a.geometry import Geometry, Tap
-from codegen.plan.conv_product_sm90a.layout import BARRIER_BYTES, CONSUMERS, THREADS, Layout
+from codegen.plan.conv_product_sm90a.layout import CONSUMERS, THREADS, Layout
 from codegen.plan.conv_product_sm90a.operands import WEIGHT_UNSCALE, X_COUNTS, X_UNSCALE, input_constants, near_constant, operand_names, weight_constants
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer
