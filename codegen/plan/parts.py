@@ -73,12 +73,12 @@ def _fused(spec: Spec, first: int, planned: Planned) -> Part:
 def _before_costly(spec: Spec, first: int, last: int) -> int:
     """The end of a product's part from place `first` to `last` that leaves costly operators to the next kernel where that hides them.
 
-    In a GEMM's epilogue nothing else runs while an exponential is waited for, longer than a pass over results of 16 bits takes (docs/kernels.md). A kernel that
-    reads the result anyway, as the one of a softmax does, applies it for nothing.
+    In a GEMM's epilogue nothing else runs while an exponential is waited for, longer than a pass over results of 16 bits takes (docs/kernels.md); in that of a
+    convolution the next tile is multiplied. A kernel that reads the result anyway, as the one of a softmax does, applies it for nothing.
     """
     heavy = next((place for place in range(first + 1, last) if costly_step(spec.chain[place])), last)
     read_anyway = last < len(spec.chain) and spec.chain[last].operator.kind not in (Kind.PRODUCER, Kind.DROPOUT)
-    if heavy == last or not (read_anyway or spec.precision.itemsize == 2):
+    if heavy == last or not (read_anyway or (spec.precision.itemsize == 2 and not spec.chain[first].operator.rank)):
         return last
     return _longest(spec, first, lambda steps: len(steps) <= heavy - first and is_product(steps)) or last
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from codegen.ir.fused_form import FusedSpec
 from codegen.ops.windows import window_count
-from codegen.plan import Launch, Library, plan
+from codegen.plan import Launch, plan
+from codegen.plan.conv_product_sm90a.forms import FORMS, form_of
 from codegen.plan.conv_product_sm90a.geometry import axis_of, geometry_of, rows_of, transposed_axis_of
 from codegen.plan.conv_product_sm90a.kernel import ordered_taps
 from codegen.plan.conv_product_sm90a.layout import layout_of
@@ -63,15 +64,16 @@ def test_every_product_of_an_axis_is_counted_once(size, values, transposed):
     assert len(range(axis.lower, size + axis.upper, axis.stride)) == axis.count
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
 @pytest.mark.parametrize("row", ["", "folded", "shared"])
 @pytest.mark.parametrize("name", CASES)
-def test_stages_fit_and_swizzle_patterns_begin_where_they_must(tmp_path, name, row):
-    spec = FusedSpec.of(read(tmp_path, CASES[name]))
-    if row not in rows_of(spec):
+def test_stages_fit_and_swizzle_patterns_begin_where_they_must(tmp_path, name, row, precision):
+    spec, form = FusedSpec.of(read(tmp_path, CASES[name], precision)), FORMS[precision]
+    if row not in rows_of(spec, form.in_turn):
         return
     geometry = geometry_of(spec, row)
     try:
-        layout = layout_of(spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, LIMIT)
+        layout = layout_of(form, spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, LIMIT)
     except Refusal as refusal:
         assert row == "shared" and "no room for 3 stages" in str(refusal)
         return
@@ -80,18 +82,21 @@ def test_stages_fit_and_swizzle_patterns_begin_where_they_must(tmp_path, name, r
     assert all(part % 1024 == 0 for part in (layout.weight_part, layout.input_part, layout.tile_channels * layout.row_bytes, layout.pixels * layout.row_bytes))
     assert layout.planes * layout.row_bytes == 2 * layout.parts * layout.block and layout.group_steps >= 1
     assert layout.padded_channels >= spec.input_shape[1] * geometry.folded_taps
-    assert layout.input_tap * (layout.taps - 1) + layout.tile_pixels * layout.row_bytes <= layout.fetched_part <= layout.input_part
+    if not form.in_turn:
+        assert layout.input_tap * (layout.taps - 1) + layout.tile_pixels * layout.row_bytes <= layout.fetched_part <= layout.input_part
     for phase in geometry.phases:
         assert all(layout.stages_of(len(taps)) % layout.unrolled == 0 for taps in phase.taps)
     places = sorted(tap.place for tap in ordered_taps(geometry, layout) if tap)
     assert places == list(range(0, math.prod(geometry.kernel), geometry.folded_taps))
 
 
+@pytest.mark.parametrize("precision", FORMS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_convolution_is_split_and_multiplied_by_four_kernels(tmp_path, name):
-    spec = read(tmp_path, CASES[name])
+def test_operands_are_split_or_arranged_and_then_multiplied(tmp_path, name, precision):
+    spec = read(tmp_path, CASES[name], precision)
     found = planned_by(CONV_PRODUCT_SM90A, spec, DEVICES["h200"])
-    assert [step.kernel.name for step in found.steps] == ["split_weight", "measure", "split_x", "conv"]
+    before = ["split_weight", "measure", "split_x"] if form_of(spec.precision).scaled else ["arrange_weight", "arrange_x"]
+    assert [step.kernel.name for step in found.steps] == [*before, "conv"]
     assert found.steps[-1].arguments[-1] == "y"
     for kernel in found.kernels:
         assert render_kernel(found, kernel)
@@ -128,12 +133,23 @@ def test_what_is_not_served_is_refused_with_the_reason(tmp_path, data, reason):
         plan(replace(spec, gemm="generated"), "sm_90a", "h200")
 
 
-@pytest.mark.parametrize("precision", ["tf32", "fp16", "bf16"])
-def test_other_precisions_are_left_to_the_library(tmp_path, precision):
-    spec = read(tmp_path, product(2, 64, 128, 3, 64, batch=64), precision)
-    with pytest.raises(Refusal, match="serves fp32 alone"):
-        plan(spec, "sm_90a", "h200")
-    assert any(isinstance(step, Library) for step in plan(spec, "sm_80", "h200").steps)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_values_of_16_bits_are_multiplied_as_they_come(tmp_path, precision):
+    found = plan(read(tmp_path, product(2, 64, 128, 3, 64, batch=64), precision), "sm_90a", "h200")
+    assert [buffer.dtype for buffer in found.buffers] == [{"fp16": "float16", "bf16": "bfloat16"}[precision]] * 2
+    assert not any("scale" in constant.why for kernel in found.kernels[:2] for constant in kernel.constants)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_zero_of_a_missing_tap_meets_a_value_that_nobody_looked_at(tmp_path, name):
+    """It may be infinite, and their product is not a number."""
+    asked = request_for(CONV_PRODUCT_SM90A, read(tmp_path, CASES[name], "fp16"), DEVICES["h200"])
+    assert all(None not in ordered_taps(offer.detail.geometry, offer.detail.layout) for offer in offers(asked))
+
+
+def test_costly_operators_stay_with_a_convolution_that_hides_them(tmp_path):
+    found = plan(read(tmp_path, product(2, 64, 128, 3, 64, batch=64, tail=("relu", "gelu")), "fp16"), "sm_90a", "h200")
+    assert kinds(found) == ["arrange_weight", "arrange_x", "conv"]
 
 
 def test_the_library_convolves_where_it_is_estimated_faster(tmp_path):

@@ -17,14 +17,14 @@ from codegen.render import render_kernel
 from codegen.spec import Spec, load_spec
 from codegen.targets import DEVICES
 from tests.codegen.conv_product_cases import CASES
-from tests.codegen.emulated import SOON, compile_text, run_apart, without_wrappers
+from tests.codegen.emulated import DTYPES, SOON, compile_text, run_apart, without_wrappers
 from tests.codegen.forced import request_for
 
 pytestmark = pytest.mark.emulated
 
 WRAPPERS = (
     "barrier_init", "barrier_init_done", "expect_bytes", "arrive", "try_wait", "wait", "copy_box", "copy_pixels", "prefetch_map", "give_registers", "take_registers",
-    "wgmma_fence", "wgmma_commit", "wgmma_wait", "wgmma",
+    "wgmma_fence", "wgmma_commit", "wgmma_wait", "wgmma", "pin",
 )  # fmt: skip
 REPLACED = {
     'asm volatile("add.f32 %0, %0, %1;" : "+f"(total[i]) : "f"(sums[i]));': "total[i] += sums[i];",
@@ -41,11 +41,11 @@ def compiled(found: Plan, folder: Path, edit=lambda text: text) -> None:
         text = text.replace(instructions, same)
     text = re.sub(r' *asm volatile\("" : "\+r"\(feed\.ring\.stage\)\);[^\n]*', "", text)
     text = re.sub(r"(?<!config\.)\bgridDim\.x\b", "emulation::grid_size", text)
-    compile_text(folder, f"const bool emulation::bf16_operands = false;\n{edit(text)}", SOON, header="hopper_product.h")
+    compile_text(folder, f"const bool emulation::bf16_operands = {str(found.spec.precision.name == 'bf16').lower()};\n{edit(text)}", SOON, header="hopper_product.h")
 
 
 def computed(found: Plan, folder: Path, x: torch.Tensor, values: dict[str, torch.Tensor], seed: int) -> torch.Tensor:
-    y = torch.full(found.spec.output_shape, float("nan"))
+    y = torch.full(found.spec.output_shape, float("nan"), dtype=DTYPES[found.spec.precision.dtype])
     buffers = {buffer.name: torch.full((buffer.size,), 0xFF, dtype=torch.uint8) for buffer in found.buffers}
     calls = [("emulated.so", step.kernel.function(found.target), step.arguments) for step in found.steps]
     run_apart(folder, calls, {"x": x, "y": y, **values, **buffers}, seed)
@@ -67,13 +67,14 @@ def reference(spec: Spec, x: torch.Tensor, values: dict[str, torch.Tensor]) -> t
 def drawn(spec: Spec) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(3)
     values = {key: torch.randn(shape, generator=generator) / math.sqrt(max(1, math.prod(shape[1:]))) for key, shape in spec.parameters}
-    return torch.randn(spec.input_shape, generator=generator), values
+    stored = DTYPES[spec.precision.dtype]
+    return torch.randn(spec.input_shape, generator=generator).to(stored), {key: value.to(stored) for key, value in values.items()}
 
 
-def offered(folder: Path, name: str, row: str) -> tuple[Spec, Plan]:
+def offered(folder: Path, name: str, row: str, precision: str = "fp32") -> tuple[Spec, Plan]:
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump(CASES[name], sort_keys=False))
-    spec = load_spec(path, "fp32")
+    spec = load_spec(path, precision)
     asked = request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"])
     offer = next((offer for offer in CONV_PRODUCT_SM90A.offers(asked) if offer.choice.settings["row"] == row), None)
     if offer is None:
@@ -91,6 +92,23 @@ def test_every_result_is_that_of_float64(tmp_path, name, row):
     first, second = (computed(found, tmp_path, x, values, seed) for seed in (0, 5))
     assert torch.equal(first, second)
     assert float((first.double() - expected).norm() / expected.norm()) <= 3e-7
+
+
+# The relative error of a result that is exact but for its operands' rounding (tf32) and its own.
+ROUNDED = {"tf32": 3e-4, "fp16": 2.0**-11.5, "bf16": 2.0**-8.5}
+
+
+@pytest.mark.parametrize("row", ["apart", "folded", "shared"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("precision", ROUNDED)
+def test_one_product_rounds_operands_or_the_result_alone(tmp_path, precision, name, row):
+    spec, found = offered(tmp_path, name, row, precision)
+    compiled(found, tmp_path)
+    x, values = drawn(spec)
+    expected = reference(spec, x, values)
+    first, second = (computed(found, tmp_path, x, values, seed) for seed in (0, 5))
+    assert torch.equal(first, second)
+    assert float((first.double() - expected).norm() / expected.norm()) <= ROUNDED[precision]
 
 
 @pytest.mark.parametrize(("name", "row"), [("pairs_of_taps", "shared"), ("three_rows", "apart"), ("few_channels", "folded")])

@@ -1,4 +1,7 @@
-"""The convolution as a product on Hopper, through emitted packages and the runtime, against float64: every form, and data that halves cannot carry."""
+"""The convolution as a product on Hopper, through emitted packages and the runtime, against float64: every form, and data that halves cannot carry.
+
+The forms of one product alone, in less than a minute: `-k one_product`.
+"""
 
 import copy
 
@@ -14,7 +17,7 @@ from codegen.targets import DEVICES  # noqa: E402
 from tests.codegen.conv_product_cases import CASES  # noqa: E402
 from tests.codegen.forced import request_for  # noqa: E402
 from tests.codegen.gemm_promise import relative  # noqa: E402
-from tests.codegen.gpu_models import built_models  # noqa: E402
+from tests.codegen.gpu_models import built_models, tf32_result  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,15 +30,20 @@ def full_precision_eager(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
+def asked_for(folder, name, precision, debug):
+    """(spec, request) of a case."""
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump(CASES[name] | {"name": f"product_{name}"}, sort_keys=False))
+    spec = load_spec(path, precision)
+    return spec, request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"], debug=debug)
+
+
 @pytest.fixture(scope="module", params=[(name, number) for name in CASES for number in range(3)], ids=lambda item: f"{item[0]}-{item[1]}")
 def built(request, tmp_path_factory):
     """(spec, ModelNew, Model) of a case by each of its offers."""
     name, number = request.param
     folder = tmp_path_factory.mktemp(f"{name}_{number}")
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(CASES[name] | {"name": f"product_{name}"}, sort_keys=False))
-    spec = load_spec(path, "fp32")
-    asked = request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"], debug=number == 0)
+    spec, asked = asked_for(folder, name, "fp32", debug=number == 0)
     found = CONV_PRODUCT_SM90A.offers(asked)
     if number >= len(found):
         pytest.skip("no more offers")
@@ -118,3 +126,55 @@ def test_runs_are_bitwise_equal(built):
     x = draw(spec)
     first = ours(x)
     assert all(torch.equal(first, ours(x)) for _ in range(3))
+
+
+# One product: (precision, case, row of taps). Between them every way to lay out taps, phases, pairs of results and single ones. The first of each precision is a
+# debug build, whose waits are bounded.
+ONE_PRODUCT = (
+    ("fp16", "padded", "shared"), ("fp16", "phases", "shared"), ("fp16", "eight_phases", "shared"), ("fp16", "all_at_once", "apart"), ("fp16", "few_channels", "folded"),
+    ("bf16", "three_axes", "shared"), ("bf16", "odd_width", "shared"),
+    ("tf32", "padded", "shared"), ("tf32", "pairs_of_taps", "shared"), ("tf32", "eight_phases_few", "apart"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=ONE_PRODUCT, ids="-".join)
+def one_product(request, tmp_path_factory):
+    """(spec, ModelNew, Model) of a case with one product."""
+    precision, name, row = request.param
+    folder = tmp_path_factory.mktemp(f"{name}_{precision}_{row}")
+    first = next(case for case in ONE_PRODUCT if case[0] == precision)
+    spec, asked = asked_for(folder, name, precision, debug=request.param == first)
+    found = next(offer for offer in CONV_PRODUCT_SM90A.offers(asked) if offer.choice.settings["row"] == row)
+    return spec, *built_models(Package(spec, (CONV_PRODUCT_SM90A.plan(asked, found),)), folder)
+
+
+def stored(spec, x):
+    return x.to(getattr(torch, spec.precision.dtype))
+
+
+@torch.no_grad()
+def test_one_product_keeps_the_promise(one_product):
+    spec, ours, eager = one_product
+    for kind, x in kinds_of(spec).items():
+        x = stored(spec, x)
+        if spec.precision.itemsize == 2 and not bool(torch.isfinite(eager(x)).all()):
+            continue  # beyond fp16's range
+        reference, y = exact(eager, x), ours(x)
+        if spec.precision.name == "tf32":
+            limit = max(1.1 * relative(tf32_result(copy.deepcopy(eager).cpu(), x.cpu(), "conv").cuda(), reference), 3e-7)
+        else:
+            limit = 1.05 * max(relative(eager(x), reference), relative(reference.to(x.dtype), reference))
+        assert y.dtype == x.dtype and relative(y, reference) <= limit, kind
+
+
+@torch.no_grad()
+def test_one_product_keeps_infinities_nans_and_zeros_and_repeats_itself(one_product):
+    spec, ours, eager = one_product
+    x = stored(spec, draw(spec))
+    first = ours(x)
+    assert all(torch.equal(first, ours(x)) for _ in range(20))
+    x[0].view(-1)[11] = float("inf")
+    x[-1].view(-1)[-5] = float("nan")
+    reference, y = exact(eager, x).to(x.dtype), ours(x)
+    assert torch.equal(torch.isnan(y), torch.isnan(reference)) and torch.equal(torch.isinf(y), torch.isinf(reference))
+    assert torch.equal(ours(torch.zeros_like(x)), eager(torch.zeros_like(x)))

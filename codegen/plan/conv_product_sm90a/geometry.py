@@ -45,7 +45,8 @@ class Geometry:
 
     `windows` are the axes of x itself, `axes` those that the copy engine sees. They differ where a row of taps along the width is one tap to it. `row` says
     how: "folded", for few channels, where the kernel that splits x writes those of a whole row of taps side by side, one such row for each result; or
-    "shared", where the taps of a row read the same pixels in shared memory, each so many further on, and a row of pixels is as much wider than one of results.
+    "shared", where the taps of a row, of all phases along the width, read the same pixels in shared memory, each so many further on, and a row of pixels is as
+    much wider than one of results.
     """
 
     windows: tuple[Axis, Axis, Axis]
@@ -71,12 +72,23 @@ class Geometry:
 
     @property
     def wide_phases(self) -> int:
+        """Columns of results that a pixel gives."""
+        return len(self.windows[2].phases)
+
+    @property
+    def wide_lists(self) -> int:
+        """Lists of taps of a phase: one for each such column, unless the taps of all are one row."""
         return len(self.axes[2].phases)
 
     @property
     def row_taps(self) -> tuple[tuple[int, int], ...]:
         """Number and offset of the taps of a row that is one to the copy engine; one tap without an offset where none is."""
-        return self.windows[2].phases[0] if self.row else ((0, 0),)
+        return tuple(tap for taps in self.windows[2].phases for tap in taps) if self.row else ((0, 0),)
+
+    @property
+    def row_columns(self) -> tuple[int, ...]:
+        """Which of the columns that a pixel gives each tap of a row belongs to."""
+        return tuple(column for column, taps in enumerate(self.windows[2].phases) for _ in taps) if self.row else (0,)
 
     @property
     def folded_taps(self) -> int:
@@ -86,7 +98,7 @@ class Geometry:
     @property
     def halo(self) -> int:
         """Pixels behind those of a tile that its taps read."""
-        return self.row_taps[-1][1] if self.shared else 0
+        return max(offset for _, offset in self.row_taps) if self.shared else 0
 
     @property
     def gathered(self) -> int:
@@ -99,12 +111,14 @@ class Geometry:
         return all(axis.step == 1 and axis.count == axis.results for axis in self.axes)
 
 
-def rows_of(spec: FusedSpec) -> tuple[str, ...]:
-    """The ways to take the taps along the width: each by itself, and as a row where they are one list of several."""
+def rows_of(spec: FusedSpec, of_phases: bool) -> tuple[str, ...]:
+    """The ways to take the taps along the width: each by itself, and as a row where they are several; those `of_phases` share pixels too where that is asked for."""
     values = spec.producer.values
     transposed, kernel, stride = "transpose" in spec.producer.operator.name, values["kernel_size"][-1], values["stride"][-1]
-    if kernel == 1 or (transposed and stride > 1):
+    if kernel == 1:
         return ("",)
+    if transposed and stride > 1:
+        return ("", "shared") if of_phases and (kernel - 1) * values["dilation"][-1] <= WIDEST_HALO * stride else ("",)
     return ("", "folded", "shared") if stride == 1 and (kernel - 1) * values["dilation"][-1] <= WIDEST_HALO else ("", "folded")
 
 
@@ -123,10 +137,15 @@ def geometry_of(spec: FusedSpec, row: str = "") -> Geometry:
     if row == "folded":
         axes = (*axes[:-1], Axis(width.count, width.results, width.count, 1, 1, 0, (((0, 0),),)))
     elif row == "shared":
-        axes = (*axes[:-1], Axis(width.size, width.results, width.count + width.phases[0][-1][1], 1, 1, width.lower, (((0, 0),),)))
+        axes = (*axes[:-1], Axis(width.size, width.results, width.count + _reach(width), 1, width.step, width.lower, (((0, 0),),)))
     _refuse_far(axes, rank)
     axes = (POINT,) * (3 - rank) + axes
     return Geometry(windows, axes, kernel, rank, transposed, _phases(axes, kernel), row)
+
+
+def _reach(axis: Axis) -> int:
+    """The largest offset of a tap."""
+    return max(offset for taps in axis.phases for _, offset in taps)
 
 
 def _phases(axes: tuple[Axis, ...], kernel: tuple[int, ...]) -> tuple[Phase, ...]:
@@ -152,7 +171,7 @@ def _refuse_far(axes: tuple[Axis, ...], rank: int) -> None:
             raise Refusal(f"padding: the windows along the {name} reach further beyond x, or end further inside, than the copy engine counts")
         if max((offset for taps in axis.phases for _, offset in taps), default=0) >= OFFSETS[space]:
             raise Refusal(f"kernel_size: the taps along the {name} lie further apart than the copy engine counts")
-    if len(axes[-1].phases) > WIDE_PHASES:
+    if axes[-1].step > WIDE_PHASES:
         raise Refusal(
-            f"stride: results of a transposed convolution are {len(axes[-1].phases)} apart along the {AXES[rank][-1]}, and a thread holds {WIDE_PHASES} side by side"
+            f"stride: results of a transposed convolution are {axes[-1].step} apart along the {AXES[rank][-1]}, and a thread holds {WIDE_PHASES} side by side"
         )

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from codegen.ir.apply import Constant, applies, called, costly, unique_constants
 from codegen.ir.fused_form import FusedSpec
 from codegen.ir.operand import c_identifier
+from codegen.numerics import FP32, Precision
+from codegen.plan.conv_product_sm90a.forms import operand_type
 from codegen.plan.conv_product_sm90a.geometry import Geometry, Tap
-from codegen.plan.conv_product_sm90a.layout import BARRIER_BYTES, CONSUMERS, THREADS, Layout
-from codegen.plan.conv_product_sm90a.split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_COUNTS, X_SPLIT, X_UNSCALE, input_constants, near_constant, weight_constants
+from codegen.plan.conv_product_sm90a.layout import CONSUMERS, THREADS, Layout
+from codegen.plan.conv_product_sm90a.operands import WEIGHT_UNSCALE, X_COUNTS, X_UNSCALE, input_constants, near_constant, operand_names, weight_constants
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer
 from codegen.plan.shared.values import LoadedOperand, ValueFunction, finish_product
@@ -23,7 +25,8 @@ AXES = ("Depth", "Height", "Width")
 @dataclass(frozen=True)
 class ConvProductKernel(Kernel):
     """The multiplication with its epilogue. `costly`: operators that take exponentials; `channel_tail`, `pixel_tail`: tiles that reach behind the last
-    channel, or pixel of a sample."""
+    channel, or pixel of a sample; `paired`: two results that follow each other leave as one word. `storage` is the type of the parameters, `result` that of y;
+    `operand_type` that of what is multiplied."""
 
     layout: Layout | None = None
     geometry: Geometry | None = None
@@ -39,15 +42,46 @@ class ConvProductKernel(Kernel):
     channel_tail: bool = False
     pixel_tail: bool = False
     debug: bool = False
+    storage: Precision = FP32
+    result: Precision = FP32
+    operand_type: str = "__half"
+    paired: bool = False
 
     registers_a = exchange = False  # of the ring that it shares with the GEMM
-    weight_operand, input_operand = WEIGHT_SPLIT, X_SPLIT
-    operand_type, mma_type, value_type = "__half", "f16", "float"
+
+    @property
+    def input_operand(self) -> str:
+        return operand_names(self.layout.form)[0]
+
+    @property
+    def weight_operand(self) -> str:
+        return operand_names(self.layout.form)[1]
+
+    @property
+    def mma_type(self) -> str:
+        return "bf16" if self.operand_type == "__nv_bfloat16" else "f16"
+
+    @property
+    def promoted(self) -> bool:
+        """Whether the tensor core's sums are added to others."""
+        return self.layout.parts == 2
+
+    @property
+    def in_turn(self) -> bool:
+        return self.layout.form.in_turn
+
+    @property
+    def scaled(self) -> bool:
+        return self.layout.form.scaled
 
     @property
     def operands(self) -> tuple[LoadedOperand, ...]:
         """Parameters of what ends the chain."""
         return self.finish.operands if self.finish else ()
+
+    @property
+    def reads_channels(self) -> bool:
+        return any(operand.per_channel for operand in self.operands)
 
     def finished(self, value: str) -> str:
         """C: the result of a sum."""
@@ -56,7 +90,7 @@ class ConvProductKernel(Kernel):
     @property
     def wide_pointers(self) -> tuple[str, ...]:
         """C names of the tensors that the copy engine reads."""
-        return (X_SPLIT, WEIGHT_SPLIT)
+        return (self.input_operand, self.weight_operand)
 
     @property
     def weight_parts(self) -> int:
@@ -69,6 +103,11 @@ class ConvProductKernel(Kernel):
         return self.layout.tile_channels == 64 * CONSUMERS
 
     @property
+    def pixels_apart(self) -> bool:
+        """Whether they have pixels of their own of a tile that they share."""
+        return not self.channels_apart and not self.in_turn
+
+    @property
     def deep(self) -> bool:
         return self.geometry.rank == 3
 
@@ -77,12 +116,24 @@ class ConvProductKernel(Kernel):
         return self.geometry.wide_phases
 
     @property
+    def wide_lists(self) -> int:
+        return self.geometry.wide_lists
+
+    @property
     def phases(self) -> int:
         return len(self.geometry.phases)
 
     @property
     def tap_lists(self) -> int:
-        return self.phases * self.wide_phases
+        return self.phases * self.wide_lists
+
+    @property
+    def stage_taps(self) -> tuple[tuple[int, int], ...]:
+        """Of each tap of a stage, the column of results that it belongs to, and the bytes to its pixels from the first tap's."""
+        if self.layout.shared:
+            offsets = (offset for _, offset in self.geometry.row_taps)
+            return tuple((column, offset * self.layout.row_bytes) for column, offset in zip(self.geometry.row_columns, offsets, strict=True))
+        return tuple((0, tap * self.layout.input_tap) for tap in range(self.layout.taps))
 
     @property
     def taps(self) -> int:
@@ -101,6 +152,14 @@ class ConvProductKernel(Kernel):
             for taps in phase.taps:
                 places.append(places[-1] + self.layout.stages_of(len(taps)) // self.layout.blocks * self.layout.taps)
         return tuple(places)
+
+    @property
+    def stage_counts(self) -> tuple[str, ...]:
+        """C: the stages of each list of taps of `phase`."""
+        if self.tap_lists == 1:
+            return ("kSteps",)
+        first = "" if self.phases == 1 else "phase" if self.wide_lists == 1 else f"{self.wide_lists} * phase"
+        return tuple(f"stages_of({' + '.join(filter(None, (first, str(number) if number or not first else '')))})" for number in range(self.wide_lists))
 
     @property
     def phase_depths(self) -> tuple[int, ...]:
@@ -158,14 +217,19 @@ def ordered_taps(geometry: Geometry, layout: Layout) -> tuple[Tap | None, ...]:
 
 def conv_kernel(spec: FusedSpec, target: Target, geometry: Geometry, layout: Layout, sms: int, debug: bool, notes: tuple[str, ...]) -> ConvProductKernel:
     """The multiplication of `spec`."""
-    finish, items = finish_product(spec), applies(spec, spec.before_norm)
-    operands = finish.operands if finish else ()
-    pointers = (
-        Pointer("float", "x"), Pointer("float", c_identifier(spec.weight)), Pointer("float", X_UNSCALE), Pointer("uint2", X_COUNTS), Pointer("float", WEIGHT_UNSCALE),
-        *(Pointer("float", operand.pointer) for operand in operands), Pointer("float", "y", True),
-    )  # fmt: skip
-    splits = (Pointer("__half", X_SPLIT), Pointer("__half", WEIGHT_SPLIT))
-    arguments = ("x", spec.weight, X_SPLIT, WEIGHT_SPLIT, X_UNSCALE, X_COUNTS, WEIGHT_UNSCALE, *(operand.key for operand in operands), "y")
+    finish, items, form = finish_product(spec), applies(spec, spec.before_norm), layout.form
+    own = tuple(Pointer(spec.precision.c_type, operand.pointer) for operand in (finish.operands if finish else ()))
+    keys = tuple(operand.key for operand in (finish.operands if finish else ()))
+    types, (x, weight) = operand_type(form, spec.precision), operand_names(form)
+    split = (Pointer(types, x), Pointer(types, weight))
+    y = Pointer(spec.result.c_type, "y", True)
+    if form.scaled:
+        plain = (Pointer("float", "x"), Pointer("float", c_identifier(spec.weight)))
+        scales = (Pointer("float", X_UNSCALE), Pointer("uint2", X_COUNTS), Pointer("float", WEIGHT_UNSCALE))
+        arguments = ("x", spec.weight, x, weight, X_UNSCALE, X_COUNTS, WEIGHT_UNSCALE, *keys, "y")
+    else:
+        plain, scales, arguments = (), (), (x, weight, *keys, "y")
+    pointers = (*plain, *scales, *own, y)
     channel_tiles = math.ceil(spec.channels / layout.tile_channels)
     units = units_of(spec, geometry, layout)
     grid = math.ceil(units / math.ceil(units / sms))
@@ -174,10 +238,19 @@ def conv_kernel(spec: FusedSpec, target: Target, geometry: Geometry, layout: Lay
     lost = 3 - geometry.rank
     return ConvProductKernel(
         "conv", "conv_product_sm90a/conv.cu.j2", arguments, (), _summary(spec), shared, 168, THREADS, grid, notes,
-        layout, geometry, pointers, (*pointers[:2], *splits, *pointers[2:]), c_identifier(spec.weight), finish, called(items),
+        layout, geometry, pointers, (*plain, *split, *scales, *own, y), c_identifier(spec.weight), finish, called(items),
         (0,) * lost + tuple(values["padding"]), (1,) * lost + tuple(values["dilation"]),
         costly(items), channel_tiles, spec.channels % layout.tile_channels != 0, geometry.pixels % layout.tile_pixels != 0, debug,
+        spec.precision, spec.result, types, _paired(spec, geometry),
     )  # fmt: skip
+
+
+def _paired(spec: FusedSpec, geometry: Geometry) -> bool:
+    """Whether all results of 16 bits come in pairs that begin at words: two of a row, or two columns of a pixel."""
+    width = geometry.axes[2]
+    whole = math.prod(spec.producer.output_shape[2:]) % 2 == 0
+    rows = geometry.contiguous or (width.results % 2 == 0 and (geometry.wide_phases == 2 or width.count % 2 == 0))
+    return spec.result.itemsize == 2 and whole and rows
 
 
 def units_of(spec: FusedSpec, geometry: Geometry, layout: Layout) -> int:
@@ -195,7 +268,7 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
     depth, height, width = geometry.axes
     plane = math.prod(spec.producer.output_shape[2:])
     sample_tiles = math.ceil(geometry.pixels / layout.tile_pixels)
-    stages = (kernel.smem_bytes - layout.staged_bytes) // (layout.stage_bytes + 2 * BARRIER_BYTES)
+    stages = layout.stages(kernel.smem_bytes)
     rows = [
         ("kSamples", spec.batch, "batch"),
         *input_constants(spec, geometry),
@@ -242,8 +315,8 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
         ("kPhaseUnits", units_of(spec, geometry, layout) // kernel.phases, "units of a phase"),
         ("kUnits", units_of(spec, geometry, layout), "units of work: tiles; a CTA takes one at a time"),
         ("kGrid", kernel.blocks, f"CTAs: at most {math.ceil(units_of(spec, geometry, layout) / kernel.blocks)} units each"),
-        ("kThreads", THREADS, "one warpgroup that fetches, two that multiply"),
-        ("kConsumerWarps", 4 * CONSUMERS, "multiplying warps, each of which frees a stage once"),
+        ("kThreads", THREADS, "one warpgroup that fetches, two that multiply" + (", tiles in turn" if layout.form.in_turn else "")),
+        ("kConsumerWarps", 4 * (1 if layout.form.in_turn else CONSUMERS), f"multiplying warps{' of a tile' if layout.form.in_turn else ''}, each of which frees a stage once"),
         ("kProducerRegisters", PRODUCER_REGISTERS, "registers of a fetching thread"),
         ("kConsumerRegisters", CONSUMER_REGISTERS, "registers of a multiplying thread"),
         ("kAccumulators", layout.pixels // 2, "registers of sums: 64 x kWarpgroupPixels values over 128 threads"),
@@ -254,7 +327,8 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
             "kRowBytes",
             layout.row_bytes,
             "bytes of a row: "
-            + (f"{layout.block} channels, high halves or low ones" if layout.planes == 2 else f"{layout.block} channels, high halves, then low ones"),
+            + f"{layout.block} channels"
+            + ("" if layout.parts == 1 else ", high halves or low ones" if layout.planes == 2 else ", high halves, then low ones"),
         ),
         ("kWeightPartBytes", layout.weight_part, "bytes of W in a stage" if layout.planes == 1 else "bytes of one part of W in a stage"),
         ("kInputPartBytes", layout.input_part, "bytes of x in a stage" if layout.planes == 1 else "bytes of one part of x in a stage"),
@@ -273,4 +347,5 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
         ("kBarriersAt", stages * layout.stage_bytes + layout.staged_bytes, "offset of the barriers: full and empty"),
         ("kSharedBytes", kernel.smem_bytes, "bytes of shared memory"),
     ]
-    return (*(Constant(name, str(value), why) for name, value, why in rows), near_constant(), *unique_constants(applies(spec, spec.before_norm)))
+    near = (near_constant(),) if layout.form.scaled else ()
+    return (*(Constant(name, str(value), why) for name, value, why in rows), *near, *unique_constants(applies(spec, spec.before_norm)))

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from codegen.plan.conv_product_sm90a.forms import Form
 from codegen.plan.conv_product_sm90a.geometry import Geometry
 from codegen.plan.model import Refusal
 
@@ -19,22 +20,23 @@ ROW_HALVES = 64  # of a row of 128 bytes, which the swizzle covers
 GROUP_K = 16  # of one multiplication
 BARRIER_BYTES = 8
 PATTERN_BYTES = 1024  # of the swizzle
-WARPGROUP_PIXELS = 128  # 64 sums of a thread, and as many of two groups in flight: 192 registers
 LEAST_STAGES = 3
 MOST_UNROLLED = 9  # stages of 64 channels
-SHARED_PIXELS = 96  # the same where a thread has the sums of two phases
+MOST_TAPS = 5  # of 16 channels, which are a stage together where sums are not promoted
+PROMOTED_PIXELS = {1: 128, 2: 96}  # of a warpgroup, by the columns of results that a pixel gives: with two, 96 sums and 48 of two groups in flight
 
 
 @dataclass(frozen=True)
 class Layout:
     """How channels and pixels lie on the multiplier.
 
-    `block` channels make a step, `blocks` of them a tap; `taps` of a stage, of which each has a step. `parts`: halves of a value. `pixels` of a warpgroup:
-    the two have 64 channels each of the same pixels, or the same 64 channels and pixels of their own. Where the taps of a stage
-    are `shared`, they read the same pixels, each `tap_step` further on, and the last `halo` behind the tile. `unrolled` stages are multiplied without a pause.
+    `block` channels make a step, `blocks` of them a tap; `taps` of a stage, of which each has a step. `form`: the operands' parts, and who shares a tile.
+    `pixels` of a warpgroup: the two have 64 channels each of the same pixels, the same 64 channels and pixels of their own, or tiles of their own in turn. Where
+    the taps of a stage are `shared`, they read the same pixels, each `tap_step` further on, and the last `halo` behind the tile. `unrolled` stages are
+    multiplied without a pause. `columns` of results that a pixel gives.
     """
 
-    parts: int
+    form: Form
     block: int
     blocks: int
     taps: int
@@ -44,10 +46,16 @@ class Layout:
     halo: int = 0
     tap_step: int = 1
     unrolled: int = 1
+    columns: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Values of 16 bits of an operand."""
+        return self.form.parts
 
     @property
     def tile_pixels(self) -> int:
-        return self.pixels * (1 if self.tile_channels == 64 * CONSUMERS else CONSUMERS)
+        return self.pixels * (1 if self.form.in_turn or self.tile_channels == 64 * CONSUMERS else CONSUMERS)
 
     @property
     def padded_channels(self) -> int:
@@ -95,24 +103,29 @@ class Layout:
     @property
     def staged_pitch(self) -> int:
         """Floats from one channel to the next of the results on their way out: 32, and what keeps the pairs of four rows, or the fours of two, in banks of their own."""
-        return 32 + (8 if self.pixels == WARPGROUP_PIXELS else 16)
+        return 32 + 8 * self.columns
 
     @property
     def staged_bytes(self) -> int:
         """Of the 16 channels of every multiplying warp."""
         return 4 * CONSUMERS * 16 * self.staged_pitch * 4
 
+    @property
+    def turn_bytes(self) -> int:
+        """Of the barriers by which warpgroups take turns."""
+        return CONSUMERS * BARRIER_BYTES if self.form.in_turn else 0
+
     def stages(self, limit: int) -> int:
         """As many as fit, with two barriers each."""
-        return (limit - self.staged_bytes) // (self.stage_bytes + 2 * BARRIER_BYTES)
+        return (limit - self.staged_bytes - self.turn_bytes) // (self.stage_bytes + 2 * BARRIER_BYTES)
 
     def shared_bytes(self, stages: int) -> int:
-        return self.staged_bytes + stages * (self.stage_bytes + 2 * BARRIER_BYTES)
+        return self.staged_bytes + self.turn_bytes + stages * (self.stage_bytes + 2 * BARRIER_BYTES)
 
     @property
     def halves(self) -> int:
-        """Groups of multiplications of a tap: its channels in halves, where that leaves 16 at least."""
-        return 2 if self.block > GROUP_K else 1
+        """Groups of multiplications of a tap: its channels in halves, where sums are promoted and that leaves 16 at least."""
+        return 2 if self.parts == 2 and self.block > GROUP_K else 1
 
     @property
     def group_steps(self) -> int:
@@ -128,18 +141,37 @@ class Layout:
         return (taps if self.shared else math.ceil(taps / self.taps)) * self.blocks
 
 
-def layout_of(channels: int, results: int, geometry: Geometry, limit: int) -> Layout:
-    """The layout for so many channels of x and of y, as halves in two parts: the longest steps that leave room for a ring in `limit` bytes."""
-    pixels = WARPGROUP_PIXELS if geometry.wide_phases == 1 else SHARED_PIXELS
-    tile_channels = 64 if results <= 64 else 128
+def layout_of(form: Form, channels: int, results: int, geometry: Geometry, limit: int) -> Layout:
+    """The layout for so many channels of x and of y: the longest steps that leave room for a ring in `limit` bytes."""
+    columns = geometry.wide_phases
+    pixels = PROMOTED_PIXELS[columns] if form.parts == 2 else 2 * form.sums // columns
+    tile_channels = 64 if form.in_turn or results <= 64 else 128
     row = geometry.row_taps
-    together = (len(row), tile_channels, pixels, True, geometry.halo, row[1][1]) if geometry.shared else None
-    found = (Layout(2, block, blocks, *(together or (2 if block == GROUP_K else 1, tile_channels, pixels))) for block, blocks in _blocks_of(channels))
+    found = []
+    for block, blocks in _blocks_of(channels):
+        taps = len(row) if geometry.shared else _taps_of(form, geometry) if block == GROUP_K else 1
+        found.append(Layout(form, block, blocks, taps, tile_channels, pixels, geometry.shared, geometry.halo, _tap_step(geometry), columns=columns))
     layout = next((layout for layout in found if layout.stages(limit) >= LEAST_STAGES), None)
     if layout is None:
         raise Refusal(f"a row of {len(row)} taps leaves no room for {LEAST_STAGES} stages in shared memory")
+    if form.in_turn:
+        return layout
     counts = [layout.stages_of(len(taps)) for phase in geometry.phases for taps in phase.taps]
     return replace(layout, unrolled=_unrolled(math.gcd(*counts), MOST_UNROLLED * ROW_HALVES // (layout.block * layout.taps)))
+
+
+def _tap_step(geometry: Geometry) -> int:
+    """Pixels from a tap of a row to the next, where they are all as many."""
+    return geometry.row_taps[1][1] if geometry.shared else 1
+
+
+def _taps_of(form: Form, geometry: Geometry) -> int:
+    """Taps of 16 channels that are a stage. Those of a form without promotion are as many as go into all lists: where a tap were missing, zeros would meet
+    values of x, of which some may be infinite."""
+    if form.parts == 2:
+        return 2
+    count = math.gcd(*(len(taps) for phase in geometry.phases for taps in phase.taps))
+    return _unrolled(count, MOST_TAPS) if count else 1
 
 
 def _unrolled(stages: int, most: int) -> int:
@@ -155,4 +187,4 @@ def _blocks_of(channels: int) -> Iterator[tuple[int, int]]:
     yield (32, padded) if channels > GROUP_K else (GROUP_K, 1)
 
 
-__all__ = ["BARRIER_BYTES", "CONSUMERS", "GROUP_K", "THREADS", "WARPGROUP_PIXELS", "Layout", "layout_of"]
+__all__ = ["BARRIER_BYTES", "CONSUMERS", "GROUP_K", "THREADS", "Layout", "layout_of"]

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.conv_product_sm90a.cost import estimated_ms
+from codegen.plan.conv_product_sm90a.forms import MATHS, form_of
 from codegen.plan.conv_product_sm90a.geometry import Geometry, geometry_of, rows_of
 from codegen.plan.conv_product_sm90a.kernel import conv_constants, conv_kernel, ordered_taps, units_of
 from codegen.plan.conv_product_sm90a.layout import CONSUMERS, GROUP_K, Layout, layout_of
-from codegen.plan.conv_product_sm90a.split import SPLIT_PIXELS, split_steps
+from codegen.plan.conv_product_sm90a.operands import SPLIT_PIXELS, operand_steps
 from codegen.plan.floor import floor
 from codegen.plan.model import Launch, Plan, Refusal
 from codegen.plan.route import Choice, Offer, Request, Route
@@ -35,24 +36,25 @@ class Detail:
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
-    """The taps along the width each by itself or as channels, the faster first; then those of a row that share their pixels, which is emulated and not
-    measured yet. Raises Refusal where the convolution is not served."""
+    """The taps along the width each by itself, as channels, or as a row that shares its pixels, the fastest first. In fp32 the last of these comes last: it is
+    emulated and not measured yet. Raises Refusal where the convolution is not served."""
     spec = request.form
     _check(spec)
+    in_turn = form_of(spec.precision).in_turn
     found, reason = [], None
-    for row in rows_of(spec):
+    for row in rows_of(spec, in_turn):
         try:
             found.append(_offer(request, geometry_of(spec, row)))
         except Refusal as far:
             reason = far
     if not found:
         raise reason
-    return tuple(sorted(found, key=lambda offer: (offer.detail.geometry.shared, offer.ms)))
+    return tuple(sorted(found, key=lambda offer: (offer.detail.geometry.shared and not in_turn, offer.ms)))
 
 
 def _offer(request: Request, geometry: Geometry) -> Offer:
     spec = request.form
-    layout = layout_of(spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, request.target.smem_bytes)
+    layout = layout_of(form_of(spec.precision), spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, request.target.smem_bytes)
     pixels = units_of(spec, geometry, layout) * layout.tile_pixels
     if max(pixels, spec.batch * geometry.gathered * layout.blocks // SPLIT_PIXELS, geometry.gathered * layout.padded_channels) >= INDICES:
         raise Refusal("the convolution has more tiles, or a sample of x more values, than kernels count")
@@ -62,11 +64,9 @@ def _offer(request: Request, geometry: Geometry) -> Offer:
 
 def _check(spec: FusedSpec) -> None:
     values, weight = spec.producer.values, spec.producer.parameters[0].shape
-    if spec.precision.name != "fp32":
-        raise Refusal(f"{spec.precision.name}: the convolution as a product serves fp32 alone")
     if spec.gemm == "library":
         raise Refusal("gemm: library asked for, which this target does not call")
-    if spec.math not in (None, "fp16x3"):
+    if spec.math not in (None, spec.precision.name, MATHS.get(spec.precision.name)):
         raise Refusal(f"math: {spec.math} asked for, which the convolution as a product does not have")
     if values["groups"] != 1:
         raise Refusal(f"groups: {values['groups']}: the convolution as a product serves one group")
@@ -77,32 +77,47 @@ def _check(spec: FusedSpec) -> None:
 
 
 def plan(request: Request, offer: Offer) -> Plan:
-    """The plan of an offer: kernels that split W and x, then the convolution."""
+    """The plan of an offer: kernels that split or arrange W and x, then the convolution."""
     spec, target, device = request.form, request.target, request.device
     geometry, layout = offer.detail.geometry, offer.detail.layout
     kernel = conv_kernel(spec, target, geometry, layout, device.sms, request.debug, _notes(geometry, layout))
     kernel = replace(kernel, constants=conv_constants(spec, kernel))
-    steps, buffers = split_steps(spec, geometry, layout, ordered_taps(geometry, layout), device.sms)
-    return Plan(spec, target, device, (*steps, Launch(kernel)), tuple(buffers), floor(spec, device, 3, device.fp16), _why(spec, geometry, layout))
+    steps, buffers = operand_steps(spec, geometry, layout, ordered_taps(geometry, layout), device.sms)
+    return Plan(spec, target, device, (*steps, Launch(kernel)), tuple(buffers), floor(spec, device, layout.form.products, device.fp16), _why(spec, geometry, layout))
 
 
 def _notes(geometry: Geometry, layout: Layout) -> tuple[str, ...]:
-    apart = "channels" if layout.tile_channels == 64 * CONSUMERS else "pixels"
+    apart = "tiles in turn" if layout.form.in_turn else f"with {'channels' if layout.tile_channels == 64 * CONSUMERS else 'pixels'} of their own"
     notes = [
-        f"tiles of {layout.tile_channels} channels x {layout.tile_pixels} pixels of a sample; one warpgroup fetches, {CONSUMERS} multiply, with {apart} of their own",
+        f"tiles of {layout.tile_channels} channels x {layout.tile_pixels} pixels of a sample; one warpgroup fetches, {CONSUMERS} multiply, {apart}",
         f"a stage has {'one tap' if layout.taps == 1 else f'{layout.taps} taps'} of {layout.block} channels, gathered by the copy engine (im2col)",
-        f"the tensor core's sums are added to fp32 registers every {layout.group_steps * GROUP_K} of K, while the next ones are multiplied",
     ]
+    if layout.form.parts == 2:
+        notes.append(f"the tensor core's sums are added to fp32 registers every {layout.group_steps * GROUP_K} of K, while the next ones are multiplied")
+    if layout.form.in_turn:
+        notes.append("a warpgroup finishes and stores a tile while the other multiplies")
     if geometry.wide_phases > 1:
         notes.append("a thread has the sums of both columns that a pixel gives, and stores them side by side")
     return tuple(notes)
 
 
+def _arithmetic(spec: FusedSpec) -> str:
+    name = spec.precision.name
+    return {
+        "fp32": "three fp16 products of scaled operands split in two, promoted: fp32's error at the tensor cores' speed",
+        "tf32": "one fp16 product of scaled operands rounded to nearest: TF32's error at twice its rate",
+    }.get(name, f"one {name} product")
+
+
+def _while(spec: FusedSpec) -> str:
+    return "while x is split" if form_of(spec.precision).scaled else "while x is turned around"
+
+
 def _why(spec: FusedSpec, geometry: Geometry, layout: Layout) -> tuple[str, ...]:
-    reasons = ["three fp16 products of scaled operands split in two, promoted: fp32's error at the tensor cores' speed"]
+    reasons = [_arithmetic(spec)]
     channels, taps = spec.input_shape[1], geometry.folded_taps
     if geometry.folded:
-        reasons.append(f"the {taps} taps along the width become channels while x is split: {taps * channels} beside each other, and as many fewer taps")
+        reasons.append(f"the {taps} taps along the width become channels {_while(spec)}: {taps * channels} beside each other, and as many fewer taps")
     if geometry.shared:
         reasons.append(f"the {len(geometry.row_taps)} taps along the width read the same pixels in shared memory, fetched once")
     if layout.padded_channels != channels * taps:

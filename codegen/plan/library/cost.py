@@ -8,7 +8,7 @@ from codegen.ir.fused_form import FusedSpec
 from codegen.plan.floor import producer_flop
 from codegen.plan.norm.cost import norm_ms
 from codegen.plan.norm.flat import split_groups
-from codegen.plan.shared.fitted import CONV_PRODUCTS, LIBRARY_SHAPES, MACHINE, SWEEP, Fitted
+from codegen.plan.shared.fitted import CONV_PRODUCTS, LEVEL2_PEERS, LIBRARY_SHAPES, MACHINE, SWEEP, Fitted
 from codegen.targets import DeviceClass
 
 # The vendor's half-precision GEMM by the alignment that its kernels need of K and N (8, 2 or 1 values): shares of the tensor cores' and of the memory's
@@ -41,7 +41,7 @@ TENSOR_K_US = Fitted(0.003, "us", SWEEP)  # for each k there
 GROUP_US = Fitted(7.0, "us", SWEEP)  # of each of conv2d's groups there
 ODD_HALVES = Fitted(1.7, "ratio", SWEEP)  # times as long where channels, in or out, are no whole pieces of 16 bytes
 
-# The same without a norm, in fp32: shares of the CUDA cores' rate, and of the memory's rate at which results leave on top.
+# The same without a norm, in fp32 and for few channels: shares of the CUDA cores' rate, and of the memory's rate at which results leave on top.
 FORWARD_SHARE = Fitted(0.62, "share", CONV_PRODUCTS)
 BACK_SHARES = {  # of a transposed convolution, by whether its stride is 1, and its rank
     (True, 2): Fitted(0.85, "share", CONV_PRODUCTS),
@@ -50,6 +50,8 @@ BACK_SHARES = {  # of a transposed convolution, by whether its stride is 1, and 
     (False, 3): Fitted(0.14, "share", CONV_PRODUCTS),
 }
 LEAVING_SHARE = Fitted(0.2, "share", CONV_PRODUCTS)
+# The same on tensor cores, by whether it is transposed: shares of their rate in TF32, which values of 16 bits are taken to have too.
+TENSOR_SHARES = {False: Fitted(0.33, "share", LEVEL2_PEERS), True: Fitted(0.21, "share", LEVEL2_PEERS)}
 
 
 def linear_ms(spec: FusedSpec, device: DeviceClass) -> float:
@@ -82,15 +84,20 @@ def gemm_ms(spec: FusedSpec, device: DeviceClass) -> float:
 
 def plain_convolution_ms(spec: FusedSpec, device: DeviceClass) -> float:
     """Milliseconds of torch's convolution or transposed convolution of any rank, with its bias."""
-    producer, rank = spec.producer, max(2, spec.producer.operator.rank)
-    if spec.precision.name != "fp32":
-        return convolution_ms(spec, device)
-    if "transpose" in producer.operator.name:
+    producer, rank, leaving = spec.producer, max(2, spec.producer.operator.rank), device.hbm * LEAVING_SHARE.on(device) * 1e6
+    transposed, itemsize = "transpose" in producer.operator.name, spec.precision.itemsize
+    left = math.prod(producer.output_shape) * itemsize / leaving
+    if spec.precision.name != "fp32" and spec.input_shape[1] > FEW_CHANNELS and producer.values["groups"] == 1:
+        rate = (device.fp16 if itemsize == 2 else device.tf32) * TENSOR_SHARES[transposed].on(device)
+        filled = math.ceil(spec.input_shape[1] / WHOLE_CHANNELS) * WHOLE_CHANNELS / spec.input_shape[1]
+        turned = 2 * math.prod(spec.input_shape) * itemsize / (device.hbm * TURNED_SHARE.on(device) * 1e6) if itemsize == 2 else 0.0
+        return TENSOR_US[itemsize].on(device) / 1e3 + producer_flop(producer) * filled / (rate * 1e9) + turned + left
+    if transposed:
         share, filled = BACK_SHARES[max(producer.values["stride"]) == 1, rank], 1.0
     else:
         share, filled = FORWARD_SHARE, math.ceil(spec.channels / WHOLE_CHANNELS) * WHOLE_CHANNELS / spec.channels
     multiply = producer_flop(producer) * filled / (device.fp32 * share.on(device) * 1e9)
-    return CORES_US.on(device) / 1e3 + multiply + math.prod(producer.output_shape) * 4 / (device.hbm * LEAVING_SHARE.on(device) * 1e6)
+    return CORES_US.on(device) / 1e3 + multiply + left
 
 
 def conv_ms(spec: FusedSpec, device: DeviceClass) -> float:

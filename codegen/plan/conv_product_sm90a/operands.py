@@ -1,6 +1,7 @@
-"""The kernels that turn x and W into the halves that the convolution multiplies, as data: what measure.cu.j2, split.cu.j2 and filters.cu.j2 read.
+"""The kernels that turn x and W into what the convolution multiplies, as data.
 
-A sample of x has one scale, a power of two, and a filter of W another: they factor out of every sum. Zeros of the padding stay zeros.
+fp32 becomes halves (measure.cu.j2, split.cu.j2, filters.cu.j2): a sample of x has one scale, a power of two, and a filter of W another; they factor out of every
+sum, and zeros of the padding stay zeros. Values of 16 bits change their places alone (arrange.cu.j2, arrange_filters.cu.j2).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from codegen.ir.apply import Constant
 from codegen.ir.fused_form import FusedSpec
 from codegen.ir.operand import c_identifier
+from codegen.plan.conv_product_sm90a.forms import Form, operand_dtype
 from codegen.plan.conv_product_sm90a.geometry import Geometry, Tap
 from codegen.plan.conv_product_sm90a.layout import Layout
 from codegen.plan.model import Buffer, Launch
@@ -19,6 +21,7 @@ from codegen.plan.shared.pointers import Pointer, PointerKernel
 
 X_SPLIT, X_LARGEST, X_UNSCALE, X_COUNTS = "x_split", "x_largest", "x_unscale", "x_counts"
 WEIGHT_SPLIT, WEIGHT_UNSCALE = "weight_split", "weight_unscale"
+X_PIXELS, WEIGHT_STEPS = "x_pixels", "weight_steps"  # of 16 bits as they come
 SPLIT_PIXELS = 128  # of a block
 SPLIT_THREADS = 256
 SLICES = 32  # of a sample, at least, whose largest values a warp looks through
@@ -36,11 +39,14 @@ class MeasureKernel(PointerKernel):
 
 @dataclass(frozen=True)
 class SplitKernel(PointerKernel):
-    """x as halves, a pixel's channels side by side; `blocks_deep`: blocks of channels, `channel_tail`: the last has fewer channels than others."""
+    """x as halves in `parts`, or of 16 bits as it comes, a pixel's channels side by side; `blocks_deep`: blocks of channels, `channel_tail`: the last has fewer
+    channels than others; `in_pairs`: two pixels of a channel are a word."""
 
     blocks_deep: int = 1
     channel_tail: bool = False
     geometry: Geometry | None = None
+    parts: int = 2
+    in_pairs: bool = False
 
     @property
     def folded(self) -> bool:
@@ -59,7 +65,7 @@ class SplitKernel(PointerKernel):
 
 @dataclass(frozen=True)
 class FiltersKernel(PointerKernel):
-    """W as halves, step by step; `order`: the taps in the order of their steps, empty where that is their own; `phased`: those of several phases;
+    """W as halves in `parts`, or of 16 bits as it comes, step by step; `order`: the taps in the order of their steps, empty where that is their own; `phased`: those of several phases;
     `folded`: those along the width are channels, the last of them first where `turned`. Those of a stage,
     `stage_taps`, follow each other."""
 
@@ -69,6 +75,12 @@ class FiltersKernel(PointerKernel):
     folded: bool = False
     turned: bool = False
     stage_taps: int = 1
+    parts: int = 2
+
+
+def operand_names(form: Form) -> tuple[str, str]:
+    """The buffers of x and of W as they are multiplied."""
+    return (X_SPLIT, WEIGHT_SPLIT) if form.scaled else (X_PIXELS, WEIGHT_STEPS)
 
 
 def near_constant() -> Constant:
@@ -107,19 +119,25 @@ def _tap_step(geometry: Geometry) -> int:
     return geometry.row_taps[1][1] if geometry.folded else 1
 
 
-def split_steps(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: tuple[Tap | None, ...], sms: int) -> tuple[list[Launch], list[Buffer]]:
+def operand_steps(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: tuple[Tap | None, ...], sms: int) -> tuple[list[Launch], list[Buffer]]:
     """The launches in front of the multiplication, that of W first, and their buffers."""
+    form, (x, weight) = layout.form, operand_names(layout.form)
+    dtype = operand_dtype(form, spec.precision)
+    weights = Buffer(weight, (len(taps) * layout.blocks, spec.channels, layout.parts * layout.block), dtype)
+    pixels = Buffer(x, (spec.batch * geometry.gathered, layout.parts * layout.padded_channels), dtype)
+    if not form.scaled:
+        filters = Launch(_filters_kernel(spec, geometry, layout, taps), prepares=(weight,) if spec.prepack else ())
+        return [filters, Launch(_arrange_kernel(spec, geometry, layout))], [weights, pixels]
     slices = SLICES * max(1, math.ceil(SLICES_PER_SM * sms / (SLICES * spec.batch)))
-    pixels = spec.batch * geometry.gathered
     buffers = [
-        Buffer(WEIGHT_SPLIT, (len(taps) * layout.blocks, spec.channels, layout.parts * layout.block), "float16"),
+        weights,
         Buffer(WEIGHT_UNSCALE, (spec.channels,), "float32"),
         Buffer(X_LARGEST, (spec.batch, slices), "float32"),
         Buffer(X_COUNTS, (spec.batch, 2), "float32"),
-        Buffer(X_SPLIT, (pixels, layout.parts * layout.padded_channels), "float16"),
+        pixels,
         Buffer(X_UNSCALE, (spec.batch,), "float32"),
     ]
-    filters = Launch(_filters_kernel(spec, geometry, layout, taps), prepares=(WEIGHT_SPLIT, WEIGHT_UNSCALE) if spec.prepack else ())
+    filters = Launch(_filters_kernel(spec, geometry, layout, taps), prepares=(weight, WEIGHT_UNSCALE) if spec.prepack else ())
     return [filters, Launch(_measure_kernel(spec, slices)), Launch(_split_kernel(spec, geometry, layout, slices))], buffers
 
 
@@ -148,11 +166,12 @@ def _measure_kernel(spec: FusedSpec, slices: int) -> MeasureKernel:
     )  # fmt: skip
 
 
-def _split_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, slices: int) -> SplitKernel:
+def _pixel_constants(spec: FusedSpec, geometry: Geometry, layout: Layout) -> tuple[list[Constant], int]:
+    """What the kernel that turns x around knows of it, and its blocks."""
     width = geometry.windows[2]
     pixel_blocks = math.ceil(geometry.gathered / SPLIT_PIXELS)
     blocks = spec.batch * pixel_blocks * layout.blocks
-    constants = _constants(
+    return _constants(
         *input_constants(spec, geometry),
         ("kStrideWidth", width.stride, "stride along the width"),
         ("kLowerWidth", width.lower, "column of the first result's first tap"),
@@ -160,23 +179,48 @@ def _split_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, slices: i
         ("kTapStep", _tap_step(geometry), "columns from one of these taps to the next"),
         ("kColumns", geometry.axes[2].size, "columns of pixels, one for each result"),
         ("kPixels", geometry.gathered, "pixels of a sample as they are gathered"),
-        ("kSlices", slices, "slices of a sample, each with its largest value"),
         ("kThreads", SPLIT_THREADS, "threads of a block"),
         ("kBlockPixels", SPLIT_PIXELS, "pixels of a block"),
         ("kPixelBlocks", pixel_blocks, "blocks side by side along a sample's pixels"),
         ("kBlock", layout.block, "channels of a block"),
         ("kBlocks", blocks, "blocks of threads"),
         ("kChannelBlocks", layout.blocks, "blocks of channels of x"),
-        ("kPieces", layout.parts * layout.block // 8, "pieces of eight halves of a pixel in a block"),
-    ) + _scales("sample", layout)
+        ("kPieces", layout.parts * layout.block // 8, "pieces of eight halves of a pixel in a block" if layout.form.scaled else "pieces of eight values of a pixel in a block"),
+    ), blocks
+
+
+def _split_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, slices: int) -> SplitKernel:
+    constants, blocks = _pixel_constants(spec, geometry, layout)
+    slice_count = Constant("kSlices", str(slices), "slices of a sample, each with its largest value")
+    place = next(number for number, constant in enumerate(constants) if constant.name == "kThreads")
+    constants = [*constants[:place], slice_count, *constants[place:], *_scales("sample", layout)]
     return SplitKernel(
         name="split_x", template="conv_product_sm90a/split.cu.j2", arguments=("x", X_LARGEST, X_SPLIT, X_UNSCALE, X_COUNTS), constants=tuple(constants),
-        summary="x split into two halves a value, the channels of a pixel side by side, samples scaled by powers of two",
+        summary=f"x {_made(layout)}, the channels of a pixel side by side, samples scaled by powers of two",
         smem_bytes=4 * (SPLIT_PIXELS * (layout.block + 1) + SPLIT_THREADS // 32), threads=SPLIT_THREADS, blocks=blocks, max_registers=128,
         pointers=(
             Pointer("float", "x"), Pointer("uint32_t", X_LARGEST), Pointer("uint4", X_SPLIT, True), Pointer("float", X_UNSCALE, True), Pointer("uint2", X_COUNTS, True),
         ),
-        blocks_deep=layout.blocks, channel_tail=spec.input_shape[1] * geometry.folded_taps != layout.padded_channels, geometry=geometry,
+        blocks_deep=layout.blocks, channel_tail=_channel_tail(spec, geometry, layout), geometry=geometry, parts=layout.parts,
+    )  # fmt: skip
+
+
+def _made(layout: Layout) -> str:
+    return "split into two halves a value" if layout.parts == 2 else "rounded to halves"
+
+
+def _channel_tail(spec: FusedSpec, geometry: Geometry, layout: Layout) -> bool:
+    return spec.input_shape[1] * geometry.folded_taps != layout.padded_channels
+
+
+def _arrange_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout) -> SplitKernel:
+    constants, blocks = _pixel_constants(spec, geometry, layout)
+    in_pairs = not geometry.folded and geometry.gathered % 2 == 0
+    return SplitKernel(
+        name="arrange_x", template="conv_product_sm90a/arrange.cu.j2", arguments=("x", X_PIXELS), constants=tuple(constants),
+        summary="x with the channels of a pixel side by side", smem_bytes=SPLIT_PIXELS * (2 * layout.block + 4),
+        threads=SPLIT_THREADS, blocks=blocks, max_registers=64, pointers=(Pointer("uint32_t" if in_pairs else "uint16_t", "x"), Pointer("uint4", X_PIXELS, True)),
+        blocks_deep=layout.blocks, channel_tail=_channel_tail(spec, geometry, layout), geometry=geometry, parts=1, in_pairs=in_pairs,
     )  # fmt: skip
 
 
@@ -193,13 +237,20 @@ def _filters_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: t
         ("kChannelBlocks", layout.blocks, "blocks of channels of x"),
         ("kThreads", SPLIT_THREADS, "threads of a block"),
         ("kBlocks", spec.channels, "blocks, one a channel of y"),
-    ) + _scales("filter", layout)
+    )
     weight = c_identifier(spec.weight)
+    common = dict(
+        threads=SPLIT_THREADS, blocks=spec.channels, max_registers=64, weight=weight, order=() if order == tuple(range(len(order))) else order,
+        phased=len(geometry.phases) * geometry.wide_phases > 1, folded=geometry.folded, turned=geometry.folded and geometry.row_taps[0][0] > 0,
+        stage_taps=layout.taps, parts=layout.parts,
+    )  # fmt: skip
+    if not layout.form.scaled:
+        return FiltersKernel(
+            name="arrange_weight", template="conv_product_sm90a/arrange_filters.cu.j2", arguments=(spec.weight, WEIGHT_STEPS), constants=tuple(constants),
+            summary="W step by step", pointers=(Pointer("uint16_t", weight), Pointer("uint32_t", WEIGHT_STEPS, True)), **common,
+        )  # fmt: skip
     return FiltersKernel(
         name="split_weight", template="conv_product_sm90a/filters.cu.j2", arguments=(spec.weight, WEIGHT_SPLIT, WEIGHT_UNSCALE),
-        constants=(*constants, near_constant()), summary="W split into two halves a value, step by step, filters scaled by powers of two",
-        threads=SPLIT_THREADS, blocks=spec.channels, max_registers=64,
-        pointers=(Pointer("float", weight), Pointer("uint32_t", WEIGHT_SPLIT, True), Pointer("float", WEIGHT_UNSCALE, True)),
-        weight=weight, order=() if order == tuple(range(len(order))) else order, phased=len(geometry.phases) * geometry.wide_phases > 1,
-        folded=geometry.folded, turned=geometry.folded and geometry.row_taps[0][0] > 0, stage_taps=layout.taps,
+        constants=(*constants, *_scales("filter", layout), near_constant()), summary=f"W {_made(layout)}, step by step, filters scaled by powers of two",
+        pointers=(Pointer("float", weight), Pointer("uint32_t", WEIGHT_SPLIT, True), Pointer("float", WEIGHT_UNSCALE, True)), **common,
     )  # fmt: skip
