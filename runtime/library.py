@@ -125,6 +125,8 @@ def _dropout(options: Options):
     p = options["p"]
 
     def train(v, mask=None):
+        if mask is None and v.is_cuda and 0.0 < p < 1.0:
+            return torch.native_dropout(v, p, True)  # what functional.dropout calls there: one kernel, which gives the mask too
         if mask is None:
             drawn = functional.dropout(torch.ones_like(v, requires_grad=False), p, True)
             mask = drawn != 0
