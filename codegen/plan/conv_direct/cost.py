@@ -10,9 +10,9 @@ from codegen.plan.shared.cost import costly_operators
 from codegen.plan.shared.fitted import DIRECT, Fitted
 from codegen.targets import DeviceClass
 
-ISSUE_SHARE = Fitted(0.63, "share", DIRECT)  # of an SM's issue slots, which products and loads fill
-STORED_SHARE = Fitted(0.6, "share", DIRECT)  # of the memory's rate, at which results leave
-COSTLY = 30.0  # instructions of an operator with an exponential
+ISSUE_SHARE = Fitted(0.6, "share", DIRECT)  # of an SM's issue slots, which products and loads fill
+STORED_SHARE = Fitted(0.45, "share", DIRECT)  # of the memory's rate, at which results leave
+COSTLY = 16.0  # instructions of an operator with an exponential
 
 
 def estimated_ms(spec: FusedSpec, device: DeviceClass, geometry: Geometry, tile: Tile) -> float:

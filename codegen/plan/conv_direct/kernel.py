@@ -14,8 +14,10 @@ from codegen.plan.shared.pointers import Pointer, PointerKernel
 from codegen.plan.shared.values import LoadedOperand, ValueFunction, finish_product, register_limit
 
 AXES = ("Depth", "Height", "Width")
-MIN_BLOCKS = 2  # on an SM, so that one multiplies while another brings its x
-BROUGHT = 4  # lines of x that a warp has on their way at once
+MIN_BLOCKS = 3  # on an SM, so that some multiply while another brings its x
+FEW_BLOCKS = 2
+LISTED_PLANES = 3  # of taps, whose products are listed one by one
+BROUGHT = 8  # values of x that a thread has on their way at once
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,16 @@ class DirectKernel(PointerKernel):
     portable = True
 
     @property
+    def min_blocks(self) -> int:
+        """Blocks that must fit on an SM."""
+        return MIN_BLOCKS if self.max_registers == register_limit(THREADS, MIN_BLOCKS) else FEW_BLOCKS
+
+    @property
+    def rolled(self) -> bool:
+        """Whether planes of taps are a loop of the code too: unrolled, so many would not stay in the instruction cache."""
+        return self.geometry.kernel[0] > LISTED_PLANES
+
+    @property
     def operands(self) -> tuple[LoadedOperand, ...]:
         return self.finish.operands if self.finish else ()
 
@@ -75,9 +87,20 @@ class DirectKernel(PointerKernel):
         return self.geometry.axes[2].step
 
     @property
+    def rows_wrap(self) -> bool:
+        """Whether a thread's next value may lie more than a plane further on."""
+        _, rows, columns = self.tile.staged
+        return THREADS // columns + 1 >= rows
+
+    @property
     def neighbours(self) -> bool:
         """Whether a warp's cells are neighbours in a row, so that its lanes can exchange results of two phases and store runs."""
         return self.wide == 2 and self.tile.across % 32 == 0
+
+
+def min_blocks(spec: FusedSpec, geometry: Geometry, tile: Tile) -> int:
+    """Blocks that must fit on an SM: fewer where a thread keeps its place in x beside the sums of a phase."""
+    return FEW_BLOCKS if tile.chunk < spec.input_shape[1] and geometry.axes[0].step * geometry.axes[1].step > 1 else MIN_BLOCKS
 
 
 def direct_kernel(spec: FusedSpec, geometry: Geometry, tile: Tile) -> DirectKernel:
@@ -93,7 +116,7 @@ def direct_kernel(spec: FusedSpec, geometry: Geometry, tile: Tile) -> DirectKern
     kernel = DirectKernel(
         name="conv", template="conv_direct/conv.cu.j2", arguments=("x", spec.weight, *(operand.key for operand in operands), "y"), constants=(),
         summary=" -> ".join(step.operator.name for step in spec.chain) + " in one kernel: sums of all channels in registers",
-        max_registers=register_limit(THREADS, MIN_BLOCKS), threads=THREADS, blocks=tile.blocks, notes=_notes(spec, tile), pointers=pointers,
+        max_registers=register_limit(THREADS, min_blocks(spec, geometry, tile)), threads=THREADS, blocks=tile.blocks, notes=_notes(spec, tile), pointers=pointers,
         precision=spec.precision, geometry=geometry, tile=tile, weight=weight, finish=finish, functions=called(applies(spec, spec.before_norm)),
         channel_tail=spec.channels % tile.channels != 0, tails=tails,
     )  # fmt: skip
@@ -145,10 +168,11 @@ def _constants(spec: FusedSpec, kernel: DirectKernel) -> tuple[Constant, ...]:
         ("kStagedRows", rows, "rows of them"),
         ("kStagedColumns", columns, "columns of them"),
         ("kStaged", staged, "values of them: kStagedDepth x kStagedRows x kStagedColumns"),
+        ("kNextColumns", THREADS % columns, "from a value that a thread brings to its next: kThreads are so many columns"),
+        ("kNextRows", THREADS // columns, "and so many rows"),
         ("kChunk", tile.chunk, "channels of x in shared memory at once"),
         ("kThreads", THREADS, "threads of a block: kAcross x kDown"),
-        ("kLines", tile.chunk * depth * rows, "rows of x to be brought: kChunk x kStagedDepth x kStagedRows"),
-        ("kBrought", min(BROUGHT, max(1, 16 // -(-columns // 32))), "of them that a warp has on their way at once"),
+        ("kBrought", BROUGHT, "values of x that a thread has on their way at once"),
         ("kBlocks", tile.blocks, f"{spec.batch} samples x kDepthTiles x kRowTiles x kColumnTiles x kGroups"),
     ]
     return (*(Constant(name, str(value), why) for name, value, why in table), *unique_constants(applies(spec, spec.before_norm)))

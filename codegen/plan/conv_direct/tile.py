@@ -17,7 +17,7 @@ from codegen.plan.shared.axes import POINT, Axis, axis_of, transposed_axis_of
 
 THREADS = 256
 STATIC_SHARED = 48 * 1024  # bytes of a block
-SUMS = 64  # that a thread holds, at most
+SUMS = 32  # that a thread holds, at most: more would leave room for fewer threads, and these wait longer for x
 CHANNELS = (32, 24, 16, 8)  # of a thread
 ACROSS = (256, 128, 64, 32, 16)  # threads along a row
 
@@ -94,7 +94,7 @@ def _tiles(spec: FusedSpec, geometry: Geometry) -> Iterator[tuple[float, Tile]]:
     taps, wide = math.prod(geometry.kernel), width.step
     for channels, across in itertools.product(CHANNELS, ACROSS):
         most = SUMS // (channels * wide)
-        if not most or (across == ACROSS[-1] and width.count > across):
+        if not most or across > THREADS or (across == ACROSS[-1] and width.count > across):
             continue
         groups, down = math.ceil(spec.channels / channels), THREADS // across
         for cells_across in (1, 2, 4, 8):
