@@ -19,6 +19,7 @@ from codegen.targets import DEVICES
 from tests.codegen.conv_product_cases import CASES
 from tests.codegen.emulated import DTYPES, SOON, compile_text, run_apart, without_wrappers
 from tests.codegen.forced import request_for
+from tests.codegen.gemm_promise import relative, round_to_tf32
 
 pytestmark = pytest.mark.emulated
 
@@ -109,6 +110,32 @@ def test_one_product_rounds_operands_or_the_result_alone(tmp_path, precision, na
     first, second = (computed(found, tmp_path, x, values, seed) for seed in (0, 5))
     assert torch.equal(first, second)
     assert float((first.double() - expected).norm() / expected.norm()) <= ROUNDED[precision]
+
+
+def test_sums_of_one_sign_get_back_what_the_tensor_core_cuts_off(tmp_path):
+    """Without that the error would be 1.2 times the TF32 model's."""
+    spec, found = offered(tmp_path, "dilated", "apart", "tf32")
+    compiled(found, tmp_path)
+    x, values = drawn(spec)
+    x, values = x.abs(), {key: value.abs() for key, value in values.items()}
+    expected, y = reference(spec, x, values), computed(found, tmp_path, x, values, 0)
+    model = reference(spec, round_to_tf32(x), {**values, "conv.weight": round_to_tf32(values["conv.weight"])})
+    assert relative(y, expected) <= 1.05 * relative(model, expected)
+
+
+@pytest.mark.parametrize(("name", "row"), [("pairs_of_taps", "apart"), ("eight_phases_few", "shared")])
+@pytest.mark.parametrize("precision", ROUNDED)
+def test_infinities_and_nans_of_one_product_come_out_where_they_belong(tmp_path, precision, name, row):
+    spec, found = offered(tmp_path, name, row, precision)
+    compiled(found, tmp_path)
+    x, values = drawn(spec)
+    x[0].view(-1)[7] = 6e4
+    x[1].view(-1)[11] = float("inf")
+    x[2].view(-1)[-5] = float("nan")
+    expected, y = reference(spec, x, values), computed(found, tmp_path, x, values, 0)
+    assert torch.equal(torch.isnan(y), torch.isnan(expected)) and torch.equal(torch.isinf(y), torch.isinf(expected.to(y.dtype)))
+    finite = torch.isfinite(y)
+    assert relative(y[finite], expected[finite]) <= ROUNDED[precision]
 
 
 @pytest.mark.parametrize(("name", "row"), [("pairs_of_taps", "shared"), ("three_rows", "apart"), ("few_channels", "folded")])

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from codegen.ir.apply import Constant, applies, called, costly, unique_constants
 from codegen.ir.fused_form import FusedSpec
 from codegen.ir.operand import c_identifier
-from codegen.numerics import FP32, Precision
+from codegen.numerics import FP32, Precision, float_literal
 from codegen.plan.conv_product_sm90a.forms import operand_type
 from codegen.plan.conv_product_sm90a.geometry import Geometry, Tap
 from codegen.plan.conv_product_sm90a.layout import CONSUMERS, THREADS, Layout
 from codegen.plan.conv_product_sm90a.operands import WEIGHT_UNSCALE, X_COUNTS, X_UNSCALE, input_constants, near_constant, operand_names, weight_constants
 from codegen.plan.model import Kernel
+from codegen.plan.shared.halves import RESTORED
 from codegen.plan.shared.pointers import Pointer
 from codegen.plan.shared.values import LoadedOperand, ValueFunction, finish_product
 from codegen.targets import Target
@@ -73,6 +74,11 @@ class ConvProductKernel(Kernel):
     @property
     def scaled(self) -> bool:
         return self.layout.form.scaled
+
+    @property
+    def restored(self) -> bool:
+        """Whether sums get back what the tensor core cuts off on average: those of fp32 operands that are not promoted."""
+        return self.scaled and not self.promoted
 
     @property
     def operands(self) -> tuple[LoadedOperand, ...]:
@@ -160,6 +166,14 @@ class ConvProductKernel(Kernel):
             return ("kSteps",)
         first = "" if self.phases == 1 else "phase" if self.wide_lists == 1 else f"{self.wide_lists} * phase"
         return tuple(f"stages_of({' + '.join(filter(None, (first, str(number) if number or not first else '')))})" for number in range(self.wide_lists))
+
+    @property
+    def summed_steps(self) -> tuple[str, ...]:
+        """C: the steps of K of each column of results that a pixel gives."""
+        if self.layout.shared:
+            columns = self.geometry.row_columns
+            return tuple(f"{columns.count(column)} * {self.stage_counts[0]}" for column in range(self.wide_phases))
+        return tuple(f"{self.layout.taps} * {count}" if self.layout.taps > 1 else count for count in self.stage_counts)
 
     @property
     def phase_depths(self) -> tuple[int, ...]:
@@ -348,4 +362,7 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
         ("kSharedBytes", kernel.smem_bytes, "bytes of shared memory"),
     ]
     near = (near_constant(),) if layout.form.scaled else ()
+    if kernel.restored:
+        lost = float_literal(RESTORED.value * layout.block)
+        near += (Constant("kLost", lost, "of a sum that the tensor core cuts off on average, for each step of K", "float"),)
     return (*(Constant(name, str(value), why) for name, value, why in rows), *near, *unique_constants(applies(spec, spec.before_norm)))

@@ -20,6 +20,7 @@ from codegen.plan.floor import floor
 from codegen.plan.model import Launch, Plan, Refusal
 from codegen.plan.route import Choice, Offer, Request, Route
 
+TRUNCATED_K = 4096  # see _check
 ACROSS = 0.95  # by which the estimate is multiplied to be compared with other targets'
 FILTER_VALUES = 1 << 16  # fewer values of a filter than its count of near ones holds
 INDICES = 1 << 30  # fewer values of a sample, pixels of all tiles and blocks of threads: loops over them stay within an int
@@ -68,12 +69,23 @@ def _check(spec: FusedSpec) -> None:
         raise Refusal("gemm: library asked for, which this target does not call")
     if spec.math not in (None, spec.precision.name, MATHS.get(spec.precision.name)):
         raise Refusal(f"math: {spec.math} asked for, which the convolution as a product does not have")
+    if spec.precision.name == "tf32" and not spec.has_norm and (k := _longest_sum(spec)) > TRUNCATED_K:
+        # The rounding of operands errs by 2e-4 / sqrt(k) of a sum of one sign. What the tensor core cuts off is given back on average, 1.9e-9 of it for each k,
+        # and a fifth of that is still less up to here.
+        raise Refusal(f"at tf32 a sum of {k} products, more than {TRUNCATED_K}, which no norm scales, loses more to truncation than tf32 allows")
     if values["groups"] != 1:
         raise Refusal(f"groups: {values['groups']}: the convolution as a product serves one group")
     if spec.input_shape[1] * math.prod(weight[2:]) >= FILTER_VALUES:
         raise Refusal(f"a filter of {spec.input_shape[1] * math.prod(weight[2:])} values is longer than the kernel that splits it counts")
     if max(math.prod(spec.input_shape[1:]), math.prod(spec.producer.output_shape[1:])) >= INDICES:
         raise Refusal("a sample has more values than kernels count")
+
+
+def _longest_sum(spec: FusedSpec) -> int:
+    """Products of a result, zeros of the padding counted."""
+    values = spec.producer.values
+    steps = values["stride"] if "transpose" in spec.producer.operator.name else (1,) * len(values["stride"])
+    return spec.input_shape[1] * math.prod(math.ceil(kernel / step) for kernel, step in zip(values["kernel_size"], steps, strict=True))
 
 
 def plan(request: Request, offer: Offer) -> Plan:

@@ -8,7 +8,7 @@ from codegen.ir.fused_form import FusedSpec
 from codegen.plan.gemm_sm90a.layout import TILE_K, Form
 from codegen.plan.gemm_sm90a.split import padded_columns
 from codegen.plan.model import Refusal
-from codegen.plan.shared.fitted import TRUNCATION, Fitted
+from codegen.plan.shared.halves import RESTORED
 
 CONVERSION_BYTES = 1 << 30  # the most that a call may take for W's copy
 
@@ -21,7 +21,6 @@ PROMOTION = ((4096, 256), (512, 128), (0, 64))
 # Truncation makes a sum smaller by a share that grows with the k between promotions (docs/kernels.md). A norm takes such a factor away, which scales its
 # input. Without one it is an error of the result, and averages of results have it whole: sums are promoted more often, and each with RESTORED more.
 PROMOTION_ALONE = ((2048, 128), (0, 64))
-RESTORED = Fitted(2**-23 / 64, "share", TRUNCATION)  # of a sum, for each k
 PARTS_RESULTS = 1 << 22  # fewer results are such
 
 FORMS = {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from codegen.ir.apply import Constant
 from codegen.numerics import float_literal
+from codegen.plan.shared.fitted import TRUNCATION, Fitted
 
 TOP_EXPONENT = 14  # what is scaled ends up with its largest value in [2^14, 2^15)
 LARGEST_SHIFT = 114  # the reciprocal of the scale times 2^-12 must stay a normal float
+RESTORED = Fitted(2**-23 / 64, "share", TRUNCATION)  # of a sum that the tensor core cuts off on average, for each k
 SMALL = {2: -2, 1: -14}  # by the halves of a value, the exponent below which scaled values lose some of their 22 bits or 11
 
 
