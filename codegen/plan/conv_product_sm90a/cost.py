@@ -10,7 +10,7 @@ from codegen.plan.conv_product_sm90a.geometry import Geometry
 from codegen.plan.conv_product_sm90a.kernel import units_of
 from codegen.plan.conv_product_sm90a.layout import Layout
 from codegen.plan.shared.cost import costly_operators, pass_ms
-from codegen.plan.shared.fitted import CONV_PRODUCTS, COUNTED, Fitted
+from codegen.plan.shared.fitted import CONV_PRODUCTS, Fitted
 from codegen.targets import DeviceClass
 
 PACE = Fitted(0.9, "share", CONV_PRODUCTS)  # of the tensor cores' rate, at which a busy SM multiplies
@@ -20,11 +20,11 @@ FOLD_GBS = Fitted(2500.0, "GB/s", CONV_PRODUCTS)  # at which rows of taps are wr
 STORED_SHARE = Fitted(0.7, "share", CONV_PRODUCTS)  # of the memory's rate, at which results leave at most
 TILE_US = Fitted(3.4, "us", CONV_PRODUCTS)  # of a tile's end, in which its warpgroups do not multiply, for 64 results of a thread
 TILE_PIXELS = 128  # of a warpgroup with 64 results of a thread
-COSTLY_US = Fitted(4.0, "us", CONV_PRODUCTS)  # more for each operator with an exponential
+COSTLY_US = Fitted(1.5, "us", CONV_PRODUCTS)  # more for each operator with an exponential
 FETCH_GBS = Fitted(9000.0, "GB/s", CONV_PRODUCTS)  # at which all SMs fetch operands from the L2 cache at least: 64 KB in 0.93 us each
 # The same of a tile whose end the other warpgroup's multiplications hide: for 128 results of a thread.
-TURN_US = Fitted(2.5, "us", COUNTED)
-TURN_COSTLY_US = Fitted(4.0, "us", COUNTED)
+TURN_US = Fitted(7.0, "us", CONV_PRODUCTS)
+TURN_COSTLY_US = Fitted(1.5, "us", CONV_PRODUCTS)
 
 
 def estimated_ms(spec: FusedSpec, device: DeviceClass, geometry: Geometry, layout: Layout) -> float:

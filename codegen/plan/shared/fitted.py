@@ -36,7 +36,6 @@ HOPPER_SHAPES = Source("h100", "2026-11", "bench.run: K = 8192 at every precisio
 MACHINE = Source("h200", "2026-11", "bench.machine: torch's GEMM at 51.4 TFLOP/s in fp32 and 383 in tf32")
 CONV_PRODUCTS = Source("h200", "2026-11", "convolutions and transposed convolutions of 17 problems of level 2: ours, and cuDNN beside it")
 DIRECT = Source("h200", "2026-11", "bench.level2: the convolutions of three channels of level 2")
-COUNTED = Source("h200", "2026-11", "instructions of emitted kernels, counted; not measured yet")
 LEVEL2_PEERS = Source("h200", "2026-11", "the first convolution of 20 problems of level 2 by cuDNN in TF32")
 TRUNCATION = Source("h200", "2026-11", "products alone at each interval, K from 512 to 8192, beside float64; in no record")
 NORM_SHAPES = Source("h200", "2026-11", "bench.tune: norm kernels of few and of many groups")
