@@ -38,6 +38,7 @@ FAMILY_IMPORTS = {
     ("gemm", "norm"): "a norm whose groups do not fit into a tile is left to the norm's kernels",
     ("gemm_sm90a", "norm"): "a norm whose groups do not match the tiles is left to the norm's kernels",
     ("conv_gemm", "norm"): "its norm is left to the norm's kernels",
+    ("conv_product_sm90a", "norm"): "its norm is left to the norm's kernels",
     ("library", "norm"): "its norm is left to the norm's kernels",
     ("conv_gemm", "gemm"): "the same tiles and pipeline multiply windows and filters",
     ("stages", "gemm"): "a fold becomes the end of the GEMM in front",

@@ -21,7 +21,7 @@ from codegen.plan.model import Refusal
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
-from tests.codegen.conv_product_cases import CASES, product, scale
+from tests.codegen.conv_product_cases import CASES, NORMED, product, scale
 from tests.codegen.forced import planned_by, request_for
 
 LIMIT = TARGETS["sm_90a"].smem_bytes
@@ -107,6 +107,16 @@ def test_element_wise_operators_end_in_the_epilogue_and_others_follow(tmp_path):
     found = plan(read(tmp_path, product(3, 64, 128, 3, 32, batch=8, tail=tail)), "sm_90a", "h200")
     assert kinds(found)[:4] == ["split_weight", "measure", "split_x", "conv"] and "windows" in kinds(found)[4]
     assert {"conv.bias", "scale"} <= set(found.steps[3].arguments) and found.steps[3].arguments[-1] == "value:2"
+
+
+@pytest.mark.parametrize("precision", FORMS)
+def test_the_norm_kernels_follow_a_convolution_that_has_its_bias(tmp_path, precision):
+    found = planned_by(CONV_PRODUCT_SM90A, read(tmp_path, NORMED, precision), DEVICES["h200"])
+    conv, norm = found.steps[-2:]
+    assert conv.kernel.name == "conv" and conv.arguments[-2:] == ("conv.bias", "t0")
+    assert norm.kernel.name == "group_norm" and norm.arguments[0] == "t0" and norm.arguments[-1] == "y" and "conv.bias" not in norm.arguments
+    for kernel in found.kernels:
+        assert render_kernel(found, kernel)
 
 
 def test_weights_that_stay_are_split_once(tmp_path):

@@ -14,7 +14,7 @@ from codegen.manifest import Package  # noqa: E402
 from codegen.plan.conv_product_sm90a.route import CONV_PRODUCT_SM90A  # noqa: E402
 from codegen.spec import load_spec  # noqa: E402
 from codegen.targets import DEVICES  # noqa: E402
-from tests.codegen.conv_product_cases import CASES  # noqa: E402
+from tests.codegen.conv_product_cases import CASES, NORMED  # noqa: E402
 from tests.codegen.forced import request_for  # noqa: E402
 from tests.codegen.gemm_promise import relative  # noqa: E402
 from tests.codegen.gpu_models import built_models, tf32_result  # noqa: E402
@@ -33,7 +33,7 @@ def full_precision_eager(monkeypatch):
 def asked_for(folder, name, precision, debug):
     """(spec, request) of a case."""
     path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(CASES[name] | {"name": f"product_{name}"}, sort_keys=False))
+    path.write_text(yaml.safe_dump((CASES | {"normed": NORMED})[name] | {"name": f"product_{name}"}, sort_keys=False))
     spec = load_spec(path, precision)
     return spec, request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"], debug=debug)
 
@@ -132,7 +132,7 @@ def test_runs_are_bitwise_equal(built):
 # debug build, whose waits are bounded.
 ONE_PRODUCT = (
     ("fp16", "padded", "shared"), ("fp16", "phases", "shared"), ("fp16", "eight_phases", "shared"), ("fp16", "all_at_once", "apart"), ("fp16", "few_channels", "folded"),
-    ("bf16", "three_axes", "shared"), ("bf16", "odd_width", "shared"),
+    ("fp16", "normed", "shared"), ("bf16", "three_axes", "shared"), ("bf16", "odd_width", "shared"),
     ("tf32", "padded", "shared"), ("tf32", "pairs_of_taps", "shared"), ("tf32", "eight_phases_few", "apart"),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The convolution as a product on Hopper: which convolutions and transposed convolutions without a norm it serves, and its plan.
+"""The convolution as a product on Hopper: which convolutions and transposed convolutions it serves, alone or with the norm kernels behind them, and its plan.
 
 x is first split into halves, the channels of a pixel side by side, and W with it; the copy engine then gathers the pixels of a tap (im2col), so that the
 multiplication is that of a GEMM. Sums are finished by the element-wise operators behind the convolution and stored where torch has them.
@@ -17,7 +17,10 @@ from codegen.plan.conv_product_sm90a.kernel import conv_constants, conv_kernel, 
 from codegen.plan.conv_product_sm90a.layout import CONSUMERS, GROUP_K, Layout, layout_of
 from codegen.plan.conv_product_sm90a.operands import SPLIT_PIXELS, operand_steps
 from codegen.plan.floor import floor
-from codegen.plan.model import Launch, Plan, Refusal
+from codegen.plan.model import Buffer, Launch, Plan, Refusal
+from codegen.plan.norm.cost import norm_ms
+from codegen.plan.norm.flat import split_groups
+from codegen.plan.norm.route import plan_norm
 from codegen.plan.route import Choice, Offer, Request, Route
 
 TRUNCATED_K = 4096  # see _check
@@ -41,11 +44,12 @@ def offers(request: Request) -> tuple[Offer, ...]:
     emulated and not measured yet. Raises Refusal where the convolution is not served."""
     spec = request.form
     _check(spec)
+    norm = norm_ms(spec, request.device, split_groups(spec, request.device.sms)) if spec.has_norm else 0.0
     in_turn = form_of(spec.precision).in_turn
     found, reason = [], None
     for row in rows_of(spec, in_turn):
         try:
-            found.append(_offer(request, geometry_of(spec, row)))
+            found.append(_offer(request, geometry_of(spec, row), norm))
         except Refusal as far:
             reason = far
     if not found:
@@ -53,14 +57,19 @@ def offers(request: Request) -> tuple[Offer, ...]:
     return tuple(sorted(found, key=lambda offer: (offer.detail.geometry.shared and not in_turn, offer.ms)))
 
 
-def _offer(request: Request, geometry: Geometry) -> Offer:
-    spec = request.form
+def _product(spec: FusedSpec) -> FusedSpec:
+    """What the multiplication computes: all of a product, the convolution alone in front of a norm."""
+    return replace(spec, chain=spec.chain[:1], gives=None) if spec.has_norm else spec
+
+
+def _offer(request: Request, geometry: Geometry, norm_ms: float) -> Offer:
+    spec = _product(request.form)
     layout = layout_of(form_of(spec.precision), spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, request.target.smem_bytes)
     pixels = units_of(spec, geometry, layout) * layout.tile_pixels
     if max(pixels, spec.batch * geometry.gathered * layout.blocks // SPLIT_PIXELS, geometry.gathered * layout.padded_channels) >= INDICES:
         raise Refusal("the convolution has more tiles, or a sample of x more values, than kernels count")
     knobs = (("tile", f"{layout.tile_channels}x{layout.tile_pixels}"), ("block", layout.block), ("row", geometry.row or "apart"))
-    return Offer(Choice("conv_product_sm90a", knobs), estimated_ms(spec, request.device, geometry, layout), across=ACROSS, detail=Detail(geometry, layout))
+    return Offer(Choice("conv_product_sm90a", knobs), estimated_ms(spec, request.device, geometry, layout) + norm_ms, across=ACROSS, detail=Detail(geometry, layout))
 
 
 def _check(spec: FusedSpec) -> None:
@@ -90,12 +99,17 @@ def _longest_sum(spec: FusedSpec) -> int:
 
 def plan(request: Request, offer: Offer) -> Plan:
     """The plan of an offer: kernels that split or arrange W and x, then the convolution."""
-    spec, target, device = request.form, request.target, request.device
-    geometry, layout = offer.detail.geometry, offer.detail.layout
+    form, target, device = request.form, request.target, request.device
+    spec, geometry, layout = _product(form), offer.detail.geometry, offer.detail.layout
     kernel = conv_kernel(spec, target, geometry, layout, device.sms, request.debug, _notes(geometry, layout))
     kernel = replace(kernel, constants=conv_constants(spec, kernel))
     steps, buffers = operand_steps(spec, geometry, layout, ordered_taps(geometry, layout), device.sms)
-    return Plan(spec, target, device, (*steps, Launch(kernel)), tuple(buffers), floor(spec, device, layout.form.products, device.fp16), _why(spec, geometry, layout))
+    bound, why = floor(form, device, layout.form.products, device.fp16), _why(spec, geometry, layout)
+    if not form.has_norm:
+        return Plan(form, target, device, (*steps, Launch(kernel)), tuple(buffers), bound, why)
+    tail = plan_norm(form, target, device, source="t0", apply_before=True, producer_bias=None, statistics=None)
+    result = Buffer("t0", form.producer.output_shape, form.precision.dtype)
+    return Plan(form, target, device, (*steps, Launch(kernel, result="t0"), *tail.steps), (*buffers, result, *tail.buffers), bound, (*why, *tail.why))
 
 
 def _notes(geometry: Geometry, layout: Layout) -> tuple[str, ...]:
@@ -141,4 +155,4 @@ def _why(spec: FusedSpec, geometry: Geometry, layout: Layout) -> tuple[str, ...]
     return tuple(reasons)
 
 
-CONV_PRODUCT_SM90A = Route("conv_product_sm90a", "Hopper's tiles of pixels", frozenset({"sm_90a"}), frozenset(), offers, plan, products=PRODUCTS)
+CONV_PRODUCT_SM90A = Route("conv_product_sm90a", "Hopper's tiles of pixels", frozenset({"sm_90a"}), frozenset({"conv2d"}), offers, plan, products=PRODUCTS)
