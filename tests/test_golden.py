@@ -46,10 +46,11 @@ def test_everything_emitted_and_explained_is_as_recorded(monkeypatch, tmp_path):
     for data in CASES.values():
         path = tmp_path / "product.yaml"
         path.write_text(json.dumps(data | {"gemm": "generated"}))
-        spec = load_spec(path, "fp32")
-        asked = request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"])
-        for offer in CONV_PRODUCT_SM90A.offers(asked):
-            render.render(Package(spec, (CONV_PRODUCT_SM90A.plan(asked, offer),)))
+        for precision in ("fp32", "tf32", "fp16"):
+            spec = load_spec(path, precision)
+            asked = request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"])
+            for offer in CONV_PRODUCT_SM90A.offers(asked):
+                render.render(Package(spec, (CONV_PRODUCT_SM90A.plan(asked, offer),)))
     assert not listed - seen, f"constants that no source shows: {sorted(listed - seen)}"
 
 

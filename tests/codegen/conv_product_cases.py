@@ -48,3 +48,6 @@ CASES = {
     "eight_phases_few": product(3, 3, 16, 3, (5, 9, 12), transposed=True, stride=2, padding=1),
     "phases_of_one_axis": product(1, 64, 128, 4, 201, transposed=True, stride=2, padding=1),
 }
+
+# In front of a norm, whose kernels follow; operators in between are theirs.
+NORMED = product(2, 64, 128, 3, (40, 44), batch=5, padding=1, tail=("relu", {"instance_norm": {"name": "norm"}}))

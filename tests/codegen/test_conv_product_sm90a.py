@@ -18,10 +18,11 @@ from codegen.plan.conv_product_sm90a.kernel import ordered_taps
 from codegen.plan.conv_product_sm90a.layout import layout_of
 from codegen.plan.conv_product_sm90a.route import CONV_PRODUCT_SM90A, offers
 from codegen.plan.model import Refusal
+from codegen.plan.product_norm.route import CONV_PRODUCT_NORM
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
-from tests.codegen.conv_product_cases import CASES, product, scale
+from tests.codegen.conv_product_cases import CASES, NORMED, product, scale
 from tests.codegen.forced import planned_by, request_for
 
 LIMIT = TARGETS["sm_90a"].smem_bytes
@@ -107,6 +108,16 @@ def test_element_wise_operators_end_in_the_epilogue_and_others_follow(tmp_path):
     found = plan(read(tmp_path, product(3, 64, 128, 3, 32, batch=8, tail=tail)), "sm_90a", "h200")
     assert kinds(found)[:4] == ["split_weight", "measure", "split_x", "conv"] and "windows" in kinds(found)[4]
     assert {"conv.bias", "scale"} <= set(found.steps[3].arguments) and found.steps[3].arguments[-1] == "value:2"
+
+
+@pytest.mark.parametrize("precision", FORMS)
+def test_the_norm_kernels_follow_a_convolution_that_ends_in_front_of_them(tmp_path, precision):
+    found = planned_by(CONV_PRODUCT_NORM, read(tmp_path, NORMED, precision), DEVICES["h200"])
+    conv, norm = found.steps[-2:]
+    assert conv.kernel.name == "conv" and conv.arguments[-2:] == ("conv.bias", "t0") and conv.part.chain[-1].operator.name == "relu"
+    assert norm.kernel.name == "group_norm" and norm.arguments[0] == "t0" and norm.arguments[-1] == "y" and "conv.bias" not in norm.arguments
+    for kernel in found.kernels:
+        assert render_kernel(found, kernel)
 
 
 def test_weights_that_stay_are_split_once(tmp_path):
