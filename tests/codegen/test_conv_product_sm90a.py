@@ -131,8 +131,8 @@ def test_weights_that_stay_are_split_once(tmp_path):
         (product(2, 64, 64, 3, 32, groups=4), "groups: 4: the convolution as a product serves one group"),
         (product(2, 64, 64, 3, 32, transposed=True, stride=3), "results of a transposed convolution are 3 apart along the width"),
         (product(2, 64, 64, 3, 64, stride=9), "stride: 9 along the height is more than the 8"),
-        (product(3, 16, 64, 3, 40, padding=17), "padding: the windows along the depth reach further beyond x"),
-        (product(3, 16, 64, 3, 80, padding=16, dilation=16), "kernel_size: the taps along the depth lie further apart"),
+        (product(3, 64, 64, 3, 40, padding=17), "padding: the windows along the depth reach further beyond x"),
+        (product(3, 64, 64, 3, 80, padding=16, dilation=16), "kernel_size: the taps along the depth lie further apart"),
         (product(2, 8192, 64, 3, 16), "a filter of 73728 values is longer"),
     ],
 )
