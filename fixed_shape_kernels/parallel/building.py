@@ -1,0 +1,76 @@
+"""The packages of a sharding's kernels: one for all ranks, generated and compiled once on each machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
+
+from bench.packages import load_package
+from codegen.emit import write_package
+from codegen.ir.sharding import Kernels, Sharding
+from codegen.plan import Refusal
+from codegen.spec import Spec, SpecError
+from codegen.targets import TARGETS, cuda_targets, preference
+from runtime import GeneratedModule, RuntimeFailure
+
+from ..api import plan_package, read
+from .collectives import ParallelError
+
+
+def build(spec: Spec, sharding: Sharding, mesh: DeviceMesh, folder: Path) -> list[GeneratedModule]:
+    """The modules of a sharding's kernels, without parameters, in order.
+
+    Sources lie in `folder`, under a name that says what they compute. The first rank of a machine to come writes and compiles them under a lock, the others take
+    what it made. Raises ParallelError on all ranks where one could not, or where they do not have the same sources.
+    """
+    made: list[GeneratedModule] = []
+    try:
+        layers = [_layer(spec, kernels) for kernels in sharding.kernels]
+        told = hashlib.sha256(json.dumps([layers, str(mesh.device_type)], sort_keys=True).encode()).hexdigest()[:10]
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f".{spec.package}_{told}.lock"):
+            for number, layer in enumerate(layers):
+                name = f"{spec.name}_tp{sharding.tp}_{told}_{number}"
+                package = plan_package(read({**layer, "name": name}, prepack=spec.prepack), _targets(spec, mesh))
+                module = load_package(write_package(package, folder, force=True).folder)
+                with torch.device("meta"):
+                    made.append(module.ModelNew(*module.get_init_inputs()))
+                made[-1].build()
+        mine = (told, None)
+    except (RuntimeFailure, Refusal, SpecError, ValueError, OSError) as error:
+        mine = ("", str(error).strip() or type(error).__name__)
+    _agreed(mine, mesh)
+    return made
+
+
+def _agreed(mine: tuple[str, str | None], mesh: DeviceMesh) -> None:
+    """Hear from all ranks whether they have their kernels, so that none waits for one that has not."""
+    heard: list = [None] * mesh.size()
+    distributed.all_gather_object(heard, mine, group=mesh.get_group())
+    for rank, (_, why) in enumerate(heard):
+        if why is not None:
+            raise ParallelError(f"rank {rank} of {mesh.size()} could not build its kernels: {why}")
+    if len({told for told, _ in heard}) > 1:
+        raise ParallelError(f"the {mesh.size()} ranks divide different layers, or on different kinds of device; give all of them the same spec")
+
+
+def _layer(spec: Spec, kernels: Kernels) -> dict:
+    """The spec of kernels with what the whole layer's says about how to compute it."""
+    options = {"library": spec.library} | ({"math": spec.math, "gemm": spec.gemm} if kernels.product else {})
+    return kernels.layer("layer", spec.precision.name) | {key: value for key, value in options.items() if value is not None}
+
+
+def _targets(spec: Spec, mesh: DeviceMesh) -> tuple[str, ...]:
+    """The targets of the spec, else of all, that the mesh's devices can run."""
+    if mesh.device_type != "cuda":
+        names = ["cpu"]
+    else:
+        capability = torch.cuda.get_device_capability()
+        names = [name for name in preference(cuda_targets().values()) if TARGETS[name].min_capability <= capability]
+    return tuple(name for name in names if spec.targets is None or name in spec.targets) or tuple(spec.targets)
