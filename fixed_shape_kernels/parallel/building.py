@@ -31,14 +31,11 @@ def build(spec: Spec, sharding: Sharding, mesh: DeviceMesh, folder: Path) -> lis
     """
     made: list[GeneratedModule] = []
     try:
-        layers = [_layer(spec, kernels) for kernels in sharding.kernels]
-        told = hashlib.sha256(json.dumps([layers, str(mesh.device_type)], sort_keys=True).encode()).hexdigest()[:10]
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / f".{spec.package}_{told}.lock"):
-            for number, layer in enumerate(layers):
-                name = f"{spec.name}_tp{sharding.tp}_{told}_{number}"
-                package = plan_package(read({**layer, "name": name}, prepack=spec.prepack), _targets(spec, mesh))
-                module = load_package(write_package(package, folder, force=True).folder)
+        with FileLock(folder / ".lock"):
+            told, written = emit(spec, sharding, mesh.device_type, folder)
+            for package in written:
+                module = load_package(package)
                 with torch.device("meta"):
                     made.append(module.ModelNew(*module.get_init_inputs()))
                 made[-1].build()
@@ -47,6 +44,19 @@ def build(spec: Spec, sharding: Sharding, mesh: DeviceMesh, folder: Path) -> lis
         mine = ("", str(error).strip() or type(error).__name__)
     _agreed(mine, mesh)
     return made
+
+
+def emit(spec: Spec, sharding: Sharding, device_type: str, folder: Path) -> tuple[str, list[Path]]:
+    """Write the packages of a sharding's kernels for the devices of this machine; a digest of what they compute, and their folders.
+
+    Raises SpecError and Refusal as generate does.
+    """
+    layers = [_layer(spec, kernels) for kernels in sharding.kernels]
+    targets = _targets(spec, device_type)
+    told = hashlib.sha256(json.dumps([layers, targets], sort_keys=True).encode()).hexdigest()[:10]
+    names = [f"{spec.name}_tp{sharding.tp}_{told}_{number}" for number in range(len(layers))]
+    packages = [plan_package(read({**layer, "name": name}, prepack=spec.prepack), targets) for name, layer in zip(names, layers, strict=True)]
+    return told, [write_package(package, folder, force=True).folder for package in packages]
 
 
 def _agreed(mine: tuple[str, str | None], mesh: DeviceMesh) -> None:
@@ -66,9 +76,9 @@ def _layer(spec: Spec, kernels: Kernels) -> dict:
     return kernels.layer("layer", spec.precision.name) | {key: value for key, value in options.items() if value is not None}
 
 
-def _targets(spec: Spec, mesh: DeviceMesh) -> tuple[str, ...]:
-    """The targets of the spec, else of all, that the mesh's devices can run."""
-    if mesh.device_type != "cuda":
+def _targets(spec: Spec, device_type: str) -> tuple[str, ...]:
+    """The targets of the spec, else of all, that devices of a type can run."""
+    if device_type != "cuda":
         names = ["cpu"]
     else:
         capability = torch.cuda.get_device_capability()

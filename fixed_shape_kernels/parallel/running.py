@@ -101,6 +101,10 @@ class Parallel(nn.Module):
         result = laid_out(divided.run(given), sharding.output, divided.output, divided.ranks, "the result")
         return result if divided.local else DTensor.from_local(result, divided.mesh, [placement_of(divided.output)], run_check=False)
 
+    def gathered(self, result: torch.Tensor) -> torch.Tensor:
+        """A result that forward left in parts, whole on each rank."""
+        return laid_out(result, self._divided.sharding.output, None, self._divided.ranks, "the result")
+
     def _renew(self) -> None:
         """Give the kernels the local parts of parameters that were put in the place of others, or moved."""
         divided = self._divided

@@ -32,7 +32,7 @@ def ranks(device: str | None = None, timeout: timedelta = TIMEOUT) -> Iterator[D
     if device == "cuda":
         torch.cuda.set_device(own)
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # sums by the switch have no fixed order, and nothing here sums on the way
-    distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout)
+    distributed.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timeout, device_id=torch.device("cuda", own) if device == "cuda" else None)
     try:
         yield init_device_mesh(device, (distributed.get_world_size(),), mesh_dim_names=("tp",))
     finally:

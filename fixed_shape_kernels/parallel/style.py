@@ -33,7 +33,7 @@ class ChainParallel(ParallelStyle):
 
         parallelize_module(model, mesh, {"block": ChainParallel("block.yaml")})
 
-    `input_layouts` says how a plain x comes: whole (Replicate()), or in parts of one dimension (Shard(dim)), of which the first producer makes partial products where
+    `precision` overrides the spec's own. `input_layouts` says how a plain x comes: whole (Replicate()), or in parts of one dimension (Shard(dim)), of which the first producer makes partial products where
     it multiplies along it. Other inputs come whole. `output_layouts` is what forward gives: Replicate() gathers the result, None leaves it as the chain does.
     With `use_local_output` that is a plain tensor, else a DTensor. `plan` is a tp_plan that the division has to agree with: it chooses between columns and rows where
     `input_layouts` is left out. `folder` is where sources lie, by default build/parallel.
@@ -42,16 +42,17 @@ class ChainParallel(ParallelStyle):
     """
 
     def __init__(
-        self, spec: SpecLike | None = None, *, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True,
+        self, spec: SpecLike | None = None, *, precision: str | None = None, input_layouts: Placement | None = None, output_layouts: Placement | None = None, use_local_output: bool = True,
         plan: Mapping[str, str] | None = None, folder: str | Path | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.spec, self.input_layouts, self.output_layouts, self.use_local_output = spec, input_layouts, output_layouts, use_local_output
+        self.spec, self.precision = spec, precision
+        self.input_layouts, self.output_layouts, self.use_local_output = input_layouts, output_layouts, use_local_output
         self.plan, self.folder = plan, Path(folder or "build/parallel")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Divide `module` in its place: its parameters become DTensors, its forward runs the rank's kernels."""
-        spec, ranks = _spec_of(module, self.spec), Ranks.of(device_mesh)
+        spec, ranks = _spec_of(module, self.spec, self.precision), Ranks.of(device_mesh)
         _check_state(module, spec)
         split = _split(self.plan, spec) if self.input_layouts is None else layout_of(self.input_layouts, len(spec.input_shape), "input_layouts")
         sharding = chain_of(spec).shard(ranks.size, ranks.rank, split)
@@ -127,9 +128,9 @@ def _check_plan(plan: Mapping[str, str], own: Mapping[str, str], tp: int) -> Non
         raise ParallelError("; ".join(wrong))
 
 
-def _spec_of(module: nn.Module, given: SpecLike | None) -> Spec:
+def _spec_of(module: nn.Module, given: SpecLike | None, precision: str | None) -> Spec:
     if given is not None:
-        spec = read(given)
+        spec = read(given, precision)
     elif isinstance(module, GeneratedModule):
         spec = read_spec_or_package(str(module._package.path / "spec.yaml"))
     else:

@@ -1,0 +1,119 @@
+"""What each rank of a test does: `python -m tests.parallel.worker <task.json>` under the variables that torchrun sets. Results go to <task>.<rank>.json."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+import fixed_shape_kernels as fsk
+from bench.metrics import compare
+from bench.timing import capture
+from fixed_shape_kernels.api import read
+from fixed_shape_kernels.parallel import ChainParallel, ranks
+
+
+def reference(path: str, device: str, folder: Path) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
+    """The whole layer in PyTorch and its inputs, the same on all ranks; running statistics and scales are drawn, so that none hides a mistake."""
+    package = fsk.load(path, targets="cpu", out=folder)
+    torch.manual_seed(1)
+    model = package.Model(*package.get_init_inputs()).eval()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.dim() == 1:
+                tensor.add_(torch.rand_like(tensor) - 0.25)
+    return model.to(device), tuple(given.to(device) for given in package.get_inputs())
+
+
+def equal(mesh, task: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Each case beside float64: the error, PyTorch's own, whether a second call and all ranks have the same bits, and what ranks exchanged."""
+    found = []
+    for case in task["cases"]:
+        own = folder / (case["name"] if distributed.get_rank() == 0 else f"{case['name']}_{distributed.get_rank()}")
+        model, inputs = reference(case["path"], mesh.device_type, own)
+        spec = read(case["path"])
+        divided = copy.deepcopy(model)
+        exact = copy.deepcopy(model).double()(*(given.double() for given in inputs))
+        split = case.get("split")
+        layouts = {} if split is None else {"input_layouts": Shard(split)}
+        parallelize_module(divided, mesh, ChainParallel(case["path"], output_layouts=Replicate(), folder=folder / "parts", **layouts))
+        x = inputs[0] if split is None else inputs[0].chunk(mesh.size(), split)[mesh.get_local_rank()].contiguous()
+        y = divided(x, *inputs[1:])
+        again = divided(x, *inputs[1:])
+        heard: list[Any] = [None] * mesh.size()
+        distributed.all_gather_object(heard, y.cpu())
+        tolerance = spec.precision.tolerance
+        row = {"name": case["name"], "precision": spec.precision.name, "error": compare(y, exact, tolerance, None).relative}
+        row |= {"parity": compare(y, exact, tolerance, None, model(*inputs)).parity, "eager": compare(model(*inputs), exact, tolerance, None).relative}
+        row["repeatable"] = all(torch.equal(y.cpu().nan_to_num(), other.nan_to_num()) for other in (again.cpu(), *heard))
+        row["collectives"] = [one.kind for one in divided._divided.sharding.collectives]
+        row["parts"] = {key: list(value.to_local().shape) for key, value in divided.state_dict().items() if isinstance(value, DTensor)}
+        if case.get("compiled"):
+            row["compiled"] = bool(torch.equal(torch.compile(divided, backend="aot_eager", fullgraph=True)(x, *inputs[1:]), y))
+        if case.get("graph"):
+            held: dict[str, torch.Tensor] = {}
+            graph = capture(lambda: held.update(y=divided(x, *inputs[1:])), torch.device("cuda", torch.cuda.current_device()))  # noqa: B023
+            graph.replay()
+            torch.cuda.synchronize()
+            row["graph"] = bool(torch.equal(held["y"], y))
+        found.append(row)
+    return found
+
+
+def saved(mesh, task: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Write a checkpoint of a divided layer, or read one and compute with it."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    model, inputs = reference(task["path"], mesh.device_type, folder / f"own_{distributed.get_rank()}_of_{mesh.size()}")
+    wanted = model(*inputs)
+    if not task["write"]:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+    parallelize_module(model, mesh, ChainParallel(task["path"], output_layouts=Replicate(), folder=folder / "parts"))
+    state = get_model_state_dict(model)
+    if task["write"]:
+        checkpoint.save(state, checkpoint_id=task["checkpoint"])
+    else:
+        before = model(*inputs)
+        checkpoint.load(state, checkpoint_id=task["checkpoint"])
+        set_model_state_dict(model, state)
+        assert not torch.equal(before, model(*inputs))
+    return [{"keys": list(state), "difference": float((model(*inputs) - wanted).abs().max())}]
+
+
+def dies(mesh, task: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Rank 1 ends in the middle; the others go on calling."""
+    model, inputs = reference(task["path"], mesh.device_type, folder / f"own_{distributed.get_rank()}")
+    parallelize_module(model, mesh, ChainParallel(task["path"], output_layouts=Replicate(), folder=folder / "parts"))
+    model(*inputs)
+    if distributed.get_rank() == 1:
+        os._exit(3)
+    while True:
+        model(*inputs)
+
+
+TASKS = {"equal": equal, "saved": saved, "dies": dies}
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    task = json.loads(path.read_text())
+    torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # the reference's
+    with ranks(task["device"]) as mesh, torch.no_grad():
+        result = TASKS[task["task"]](mesh, task, path.parent)
+        path.with_suffix(f".{distributed.get_rank()}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
