@@ -1,6 +1,6 @@
-"""`fsk parallel-bench`: a chain divided among the GPUs of one machine, beside one of them and beside torch's own ways to divide it.
+"""`fsk parallel`: a chain divided among the GPUs of one machine, beside one of them and beside torch's own ways to divide it.
 
-    torchrun --nproc-per-node 2 -m fixed_shape_kernels parallel-bench
+    torchrun --nproc-per-node 2 -m fixed_shape_kernels parallel
 
 All ranks do the same rounds and wait for one another in front of each trial; a figure is that of the slowest rank. Writes bench/results/<card>-x<ranks>/parallel.jsonl.
 """
