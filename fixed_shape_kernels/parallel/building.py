@@ -37,7 +37,7 @@ def build(spec: Spec, sharding: Sharding, mesh: DeviceMesh, folder: Path) -> lis
             for package in written:
                 module = load_package(package)
                 with torch.device("meta"):
-                    made.append(module.ModelNew(*module.get_init_inputs()))
+                    made.append(module.ModelNew(*module.get_init_inputs()).eval())
                 made[-1].build()
         mine = (told, None)
     except (RuntimeFailure, Refusal, SpecError, ValueError, OSError) as error:

@@ -111,10 +111,8 @@ class Parallel(nn.Module):
         for key, layout in divided.sharding.parameters.items():
             tensor = _found(self, key)
             if not isinstance(tensor, DTensor) or tuple(tensor.placements) != (placement_of(layout),):
-                raise ParallelError(
-                    f"{key} is {'a ' + type(tensor).__name__ if not isinstance(tensor, DTensor) else f'laid out as {tensor.placements}'}, and rank {divided.ranks.rank} "
-                    f"needs a DTensor with {placement_of(layout)}; load weights with load_state_dict, which keeps that"
-                )
+                found = f"a DTensor laid out as {tensor.placements}" if isinstance(tensor, DTensor) else f"a {type(tensor).__name__}"
+                raise ParallelError(f"{key} is {found}, and expected is a DTensor {told(layout)}; load weights with load_state_dict, which keeps that")
             with torch.no_grad():
                 local = tensor.to_local().detach()
             before = divided.held.get(key)
@@ -137,6 +135,11 @@ class Parallel(nn.Module):
 def settings(child: nn.Module) -> dict[str, Any]:
     """The attributes of a child that say what it computes."""
     return {name: value for name, value in vars(child).items() if not name.startswith("_") and name != "training"}
+
+
+def told(layout: Layout) -> str:
+    """A layout in words."""
+    return "whole on each rank" if layout is None else f"in parts of dimension {layout}"
 
 
 def placement_of(layout: Layout) -> Placement:
@@ -174,7 +177,6 @@ def _inputs(divided: Divided, inputs: tuple[Any, ...], named: dict[str, Any]) ->
             value = value.redistribute(divided.mesh, [placement_of(layout)]).to_local()
         shape, dtype = part_of(entry.shape, layout, sharding.tp), getattr(torch, spec.precision.dtype)
         if tuple(value.shape) != shape or value.dtype != dtype:
-            held = "whole" if layout is None else f"part {divided.ranks.rank} of dimension {layout}"
-            raise ParallelError(f"{entry.name}: expected {shape} {dtype} ({held}, of {entry.shape}), got {tuple(value.shape)} {value.dtype}")
+            raise ParallelError(f"{entry.name}: expected {shape} {dtype} ({entry.shape} {told(layout)}), got {tuple(value.shape)} {value.dtype}")
         found[key] = value
     return found

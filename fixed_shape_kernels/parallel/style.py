@@ -22,7 +22,7 @@ from runtime import GeneratedModule
 from ..api import SpecLike, read
 from .building import build
 from .collectives import ParallelError, Ranks
-from .running import Divided, Parallel, layout_of, placement_of, settings
+from .running import Divided, Parallel, layout_of, placement_of, settings, told
 
 COLUMNS, ROWS, WHOLE, GATHER = "local_colwise", "local_rowwise", "replicate", "gather"
 _SAME = {"colwise": COLUMNS, "rowwise": ROWS, "colwise_rep": COLUMNS, "rowwise_rep": ROWS}  # words whose difference lies in DTensors around the layer
@@ -62,7 +62,7 @@ class ChainParallel(ParallelStyle):
         if self.output_layouts is not None:
             output = layout_of(self.output_layouts, len(sharding.shape), "output_layouts")
             if output not in (None, sharding.output):
-                raise ParallelError(f"output_layouts: {spec.name} leaves its result {_told(sharding.output)} and can gather it; {self.output_layouts} is neither")
+                raise ParallelError(f"output_layouts: {spec.name} leaves its result {told(sharding.output)} and can gather it; {self.output_layouts} is neither")
         pieces = build(spec, sharding, device_mesh, self.folder)
         _distribute(module, sharding, device_mesh, self.src_data_rank)
         children = {path: (type(child), settings(child)) for path, child in module.named_modules() if child is not module}
@@ -164,7 +164,3 @@ def _distribute(module: nn.Module, sharding: Sharding, mesh: DeviceMesh, source:
                 key = f"{owner_path}.{name}" if owner_path else name
                 placed = distribute_tensor(tensor.detach(), mesh, [placement_of(sharding.parameters.get(key))], src_data_rank=source)
                 held[name] = nn.Parameter(placed, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else placed
-
-
-def _told(layout: Layout) -> str:
-    return "whole" if layout is None else f"in parts of dimension {layout}"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from bench.sweep.draw import SMALL, draw
+from codegen.ir.chain import chain_of
+from codegen.ir.layout import ShardError
 
 LINEAR = {"linear": {"name": "gemm", "in_features": 24, "out_features": 48}}
 CONV = {"conv2d": {"name": "conv", "in_channels": 8, "out_channels": 16, "kernel_size": 3}}
@@ -64,8 +69,8 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "pooled_features": {"chain": [LINEAR, {"unsqueeze": {"dim": 1}}, {"max_pool1d": {"kernel_size": 2}}, {"squeeze": {"dim": 1}}], "merges": ["gather"]},
     "again": {"chain": [LINEAR, {"add": {"name": "bias", "shape": [48]}}, norm(3), {"mul": {"name": "again", "parameter": "bias"}}], "merges": ["moments"]},
-    "straddling_bf16": {"chain": [LINEAR, "gelu", norm(3), "silu"], "precision": "bf16", "merges": ["moments"]},
-    "by_rows_fp16": {"chain": [LINEAR, norm(8), "tanh"], "precision": "fp16", "split": 1, "merges": ["product"]},
+    "straddling_in_16_bits": {"chain": [LINEAR, "gelu", norm(3), "silu"], "precision": "bf16", "merges": ["moments"]},
+    "by_rows_in_16_bits": {"chain": [LINEAR, norm(8), "tanh"], "precision": "fp16", "split": 1, "merges": ["product"]},
 }  # fmt: skip
 OURS = ("split", "compiled", "merges")
 
@@ -80,6 +85,20 @@ def write_cases(folder: Path, cases: dict[str, dict[str, Any]], names: Iterable[
         path.write_text(json.dumps(spec))  # JSON is YAML
         found.append({"name": name, "path": str(path)} | {key: cases[name][key] for key in OURS if key in cases[name]})
     return found
+
+
+def random_cases(folder: Path, count: int, seed: int = 24) -> list[dict[str, Any]]:
+    """The first `count` specs of the sweep's sequence that four ranks can share."""
+    found = []
+    for index in itertools.count():
+        spec = draw(seed, index, SMALL, folder)
+        try:
+            chain_of(spec).shard(4, 0)
+        except ShardError:
+            continue
+        found.append({"name": spec.name, "path": str(folder / f"{spec.name}.yaml")})
+        if len(found) == count:
+            return found
 
 
 def allowed(row: dict[str, Any]) -> float:

@@ -25,11 +25,11 @@ class Ended:
     seconds: float
 
 
-def run_ranks(folder: Path, count: int, task: dict[str, Any], limit_s: float = 240.0) -> Ended:
-    """Run a task of tests.parallel.worker on `count` ranks. What still runs after `limit_s` seconds is killed."""
+def run_ranks(folder: Path, count: int, tasks: dict[str, dict[str, Any]], device: str = "cpu", limit_s: float = 240.0) -> Ended:
+    """Run tasks of tests.parallel.worker on `count` ranks; results are by task. What still runs after `limit_s` seconds is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "task.json"
-    path.write_text(json.dumps({"device": "cpu", **task}))
+    path.write_text(json.dumps({"device": device, "tasks": tasks}))
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

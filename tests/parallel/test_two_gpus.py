@@ -16,9 +16,9 @@ def rows(tmp_path_factory):
     """What each rank found, by case."""
     folder = tmp_path_factory.mktemp("two_gpus")
     cases = [case | {"graph": True} for case in write_cases(folder / "specs", EQUAL)]
-    ended = run_ranks(folder, 2, {"task": "equal", "device": "cuda", "cases": cases}, 500)
+    ended = run_ranks(folder, 2, {"equal": {"cases": cases}}, "cuda", 500)
     assert ended.codes == [0, 0], ended.errors
-    return {row["name"]: row for row in ended.results[0]}
+    return {row["name"]: row for row in ended.results[0]["equal"]}
 
 
 @pytest.mark.parametrize("name", EQUAL)

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import fixed_shape_kernels as fsk
 from bench.metrics import compare
 from bench.timing import capture
 from fixed_shape_kernels.api import read
-from fixed_shape_kernels.parallel import ChainParallel, ranks
+from fixed_shape_kernels.parallel import ChainParallel, ParallelError, ShardError, ranks
 
 
 def reference(path: str, device: str, folder: Path) -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
@@ -102,7 +102,48 @@ def dies(mesh, task: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
         model(*inputs)
 
 
-TASKS = {"equal": equal, "saved": saved, "dies": dies}
+def refused(mesh, task: dict[str, Any], folder: Path) -> dict[str, str]:
+    """What is said where a division cannot be made, or a divided module is used wrongly, by the name of the fault."""
+    path, said = task["path"], {}
+    model, (x,) = reference(path, mesh.device_type, folder / f"own_{distributed.get_rank()}")
+    make = lambda: copy.deepcopy(model)  # noqa: E731
+
+    def told(name: str, work) -> None:
+        try:
+            work()
+        except (ParallelError, ShardError) as error:
+            said[name] = str(error)
+
+    def styled(**options):
+        return lambda: parallelize_module(make(), mesh, ChainParallel(**({"spec": path} | options), folder=folder / "parts"))
+
+    told("plan", styled(plan={"gemm": "colwise", "norm": "rowwise"}))
+    told("path", styled(plan={"gemm": "colwise", "nrm": "colwise"}))
+    told("no spec", styled(spec=None))
+    told("output", styled(output_layouts=Shard(0)))
+    told("another module", lambda: parallelize_module(torch.nn.Linear(3, 3), mesh, ChainParallel(path)))
+    divided = styled()()
+    told("twice", lambda: parallelize_module(divided, mesh, ChainParallel(path)))
+    told("shape", lambda: divided(x[:2]))
+    told("inputs", lambda: divided(x, x))
+    with torch.enable_grad():
+        told("gradients", lambda: divided(x))
+    handle = divided.gemm.register_forward_hook(lambda *given: None)
+    told("hook", lambda: divided(x))
+    handle.remove()
+    divided.norm.eps = 1.0
+    told("changed", lambda: divided(x))
+    divided.norm.eps = 1e-5
+    divided(x)
+    divided.gemm.weight = torch.nn.Parameter(torch.zeros(4, 4))
+    told("plain parameter", lambda: divided(x))
+    rows = parallelize_module(make(), mesh, ChainParallel(path, plan={"gemm": "rowwise"}, output_layouts=Replicate(), use_local_output=False, folder=folder / "parts"))
+    result = rows(distribute_tensor(x, mesh, [Replicate()]))  # redistributed to what the chain wants
+    said["rows from a DTensor"] = f"{type(result).__name__} {float((result.to_local() - model(x)).abs().max()) < 1e-5}"
+    return said
+
+
+TASKS = {"equal": equal, "saved": saved, "dies": dies, "refused": refused}
 
 
 def main() -> None:
@@ -111,7 +152,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False  # the reference's
     with ranks(task["device"]) as mesh, torch.no_grad():
-        result = TASKS[task["task"]](mesh, task, path.parent)
+        result = {name: TASKS[name](mesh, own, path.parent) for name, own in task["tasks"].items()}
         path.with_suffix(f".{distributed.get_rank()}.json").write_text(json.dumps(result))
 
 
