@@ -6,6 +6,7 @@ from tests.parallel.cases import EQUAL, MORE, allowed, random_cases, write_cases
 from tests.parallel.processes import run_ranks
 
 RANDOM = 10
+SCATTER = 3.0  # a random spec may leave a few dozen values, whose error says as much about luck as about kernels; a mistake shows in the first digit
 QUICK = {name: {key: value for key, value in case.items() if key != "compiled"} for name, case in EQUAL.items()}
 REFUSALS = {
     "plan": "norm: the plan says rowwise, and over 2 ranks it is local_colwise",
@@ -52,9 +53,9 @@ def rows(tmp_path_factory):
 
 
 def check(row, count):
-    assert row["error"] <= allowed(row), row
-    assert row["parity"] is None and row["repeatable"] and row.get("compiled", True), row
     known = (EQUAL | MORE).get(row["name"])
+    assert row["error"] <= allowed(row, SCATTER if known is None else 1.0), row
+    assert row["parity"] is None and row["repeatable"] and row.get("compiled", True), row
     assert count == 1 and not row["collectives"] or known is None or row["collectives"] == known["merges"], row
 
 
