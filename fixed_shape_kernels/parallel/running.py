@@ -101,6 +101,13 @@ class Parallel(nn.Module):
         result = laid_out(divided.run(given), sharding.output, divided.output, divided.ranks, "the result")
         return result if divided.local else DTensor.from_local(result, divided.mesh, [placement_of(divided.output)], run_check=False)
 
+    def extra_repr(self) -> str:
+        divided = self._divided
+        return f"{divided.spec.name}, {divided.spec.precision.name}, rank {divided.ranks.rank} of {divided.ranks.size}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("a module that is divided among ranks is neither copied nor pickled; copy it before it is divided, or keep its state_dict with torch.distributed.checkpoint")
+
     def gathered(self, result: torch.Tensor) -> torch.Tensor:
         """A result that forward left in parts, whole on each rank."""
         return laid_out(result, self._divided.sharding.output, None, self._divided.ranks, "the result")

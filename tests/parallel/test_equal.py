@@ -25,33 +25,6 @@ REFUSALS = {
 }
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory):
-    """What the first of two ranks found in the tasks of make test."""
-    folder = tmp_path_factory.mktemp("quick")
-    cases = write_cases(folder / "specs", QUICK)
-    ended = run_ranks(folder, 2, {"equal": {"cases": cases}, "refused": {"path": cases[0]["path"]}})
-    assert ended.codes == [0, 0], ended.errors
-    return ended.results[0]
-
-
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """What the first rank found, by number of ranks and case; the ranks of a number run once."""
-    made = {}
-
-    def get(count):
-        if count not in made:
-            folder = tmp_path_factory.mktemp(f"ranks_{count}")
-            cases = write_cases(folder / "specs", EQUAL | MORE) + random_cases(folder / "random", RANDOM)
-            ended = run_ranks(folder, count, {"equal": {"cases": cases}}, limit_s=500)
-            assert ended.codes == [0] * count, ended.errors
-            made[count] = {row["name"]: row for row in ended.results[0]["equal"]}
-        return made[count]
-
-    return get
-
-
 def check(row, count):
     known = (EQUAL | MORE).get(row["name"])
     assert row["error"] <= allowed(row, SCATTER if known is None else 1.0), row
@@ -59,33 +32,34 @@ def check(row, count):
     assert count == 1 and not row["collectives"] or known is None or row["collectives"] == known["merges"], row
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_two_ranks_compute_what_one_does(quick, name):
-    check(next(row for row in quick["equal"] if row["name"] == name), 2)
-
-
-@pytest.mark.parametrize("fault", REFUSALS)
-def test_what_is_wrong_is_said(quick, fault):
-    said = quick["refused"][fault]
-    assert REFUSALS[fault] in said
+def test_two_ranks_compute_what_one_does_and_say_what_is_wrong(tmp_path):
+    """One start of two processes for the cases and the refusals of make test."""
+    cases = write_cases(tmp_path / "specs", QUICK)
+    ended = run_ranks(tmp_path, 2, {"equal": {"cases": cases}, "refused": {"path": cases[0]["path"]}})
+    assert ended.codes == [0, 0], ended.errors
+    found = ended.results[0]
+    assert [row["name"] for row in found["equal"]] == list(QUICK)
+    for row in found["equal"]:
+        check(row, 2)
+    for fault, said in REFUSALS.items():
+        assert said in found["refused"][fault], fault
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_any_number_of_ranks_computes_what_one_does(rows, count):
-    found = rows(count)
-    assert len(found) == len(EQUAL) + len(MORE) + RANDOM
+def test_any_number_of_ranks_computes_what_one_does(count, tmp_path):
+    cases = write_cases(tmp_path / "specs", EQUAL | MORE) + random_cases(tmp_path / "random", RANDOM)
+    ended = run_ranks(tmp_path, count, {"equal": {"cases": cases}}, limit_s=560)
+    assert ended.codes == [0] * count, ended.errors
+    found = {row["name"]: row for row in ended.results[0]["equal"]}
+    assert list(found) == [case["name"] for case in cases]
     for row in found.values():
         check(row, count)
-
-
-@pytest.mark.slow
-def test_parameters_are_divided_as_the_rule_says(rows):
-    """A transposed convolution's weight on dimension 1, every other producer's on 0; by rows on the other one."""
-    parts = rows(2)["transposed"]["parts"]
-    assert parts["conv.weight"] == [8, 8, 3, 3] and parts["conv.bias"] == [8] and parts["bn.running_mean"] == [8] and parts["bn.num_batches_tracked"] == []
-    assert rows(2)["problem_85"]["parts"]["conv.weight"] == [8, 8, 3, 3] and rows(2)["problem_85"]["parts"]["scale"] == [8, 1, 1]
-    assert rows(2)["by_rows"]["parts"]["gemm.weight"] == [48, 12] and rows(2)["transposed_by_rows"]["parts"]["conv.weight"] == [4, 16, 3, 3]
+    own = 16 // count
+    assert found["transposed"]["parts"] == {
+        "conv.weight": [8, own, 3, 3], "bn.num_batches_tracked": [], **dict.fromkeys(("conv.bias", "bn.weight", "bn.bias", "bn.running_mean", "bn.running_var", "norm.weight", "norm.bias"), [own]),
+    }  # fmt: skip
+    assert found["by_rows"]["parts"]["gemm.weight"] == [48, 24 // count] and found["transposed_by_rows"]["parts"]["conv.weight"] == [8 // count, 16, 3, 3]
 
 
 @pytest.mark.slow
