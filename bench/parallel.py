@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 import torch
+from filelock import FileLock
 from rich.console import Console
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,34 +65,26 @@ def specs_or_shipped(specs: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def prepare(specs: tuple[str, ...], precisions: tuple[str, ...], mesh: DeviceMesh, out: Path) -> list[Case]:
-    """Emit and compile all packages, by the first rank of each machine; the others find them made."""
+    """Emit and compile all packages, several at once. The first rank of a machine to come does it under a lock, the others find them made.
+
+    Raises ParallelError where one could not be compiled.
+    """
     device = _device(mesh)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-
-    def emitted() -> list[Case]:
-        found = []
+    cases: list[Case] = []
+    out.mkdir(parents=True, exist_ok=True)
+    with FileLock(out / ".prepared.lock"):
         for path in specs:
             for precision in precisions:
                 whole = emit(path, precision, target_to_emit(path, device, None), out)
                 sharding = chain_of(whole.spec).shard(mesh.size(), mesh.get_local_rank())
-                found.append(Case(path, whole, tuple(emit_parts(whole.spec, sharding, device.type, out)[1])))
-        return found
-
-    failed: list[Any] = [None]
-    cases: list[Case] = []
-    if int(os.environ["LOCAL_RANK"]) == 0:
-        try:
-            cases = emitted()
-            folders = [folder for case in cases for folder in (case.emitted.folder, *case.parts)]
-            targets = [(folder, best_target(Package(folder), capability).name if capability else "cpu") for folder in folders]
-            failed[0] = "; ".join(f"{folder.name}: {why}" for folder, why in build_all(targets, capability).items()) or None
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for the verdict, whatever it is
-            failed[0] = str(error)
-    heard: list[Any] = [None] * mesh.size()
-    distributed.all_gather_object(heard, failed[0])
-    if why := next(filter(None, heard), None):
-        raise ParallelError(f"the packages could not be built: {why}")
-    return cases or emitted()
+                cases.append(Case(path, whole, tuple(emit_parts(whole.spec, sharding, device.type, out)[1])))
+        folders = [folder for case in cases for folder in (case.emitted.folder, *case.parts)]
+        targets = [(folder, best_target(Package(folder), capability).name if capability else "cpu") for folder in folders]
+        failed = build_all(targets, capability)
+    if failed:
+        raise ParallelError("; ".join(f"{folder.name} could not be built: {why}" for folder, why in failed.items()))
+    return cases
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

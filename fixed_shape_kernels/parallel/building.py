@@ -16,7 +16,6 @@ from codegen.emit import write_package
 from codegen.ir.sharding import Kernels, Sharding
 from codegen.plan import Refusal
 from codegen.spec import Spec, SpecError
-from codegen.targets import TARGETS, cuda_targets, preference
 from runtime import GeneratedModule, RuntimeFailure
 
 from ..api import plan_package, read
@@ -77,10 +76,5 @@ def _layer(spec: Spec, kernels: Kernels) -> dict:
 
 
 def _targets(spec: Spec, device_type: str) -> tuple[str, ...]:
-    """The targets of the spec, else of all, that devices of a type can run."""
-    if device_type != "cuda":
-        names = ["cpu"]
-    else:
-        capability = torch.cuda.get_device_capability()
-        names = [name for name in preference(cuda_targets().values()) if TARGETS[name].min_capability <= capability]
-    return tuple(name for name in names if spec.targets is None or name in spec.targets) or tuple(spec.targets)
+    """The targets to emit: the spec's, else the CPU's on CPUs and all that serve a GPU's kernels on GPUs, of which the loader takes the best."""
+    return spec.targets or (() if device_type == "cuda" else ("cpu",))
