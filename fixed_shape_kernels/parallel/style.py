@@ -36,7 +36,7 @@ class ChainParallel(ParallelStyle):
     `precision` overrides the spec's own. `input_layouts` says how a plain x comes: whole (Replicate()), or in parts of one dimension (Shard(dim)), of which the first producer makes partial products where
     it multiplies along it. Other inputs come whole. `output_layouts` is what forward gives: Replicate() gathers the result, None leaves it as the chain does.
     With `use_local_output` that is a plain tensor, else a DTensor. `plan` is a tp_plan that the division has to agree with: it chooses between columns and rows where
-    `input_layouts` is left out. `folder` is where sources lie, by default build/parallel.
+    `input_layouts` is left out, and gathers the result where it says so. `folder` is where sources lie, by default build/parallel.
 
     Applying it raises ShardError for a chain that cannot be divided so, ParallelError for a module or a plan that is not the chain's, or where a rank cannot build.
     """
@@ -59,7 +59,9 @@ class ChainParallel(ParallelStyle):
         if self.plan is not None:
             _check_plan(self.plan, tp_plan(spec, ranks.size, split=split), ranks.size)
         output = sharding.output
-        if self.output_layouts is not None:
+        if self.output_layouts is None and self.plan is not None and self.plan.get("") == GATHER:
+            output = None
+        elif self.output_layouts is not None:
             output = layout_of(self.output_layouts, len(sharding.shape), "output_layouts")
             if output not in (None, sharding.output):
                 raise ParallelError(f"output_layouts: {spec.name} leaves its result {told(sharding.output)} and can gather it; {self.output_layouts} is neither")
