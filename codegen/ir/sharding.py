@@ -111,6 +111,11 @@ class Sharding:
         return tuple(part for part in self.work if isinstance(part, Kernels))
 
     @property
+    def merged(self) -> tuple[Step, ...]:
+        """The steps that no kernel computes: the merge in their place does."""
+        return tuple(part.step for part in self.work if isinstance(part, Together) and not part.merge.behind)
+
+    @property
     def collectives(self) -> tuple[Collective, ...]:
         """All that ranks exchange before the result is gathered; empty where each has whole groups."""
         found = []
@@ -233,7 +238,7 @@ def _kernels(run: Sequence[Placed], front: str, gives: str, shape: Shape, tp: in
 
     def called(value: str) -> str:
         """A name for a value from outside, that no operator of the run has."""
-        base = name = "part_of_" + value.replace("input:", "").replace("value:", "result_").replace(".", "_") if value != FIRST else FIRST
+        base = name = value.replace("input:", "").replace("value:", "result_").replace(".", "_")
         number = 1
         while name in taken:
             number += 1

@@ -61,7 +61,10 @@ def emit(spec: Spec, sharding: Sharding, device_type: str, folder: Path) -> tupl
 def _agreed(mine: tuple[str, str | None], mesh: DeviceMesh) -> None:
     """Hear from all ranks whether they have their kernels, so that none waits for one that has not."""
     heard: list = [None] * mesh.size()
-    distributed.all_gather_object(heard, mine, group=mesh.get_group())
+    try:
+        distributed.all_gather_object(heard, mine, group=mesh.get_group())
+    except RuntimeError as error:
+        raise ParallelError(f"rank {mesh.get_local_rank()} of {mesh.size()}: another rank ended while kernels were built ({str(error).strip().splitlines()[0]})") from error
     for rank, (_, why) in enumerate(heard):
         if why is not None:
             raise ParallelError(f"rank {rank} of {mesh.size()} could not build its kernels: {why}")

@@ -65,6 +65,9 @@ class ChainParallel(ParallelStyle):
             output = layout_of(self.output_layouts, len(sharding.shape), "output_layouts")
             if output not in (None, sharding.output):
                 raise ParallelError(f"output_layouts: {spec.name} leaves its result {told(sharding.output)} and can gather it; {self.output_layouts} is neither")
+        if sharding.merged and spec.library is not None:
+            names = ", ".join(step.name or step.operator.name for step in sharding.merged)
+            raise ParallelError(f"library: {spec.library}, and over {ranks.size} ranks torch's operators compute {names}, whose values several ranks hold; allow the library, or divide whole groups")
         pieces = build(spec, sharding, device_mesh, self.folder)
         _distribute(module, sharding, device_mesh, self.src_data_rank)
         children = {path: (type(child), settings(child)) for path, child in module.named_modules() if child is not module}

@@ -14,6 +14,7 @@ REFUSALS = {
     "no spec": "Model is no generated module, so the style needs the spec",
     "output": "leaves its result in parts of dimension 1 and can gather it",
     "another module": "gemm.weight is missing, expected (48, 24)",
+    "library": "library: forbid, and over 2 ranks torch's operators compute norm",
     "twice": "problem_30 is divided among ranks already",
     "shape": "x: expected (6, 24) torch.float32 ((6, 24) whole on each rank), got (2, 24)",
     "inputs": "problem_30 takes x; 2 tensors",
@@ -35,7 +36,8 @@ def check(row, count):
 def test_two_ranks_compute_what_one_does_and_say_what_is_wrong(tmp_path):
     """One start of two processes for the cases and the refusals of make test."""
     cases = write_cases(tmp_path / "specs", QUICK)
-    ended = run_ranks(tmp_path, 2, {"equal": {"cases": cases}, "refused": {"path": cases[0]["path"]}})
+    (forbidden,) = write_cases(tmp_path / "specs", {"forbidden": EQUAL["straddling"] | {"library": "forbid"}})
+    ended = run_ranks(tmp_path, 2, {"equal": {"cases": cases}, "refused": {"path": cases[0]["path"], "straddling": forbidden["path"]}})
     assert ended.codes == [0, 0], ended.errors
     found = ended.results[0]
     assert [row["name"] for row in found["equal"]] == list(QUICK)
@@ -71,6 +73,16 @@ def test_a_checkpoint_of_four_ranks_is_read_by_two_and_by_one(tmp_path):
         assert ended.codes == [0] * count, ended.errors
         (found,) = ended.results[0]["saved"]
         assert found["difference"] <= 1e-5 and sorted(found["keys"]) == ["conv.bias", "conv.weight", "norm.bias", "norm.weight", "scale"], found
+
+
+@pytest.mark.slow
+def test_a_layer_is_divided_along_one_dimension_of_a_mesh_of_two(tmp_path):
+    (case,) = write_cases(tmp_path / "specs", EQUAL, ["straddling"])
+    ended = run_ranks(tmp_path, 4, {"nested": {"path": case["path"]}})
+    assert ended.codes == [0] * 4, ended.errors
+    for rank, found in enumerate(ended.results):
+        (one,) = found["nested"]
+        assert one["difference"] < 1e-5 and "this one has 2; pass one of them" in one["said"] and f"straddling, fp32, rank {rank % 2} of 2" in one["of"]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -91,6 +92,20 @@ def saved(mesh, task: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     return [{"keys": list(state), "difference": float((model(*inputs) - wanted).abs().max())}]
 
 
+def nested(mesh, task: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Two by two ranks: the layer is divided along one dimension of the mesh, and each pair has samples of its own."""
+    both = init_device_mesh(mesh.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
+    model, (x, *_) = reference(task["path"], mesh.device_type, folder / f"own_{distributed.get_rank()}")
+    x = x + both.get_local_rank("dp")
+    wanted, said = model(x), ""
+    try:
+        parallelize_module(copy.deepcopy(model), both, ChainParallel(task["path"]))
+    except ParallelError as error:
+        said = str(error)
+    parallelize_module(model, both["tp"], ChainParallel(task["path"], output_layouts=Replicate(), folder=folder / "parts"))
+    return [{"difference": float((model(x) - wanted).abs().max()), "said": said, "of": repr(model)}]
+
+
 def dies(mesh, task: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """Rank 1 ends in the middle; the others go on calling."""
     model, inputs = reference(task["path"], mesh.device_type, folder / f"own_{distributed.get_rank()}")
@@ -123,6 +138,7 @@ def refused(mesh, task: dict[str, Any], folder: Path) -> dict[str, str]:
     told("output", styled(output_layouts=Shard(0)))
     told("another module", lambda: parallelize_module(torch.nn.Linear(3, 3), mesh, ChainParallel(path)))
     divided = styled()()
+    told("library", styled(spec=task["straddling"]))
     told("twice", lambda: parallelize_module(divided, mesh, ChainParallel(path)))
     told("shape", lambda: divided(x[:2]))
     told("inputs", lambda: divided(x, x))
@@ -143,7 +159,7 @@ def refused(mesh, task: dict[str, Any], folder: Path) -> dict[str, str]:
     return said
 
 
-TASKS = {"equal": equal, "saved": saved, "dies": dies, "refused": refused}
+TASKS = {"equal": equal, "saved": saved, "dies": dies, "refused": refused, "nested": nested}
 
 
 def main() -> None:
