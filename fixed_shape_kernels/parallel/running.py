@@ -39,6 +39,7 @@ class Divided:
     local: bool
     children: dict[str, tuple[type, dict[str, Any]]]
     held: dict[str, torch.Tensor] = field(default_factory=dict)  # local parts by key
+    known: dict[str, DTensor] = field(default_factory=dict)  # whose local parts those are
     work: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -112,19 +113,24 @@ class Parallel(nn.Module):
         """A result that forward left in parts, whole on each rank."""
         return laid_out(result, self._divided.sharding.output, None, self._divided.ranks, "the result")
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What moves or converts parameters may leave the tensors and exchange what they hold."""
+        self._divided.known.clear()
+        return super()._apply(fn, recurse)
+
     def _renew(self) -> None:
-        """Give the kernels the local parts of parameters that were put in the place of others, or moved."""
+        """Give the kernels the local parts of parameters that were put in the place of others, or moved. Writes into them need nothing: memory is shared."""
         divided = self._divided
         for key, layout in divided.sharding.parameters.items():
             tensor = _found(self, key)
+            if tensor is divided.known.get(key, self):
+                continue
             if not isinstance(tensor, DTensor) or tuple(tensor.placements) != (placement_of(layout),):
                 found = f"a DTensor laid out as {tensor.placements}" if isinstance(tensor, DTensor) else f"a {type(tensor).__name__}"
                 raise ParallelError(f"{key} is {found}, and expected is a DTensor {told(layout)}; load weights with load_state_dict, which keeps that")
             with torch.no_grad():
-                local = tensor.to_local().detach()
-            before = divided.held.get(key)
-            if before is None or before.device != local.device or before.data_ptr() != local.data_ptr():
-                divided.bind(key, local)
+                divided.bind(key, tensor.to_local().detach())
+            divided.known[key] = tensor
 
     def _refuse_changes(self) -> None:
         """Refuse what would change the meaning of a child, whose forward nobody calls."""
@@ -164,8 +170,10 @@ def layout_of(placement: Placement, rank: int, what: str) -> Layout:
 
 
 def _found(module: nn.Module, key: str) -> Any:
-    path, _, name = key.rpartition(".")
-    owner = module.get_submodule(path)
+    *path, name = key.split(".")
+    owner = module
+    for part in path:
+        owner = owner._modules[part]
     return owner._parameters.get(name) if name in owner._parameters else owner._buffers.get(name)
 
 

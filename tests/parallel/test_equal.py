@@ -22,6 +22,7 @@ REFUSALS = {
     "hook": "gemm: a child was added or changed, or has hooks",
     "changed": "norm: a child was added or changed",
     "plain parameter": "gemm.weight is a Parameter, and expected is a DTensor in parts of dimension 0",
+    "writes": "[True, True]",
     "rows from a DTensor": "DTensor True",
 }
 

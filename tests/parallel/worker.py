@@ -151,6 +151,14 @@ def refused(mesh, task: dict[str, Any], folder: Path) -> dict[str, str]:
     told("changed", lambda: divided(x))
     divided.norm.eps = 1e-5
     divided(x)
+    with torch.no_grad():
+        divided.gemm.weight.mul_(2.0)  # a write into the DTensor reaches the kernels
+        twin = make()
+        twin.gemm.weight.mul_(2.0)
+        same = [torch.allclose(divided.gathered(divided(x)), twin(x), atol=1e-5)]
+        divided.load_state_dict({key: distribute_tensor(value, mesh, divided.state_dict()[key].placements) for key, value in model.state_dict().items()}, assign=True)
+        same.append(torch.allclose(divided.gathered(divided(x)), model(x), atol=1e-5))
+    said["writes"] = str(same)
     divided.gemm.weight = torch.nn.Parameter(torch.zeros(4, 4))
     told("plain parameter", lambda: divided(x))
     rows = parallelize_module(make(), mesh, ChainParallel(path, plan={"gemm": "rowwise"}, output_layouts=Replicate(), use_local_output=False, folder=folder / "parts"))
