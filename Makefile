@@ -9,6 +9,8 @@ WORKERS ?= 2
 python = @py="$$(./.ci/python $(1))" && "$$py"
 # $(call fsk,emit|run|bench) starts a recipe that is a command of fsk, installed or not.
 fsk = $(call python,$(1)) -m fixed_shape_kernels
+# The same for a command whose cases several ranks share: TORCHRUN has torchrun's options, such as "--nnodes 2 --nproc-per-node 8 ...".
+fleet = $(call python,run) $(if $(TORCHRUN),-m torch.distributed.run $(TORCHRUN)) -m fixed_shape_kernels
 specs = $(if $(SPEC),"$(SPEC)") $(SPECS)
 need-spec = @test -n '$(strip $(SPEC)$(SPECS))' || { echo "make $@ needs a spec: make $@ SPEC=specs/default.yaml (shipped: $$(cd codegen && echo specs/*.yaml))" >&2; exit 2; }
 prepack = $(if $(filter-out 0,$(PREPACK)),--prepack)
@@ -21,7 +23,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "Each is a command of fsk (pip install .; or python -m fixed_shape_kernels), whose --help has more options."
-	@echo "Variables: SPEC or SPECS (a list), PRECISION=fp32|tf32|fp16|bf16, PREPACK=1, TARGETS=\"cpu sm_80 sm_90a\", DEVICE=h100|a100|..., OUT=generated, DEBUG=1, FORCE=1, PYTHON=python3"
+	@echo "Variables: SPEC or SPECS (a list), PRECISION=fp32|tf32|fp16|bf16, PREPACK=1, TARGETS=\"cpu sm_80 sm_90a\", DEVICE=h100|a100|..., OUT=generated, DEBUG=1, FORCE=1, PYTHON=python3; for evidence, tune and sweep TORCHRUN=\"--nproc-per-node 8\""
 
 demo: ## generate specs/default.yaml, build it, run it beside PyTorch
 	$(call fsk,run) demo $(if $(SPEC),"$(SPEC)") $(plan-options) $(if $(OUT),--out "$(OUT)")
@@ -80,18 +82,18 @@ bench: ## time SPEC's model beside PyTorch and other peers (BACKWARD=1: forward 
 	$(call fsk,run) bench $(specs) $(bench-options) $(prepack) $(if $(filter-out 0,$(BACKWARD)),--backward) $(if $(PEERS),--peers "$(PEERS)")
 
 evidence: ## verify and time every shipped package on this card; writes bench/results/<gpu>/ (PREPACK=1, BUDGET= seconds; run again to go on)
-	$(call fsk,run) evidence $(specs) $(bench-options) $(prepack) $(if $(BUDGET),--budget-s $(BUDGET))
+	$(fleet) evidence $(specs) $(bench-options) $(prepack) $(if $(BUDGET),--budget-s $(BUDGET))
 
 evidence-peers: ## the same with the autotuned peers, minutes a package (PEERS_CACHE= folder for Inductor's cache)
-	$(call fsk,run) evidence --autotuned $(specs) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))
+	$(fleet) evidence --autotuned $(specs) $(bench-options) $(if $(BUDGET),--budget-s $(BUDGET))
 
 tune: ## measure the planner's candidates for SPEC on this card and record them in codegen/tuned/ (PRECISION=, DEVICE=, BUDGET= seconds)
 	$(need-spec)
-	$(call fsk,run) tune $(specs) $(if $(PRECISION),--precision $(PRECISION)) $(if $(DEVICE),--device-class $(DEVICE)) \
+	$(fleet) tune $(specs) $(if $(PRECISION),--precision $(PRECISION)) $(if $(DEVICE),--device-class $(DEVICE)) \
 		$(if $(ON),--device $(ON)) $(if $(BUDGET),--budget-s $(BUDGET))
 
 sweep: ## COUNT=100 random specs (SEED=0, SMALL=1 for a CPU): right? how fast beside PyTorch? (BUDGET= seconds; run again to go on)
-	$(call fsk,run) sweep $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(filter-out 0,$(SMALL)),--small) \
+	$(fleet) sweep $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(filter-out 0,$(SMALL)),--small) \
 		$(if $(ON),--device $(ON)) $(foreach t,$(TARGETS),--target $(t)) $(if $(BUDGET),--budget-s $(BUDGET))
 
 kernelbench: ## KernelBench's harness over our files (CHECKOUT=path; LEVEL=2: all problems of the level, also verified and timed by us; HARNESS=0: that alone; PROBLEM=, PRECISION=, BUDGET= seconds)

@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 from bench.children import Result, child_command, run_jobs
+from bench.fleet import Fleet, fleet
 from bench.jobs import EXAMINED
 from bench.machine import cards, choose_device, describe
 from bench.measure import save_machine
@@ -94,7 +95,21 @@ def wanted_jobs(specs: tuple[str, ...], precisions: tuple[str, ...], prepack: bo
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), envvar="PEERS_CACHE", help="Keep Inductor's and Triton's caches here ($PEERS_CACHE).")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("build/packages"), show_default=True, help="Folder for the packages, all of which are generated.")
 def main(specs, precisions, autotuned, prepack, device, target, results, archive, budget_s, limit_s, seconds, force, times_again, cache, out) -> None:
-    """Measure SPECS (all packages of generated/index.yaml when none is named, with --prepack those with prepared weights) and write the records."""
+    """Measure SPECS (all packages of generated/index.yaml when none is named, with --prepack those with prepared weights) and write the records.
+
+    Under torchrun each rank takes its share of the packages.
+    """
+    given = {key: value for key, value in locals().items() if key != "results"}
+    with fleet(results) as made:
+        sys.exit(_measure(made, **given))
+
+
+def _measure(
+    made: Fleet, specs, precisions, autotuned, prepack, device, target, archive, budget_s, limit_s, seconds, force, times_again, cache, out
+) -> int:  # fmt: skip
+    """The rank's share; the exit code."""
+    made.refuse("--bundle", archive is not None)
+    results = made.results
     deadline = time.time() + budget_s if budget_s else None
     console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
     peers = CHOICES if autotuned else EVIDENCE
@@ -107,7 +122,7 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
     jobs = wanted_jobs(specs, precisions, prepack)
     if not jobs:
         raise click.UsageError("nothing to measure: name a spec, or call it where generated/index.yaml lists packages (the root of a clone)")
-    for path, precision, emitted in [(path, precision, size) for path, precision in jobs for size in emit(path, precision, target_to_emit(path, where, target), out, prepack).sizes]:
+    for path, precision, emitted in [(path, precision, size) for path, precision in made.mine(jobs) for size in emit(path, precision, target_to_emit(path, where, target), out, prepack).sizes]:
         name = target_for(emitted, torch.cuda.get_device_capability(where) if where.type == "cuda" else None, target)
         if prepack and not emitted.prepares(name):
             console.print(f"{emitted.label} ({name}): this target prepares no weights for it")
@@ -183,4 +198,4 @@ def main(specs, precisions, autotuned, prepack, device, target, results, archive
         complete &= run("times", tasks, places, deadline, {"ceilings": asdict(ceilings)}, timed)
         if not complete:
             console.print("stopped for lack of time; run again to go on")
-    sys.exit(bool(wrong or failed))
+    return int(bool(wrong or failed))

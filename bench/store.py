@@ -57,8 +57,9 @@ SANITIZE = Kind("sanitize", ("spec", "precision", "target", "tool"))
 KERNELBENCH = Kind("kernelbench", ("shapes", "problem", "precision"))
 LEVEL2 = Kind("level2", ("problem", "precision"))  # one of KernelBench's level-2 problems
 SWEEP = Kind("sweep", ("small", "seed", "index"))
+PARALLEL = Kind("parallel", ("spec", "precision", "ranks"))  # of a chain divided among ranks; in the folder of the card with their number, as in h200-x2
 MACHINE = Kind("machine", ("measured_by",))  # the rates of the card as the command of that name last measured them
-KINDS = (EVIDENCE, SANITIZE, KERNELBENCH, LEVEL2, SWEEP, MACHINE)
+KINDS = (EVIDENCE, SANITIZE, KERNELBENCH, LEVEL2, SWEEP, PARALLEL, MACHINE)
 
 
 def read(kind: Kind, results: Path, card: str) -> list[Record]:

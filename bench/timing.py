@@ -36,24 +36,28 @@ def summary(samples: list[float]) -> Time:
     return Time(pick(0.5), pick(0.25), pick(0.75), len(ordered))
 
 
-def interleaved(calls: dict[str, Call], device: torch.device, budget_s: float = 3.0, trials: int = 60, least: int = 5) -> dict[str, Time]:
+def interleaved(
+    calls: dict[str, Call], device: torch.device, budget_s: float = 3.0, trials: int = 60, least: int = 5, align: Call = lambda: None
+) -> dict[str, Time]:  # fmt: skip
     """The summary of `rounds` by call."""
-    return {name: summary(values) for name, values in rounds(calls, device, budget_s, trials, least).items()}
+    return {name: summary(values) for name, values in rounds(calls, device, budget_s, trials, least, align=align).items()}
 
 
 def rounds(
-    calls: dict[str, Call], device: torch.device, budget_s: float = 3.0, trials: int = 60, least: int = 5, report: Callable[[int], None] = lambda done: None
+    calls: dict[str, Call], device: torch.device, budget_s: float = 3.0, trials: int = 60, least: int = 5, report: Callable[[int], None] = lambda done: None,
+    align: Call = lambda: None,
 ) -> dict[str, list[float]]:  # fmt: skip
     """Time all calls in turn, in an order drawn anew each round, so that heat and clocks meet them alike. Milliseconds by call, one a round.
 
     On a GPU: CUDA events around each call, the L2 overwritten before it as often as it takes the device longer than the host takes to
     issue the call, so the host's time is not in the figure unless a call waits for the device. Stops after `trials` rounds, or when the
-    budget is used up and `least` rounds are done; `report` is told how many are.
+    budget is used up and `least` rounds are done; `report` is told how many are. `align` runs in front of each trial, untimed: several ranks wait for one
+    another there, and do the same rounds where the budget is infinite.
     """
     for call in calls.values():
         for _ in range(3 if device.type == "cuda" else 1):
             call()
-    once = _cuda_trial(device, calls) if device.type == "cuda" else lambda name: _cpu_trial(calls[name])
+    once = _cuda_trial(device, calls, align) if device.type == "cuda" else lambda name: _cpu_trial(calls[name], align)
     order, draw = list(calls), random.Random(0)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     start = time.perf_counter()
@@ -67,13 +71,14 @@ def rounds(
     return samples
 
 
-def _cuda_trial(device: torch.device, calls: dict[str, Call]):
+def _cuda_trial(device: torch.device, calls: dict[str, Call], align: Call):
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
 
     def between(work: Callable[[], object], before: int = 0) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         for _ in range(before):
             flush.zero_()
+        align()
         start.record()
         work()
         end.record()
@@ -99,7 +104,8 @@ def _issue_ms(call: Call, device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _cpu_trial(call: Call) -> float:
+def _cpu_trial(call: Call, align: Call) -> float:
+    align()
     start = time.perf_counter()
     call()
     return (time.perf_counter() - start) * 1e3

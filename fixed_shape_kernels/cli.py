@@ -117,6 +117,10 @@ COMMANDS = {
         _MEASURE, "bench.tune.command:main", "measure the planner's candidates on this card",
         ("tune layer.yaml --precision fp16",),
     ),
+    "parallel": Row(
+        _MEASURE, "bench.parallel:main", "under torchrun: time chains divided among GPUs",
+        ("parallel", "parallel layer.yaml --precision bf16"),
+    ),
     "sanitize": Row(
         _MEASURE, "bench.sanitize:main", "compute-sanitizer over the kernels, at small shapes",
         ("sanitize specs/default.yaml --tool memcheck",),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from bench import store
 from bench.children import Result, child_command, run_jobs
+from bench.fleet import Fleet, fleet
 from bench.jobs import EXAMINED, build_all
 from bench.machine import Machine, cards, choose_device, describe
 from bench.measure import save_machine
@@ -101,9 +103,9 @@ class Sweep:
         self.drawn: dict[str, Drawn] = {}
         self.saved = 0.0
 
-    def draw(self, count: int, aim: Aim, work: Path) -> None:
-        """Generate cases 0..count-1. A case recorded as right stays as it is where its spec, sources and torch are the same."""
-        for index in range(count):
+    def draw(self, indices: Iterable[int], aim: Aim, work: Path) -> None:
+        """Generate the cases of these indices. A case recorded as right stays as it is where its spec, sources and torch are the same."""
+        for index in indices:
             key = (self.small, self.seed, index)
             try:
                 drawn = generate(index, self.seed, self.small, aim, work)
@@ -227,7 +229,19 @@ def main(
     seed, count, small, device_name, targets, device_class, families, verify_only, build_only, capability, compile_count, no_compile, results, archive, work,
     cache, budget_s, limit_s, seconds, workers, force,
 ) -> None:  # fmt: skip
-    """Draw COUNT random specs and find out of each whether it is right, and how fast beside PyTorch."""
+    """Draw COUNT random specs and find out of each whether it is right, and how fast beside PyTorch. Under torchrun each rank takes its share."""
+    given = {key: value for key, value in locals().items() if key != "results"}
+    with fleet(results) as made:
+        sys.exit(_sweep(made, **given))
+
+
+def _sweep(
+    made: Fleet, seed, count, small, device_name, targets, device_class, families, verify_only, build_only, capability, compile_count, no_compile, archive, work,
+    cache, budget_s, limit_s, seconds, workers, force,
+) -> int:  # fmt: skip
+    """The rank's share of a sweep; the exit code."""
+    made.refuse("--bundle", archive is not None)
+    results = made.results
     deadline = time.time() + budget_s if budget_s else None
     console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
     if capability and not (build_only and re.fullmatch(r"\d+\.\d+", capability)):
@@ -238,9 +252,9 @@ def main(
     if force:
         sweep.cases = {key: case for key, case in sweep.cases.items() if key[:2] != (small, seed) or key[2] >= count}
     card = device_class or (sweep.machine.slug if device.type == "cuda" and sweep.machine.slug in DEVICES else None)
-    sweep.draw(count, Aim(targets or (() if able else ("cpu",)), able, card), work)
+    sweep.draw(made.mine(range(count)), Aim(targets or (() if able else ("cpu",)), able, card), work)
     if build_only:
-        sys.exit(bool(_build(list(sweep.drawn.values()), able, console)))
+        return int(bool(_build(list(sweep.drawn.values()), able, console)))
     timing = device.type == "cuda" and not verify_only
     compiled = 0 if no_compile else count if compile_count is None else compile_count
     peers = {job: ("eager", "graph") + (("compile",) if d.index < compiled else ()) for job, d in sweep.drawn.items()} if timing else {}
@@ -264,7 +278,7 @@ def main(
         save_machine(results, sweep.machine, ceilings, "sweep")
         sweep.run("times", missing, len(cards(device)), limit_s, deadline, {"ceilings": asdict(ceilings), "seconds": seconds}, environment)
     sweep.save(final=True)
-    sys.exit(_conclude(sweep, console, count))
+    return _conclude(sweep, console, count)
 
 
 def _conclude(sweep: Sweep, console: Console, count: int) -> int:

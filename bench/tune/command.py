@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.children import Result, child_command, run_jobs
+from bench.fleet import Fleet, fleet
 from bench.jobs import build_all
 from bench.machine import Machine, choose_device, describe
 from bench.sweep.judge import FAMILIES
@@ -170,7 +171,14 @@ def _table(spec: Spec, record: dict[str, Any]) -> Table:
 @click.option("--seconds", default=2.0, show_default=True, help="Time for the trials of one spec.")
 @click.option("--force", is_flag=True, help="Measure again what is recorded.")
 def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, seconds, force) -> None:
-    """Measure the planner's candidates for SPECS on this card and record them for its device class."""
+    """Measure the planner's candidates for SPECS on this card and record them for its device class. Under torchrun each rank takes its share."""
+    given = locals().copy()
+    with fleet() as made:
+        sys.exit(_tune(made, **given))
+
+
+def _tune(made: Fleet, specs, precisions, device_class, device_name, work, budget_s, limit_s, seconds, force) -> int:
+    """The rank's share; the exit code. After each round of a spec a rank, the first one records what all have found."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     deadline = time.time() + budget_s if budget_s else None
     device = choose_device(device_name)
@@ -180,24 +188,33 @@ def main(specs, precisions, device_class, device_name, work, budget_s, limit_s, 
         raise click.UsageError(f"{machine.gpu} is none of the device classes {', '.join(DEVICES)}; name the nearest with --device-class")
     tuner = Tuner(console, device, limit_s, deadline)
     rejected = []
-    for file, spec in [(path, size) for path in specs for precision in precisions or (None,) for size in load_spec(path, precision).sizes]:
-        tries = generate(spec, name, work / name)
-        if not tries:
-            raise click.ClickException(f"{spec.package}: no candidate has a plan for {name}")
-        known = tuned.records(name)
-        if not force and up_to_date(known.get(tuned.signature(spec)), tries, machine):
-            console.print(f"{spec.package}: up to date")
-            continue
-        tuner.build(tries)
-        record = tuner.measure(spec, file, tries, machine, seconds)
-        if record is None:
-            console.print(f"{spec.package}: out of time and not recorded; run again to go on")
-            break
-        console.print(_table(spec, record))
-        if not any("ms" in row for row in record["candidates"]):
-            rejected.append(spec.package)
-            console.print(f"[bold red]{spec.package}: all candidates rejected; nothing is recorded[/]")
-            continue
-        recorded = tuned.write(name, {**known, record["spec"]: record})
-        console.print(f"{recorded}: recorded; make generate SPEC={file} DEVICE={name} follows it")
-    sys.exit(bool(rejected))
+    wanted = [(path, size) for path in specs for precision in precisions or (None,) for size in load_spec(path, precision).sizes]
+    late = False
+    for begin in range(0, len(wanted), made.size):
+        found = None
+        known = made.heard(tuned.records(name))[0]
+        for file, spec in [] if late else wanted[begin : begin + made.size][made.rank : made.rank + 1]:
+            tries = generate(spec, name, work / name)
+            if not tries:
+                raise click.ClickException(f"{spec.package}: no candidate has a plan for {name}")
+            if not force and up_to_date(known.get(tuned.signature(spec)), tries, machine):
+                console.print(f"{spec.package}: up to date")
+                continue
+            tuner.build(tries)
+            record = tuner.measure(spec, file, tries, machine, seconds)
+            if record is None:
+                console.print(f"{spec.package}: out of time and not recorded; run again to go on")
+                late = True
+                continue
+            console.print(_table(spec, record))
+            if any("ms" in row for row in record["candidates"]):
+                found = file, record
+            else:
+                rejected.append(spec.package)
+                console.print(f"[bold red]{spec.package}: all candidates rejected; nothing is recorded[/]")
+        complete = [one for one in made.heard(found) if one is not None]
+        if complete and made.first:
+            recorded = tuned.write(name, known | {record["spec"]: record for _, record in complete})
+            for file, _ in complete:
+                console.print(f"{recorded}: recorded; make generate SPEC={file} DEVICE={name} follows it")
+    return int(bool(rejected))

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 from codegen.ir.apply import costly_step
 from codegen.ir.grouping import grouping_of
+from codegen.ir.layout import Layout
 from codegen.ir.segment import Segment, role
+from codegen.ir.sharding import Sharding, shard
 from codegen.ir.value import Value, input_of, result_of
 from codegen.ir.window import window_of
 from codegen.ops import Kind
@@ -34,6 +36,15 @@ class Chain:
     def saves(self) -> tuple[Value, ...]:
         """The values that gradients need of a forward."""
         return tuple(value for segment in self.segments for value in segment.saves)
+
+    def shard(self, tp: int, rank: int, split: Layout = None) -> Sharding:
+        """The chain on rank `rank` of `tp`: what the rank computes alone at which local sizes, which parameters are divided, and what ranks exchange where.
+
+        x and the other inputs are whole on each rank; x may be held in parts along its dimension `split` instead, as a row-parallel layer has it. A producer
+        divides its output channels, and the norms behind it their groups. Raises ShardError where the chain cannot be divided so.
+        """
+        steps = tuple(step for segment in self.segments for step in segment.steps)
+        return shard(self.inputs, steps, self.segments[0].training, tp, rank, split)
 
 
 def chain_of(spec: Spec, training: bool = False) -> Chain:
