@@ -43,9 +43,9 @@ def behind(product: Route, target: str) -> Route:
 
 
 def _head(request: Request) -> Request:
-    """What is asked of the product: the chain up to the norm."""
+    """What is asked of the product: the chain up to the norm, and its result in the storage type, whatever the norm's is."""
     spec = request.form
-    return replace(request, spec=FusedSpec.of(replace(spec, chain=spec.chain[: spec.norm.index], unused=())), forced=None)
+    return replace(request, spec=FusedSpec.of(replace(spec, chain=spec.chain[: spec.norm.index], unused=(), gives=None)), forced=None)
 
 
 CONV_PRODUCT_NORM = behind(CONV_PRODUCT_SM90A, "sm_90a")
