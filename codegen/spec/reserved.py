@@ -39,7 +39,7 @@ MODULE = frozenset(
 
 # Buffers of a call, which the runtime finds by name beside the parameters: one of the same name would be written over.
 BUFFERS = frozenset(
-    "kept norm_statistics part_statistics pixels row_scales sliced_sums t0 tile_statistics weight_rows weight_split weight_unscale x_rows x_split x_unscale".split()
+    "kept norm_statistics part_statistics pixels row_scales sliced_sums t0 tile_statistics weight_rows weight_split weight_steps weight_unscale x_counts x_largest x_pixels x_rows x_split x_unscale".split()
 )
 
 RESERVED = CPP | LAUNCHER | OURS | CONSTRUCTOR | BUFFERS | MODULE

@@ -9,13 +9,20 @@ import yaml
 
 from codegen.plan import plan
 from codegen.plan.backward.cuda import plan_backward_cuda
+from codegen.plan.conv_direct.route import CONV_DIRECT
+from codegen.plan.conv_gemm.route import CONV_GEMM
+from codegen.plan.conv_product_sm90a.route import CONV_PRODUCT_SM90A
+from codegen.plan.conv_sm80.route import CONV_SM80
+from codegen.plan.conv_sm90a.route import CONV_SM90A
 from codegen.plan.model import Kernel, Plan
+from codegen.plan.route import Route
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen import norm_harness, test_segment_kernels, test_stages
 from tests.codegen.conv_cases import FAMILY
 from tests.codegen.conv_product_cases import CASES as PRODUCTS
 from tests.codegen.cpu_chains import conv_chain, linear_chain, make_spec
+from tests.codegen.forced import planned_by
 from tests.codegen.gemm_cases import Case, bias
 from tests.codegen.segment_chains import segment_spec
 
@@ -46,13 +53,13 @@ def segment(name: str) -> Callable[[Path], Plan]:
     return lambda folder: plan(segment_spec(folder, shape, chain, "bf16", inputs), "sm_80", "h100")
 
 
-def conv(data: dict, precision: str, target: str) -> Callable[[Path], Plan]:
-    """The plan of a convolution's chain by a kernel of our own, on an H100."""
+def conv(data: dict, precision: str, route: Route) -> Callable[[Path], Plan]:
+    """The plan of a convolution's chain by a route of our own, on an H100."""
 
     def planned(folder: Path) -> Plan:
         path = folder / "conv.yaml"
-        path.write_text(yaml.safe_dump(data | {"gemm": "generated"}))
-        return plan(load_spec(path, precision), target, "h100")
+        path.write_text(yaml.safe_dump(data))
+        return planned_by(route, load_spec(path, precision), DEVICES["h100"])
 
     return planned
 
@@ -96,18 +103,19 @@ REPRESENTATIVES: dict[tuple[str, str], Callable[[Path], Plan]] = {
     ("segments/partial.cu.j2", ""): segment("batch_norm"),
     ("segments/merge.cu.j2", ""): segment("batch_norm"),
     ("segments/windows.cu.j2", ""): segment("max_pool3d"),
-    ("conv_gemm/conv_gemm.cu.j2", ""): conv(WINDOWS, "fp16", "sm_80"),
-    ("conv_gemm/channels_last.cu.j2", ""): conv(WINDOWS, "fp16", "sm_80"),
-    ("conv_sm80/conv.cu.j2", ""): conv(FAMILY["odd_width"], "fp16", "sm_80"),
-    ("conv_sm80/finish.cu.j2", ""): conv(FAMILY["odd_width"], "fp16", "sm_80"),
-    ("conv_sm90a/conv.cu.j2", ""): conv(FAMILY["one_group"], "fp32", "sm_90a"),
-    ("conv_product_sm90a/conv.cu.j2", ""): conv(PRODUCTS["uneven_phases"], "fp32", "sm_90a"),
-    ("conv_product_sm90a/conv.cu.j2", "bf16"): conv(PRODUCTS["uneven_phases"], "bf16", "sm_90a"),
-    ("conv_product_sm90a/arrange.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp16", "sm_90a"),
-    ("conv_product_sm90a/arrange_filters.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp16", "sm_90a"),
-    ("conv_product_sm90a/measure.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp32", "sm_90a"),
-    ("conv_product_sm90a/split.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp32", "sm_90a"),
-    ("conv_product_sm90a/filters.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp32", "sm_90a"),
+    ("conv_gemm/conv_gemm.cu.j2", ""): conv(WINDOWS, "fp16", CONV_GEMM),
+    ("conv_gemm/channels_last.cu.j2", ""): conv(WINDOWS, "fp16", CONV_GEMM),
+    ("conv_sm80/conv.cu.j2", ""): conv(FAMILY["odd_width"], "fp16", CONV_SM80),
+    ("conv_sm80/finish.cu.j2", ""): conv(FAMILY["odd_width"], "fp16", CONV_SM80),
+    ("conv_sm90a/conv.cu.j2", ""): conv(FAMILY["one_group"], "fp32", CONV_SM90A),
+    ("conv_product_sm90a/conv.cu.j2", ""): conv(PRODUCTS["uneven_phases"], "fp32", CONV_PRODUCT_SM90A),
+    ("conv_product_sm90a/conv.cu.j2", "bf16"): conv(PRODUCTS["uneven_phases"], "bf16", CONV_PRODUCT_SM90A),
+    ("conv_product_sm90a/arrange.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp16", CONV_PRODUCT_SM90A),
+    ("conv_product_sm90a/arrange_filters.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp16", CONV_PRODUCT_SM90A),
+    ("conv_product_sm90a/measure.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp32", CONV_PRODUCT_SM90A),
+    ("conv_product_sm90a/split.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp32", CONV_PRODUCT_SM90A),
+    ("conv_product_sm90a/filters.cu.j2", ""): conv(PRODUCTS["few_channels"], "fp32", CONV_PRODUCT_SM90A),
+    ("conv_direct/conv.cu.j2", ""): conv(PRODUCTS["few_channels"], "bf16", CONV_DIRECT),
     ("gemm_sm90a/gemm.cu.j2", "halves"): gemm(COSTLY, "fp16", None, "sm_90a"),
     ("gemm_sm90a/gemm.cu.j2", "fp32"): gemm(COSTLY, "fp32", None, "sm_90a"),
     ("gemm_sm90a/split.cu.j2", ""): gemm(COSTLY, "fp32", None, "sm_90a"),

@@ -55,9 +55,9 @@ def test_an_instruction_is_written_once():
 
 
 def too_wide(text: str) -> list[str]:
-    """Lines of a source that are comments, stand behind its header and are wider than a page."""
+    """Lines of a source that are comments, stand behind its header and are wider than a page; headings stay in one line."""
     body = text[text.index("\n\n") :]
-    return [line for line in body.splitlines() if line.lstrip().startswith("//") and len(line) > WIDTH]
+    return [line for line in body.splitlines() if line.lstrip().startswith("//") and not line.startswith("// ---") and len(line) > WIDTH]
 
 
 @pytest.mark.parametrize("index", range(12))

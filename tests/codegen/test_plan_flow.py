@@ -41,6 +41,7 @@ def assert_constants_are_there(planned: Plan) -> None:
         text = re.sub(r"//.*", "", render_kernel(planned, kernel))
         named = set(re.findall(r"\bk[A-Z]\w*", text))
         given = set(re.findall(r"\bconstexpr [^=;]*?\b(k[A-Z]\w*)(?:\[\])? =", text))
+        given |= set(re.findall(r"\b__constant__ const \w+ (k[A-Z]\w*)\[", text)) | set(re.findall(r"\bconstexpr [^;]*, (k[A-Z]\w*)(?:\[\])? =", text))
         given |= {name for parameters in re.findall(r"\btemplate <([^>]*)>", text) for name in re.findall(r"\bk[A-Z]\w*", parameters)}
         given |= {name for names in re.findall(r"\benum \w+ \{([^}]*)\}", text) for name in re.findall(r"\bk[A-Z]\w*", names)}
         assert named <= given, f"{kernel.file(planned.target)} names {', '.join(sorted(named - given))}"

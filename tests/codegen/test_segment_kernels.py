@@ -164,7 +164,7 @@ def test_dropout_and_running_statistics_are_mapped_in_evaluation(tmp_path) -> No
 
 def test_what_is_left_to_the_library_is_named(tmp_path) -> None:
     spec = segment_spec(
-        tmp_path, (2, 6, 8, 8), [{"conv_transpose2d": {"name": "c", "in_channels": 6, "out_channels": 4, "kernel_size": 2}}, "relu", {"mean": {"dim": [0, 2]}}]
+        tmp_path, (2, 6, 8, 8), [{"conv_transpose2d": {"name": "c", "in_channels": 6, "out_channels": 4, "kernel_size": 2, "groups": 2}}, "relu", {"mean": {"dim": [0, 2]}}]
     )
     for target in ("cpu", "sm_80"):
         made = plan(spec, target)
