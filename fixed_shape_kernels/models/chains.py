@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from .regions import ITSELF, Region, submodule
 
 MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # compute something else in training
 LONGEST = 24  # operators of a chain
+LABEL = 64  # characters of a spec's name
 PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 WORTH = (Kind.PRODUCER, Kind.NORM, Kind.REDUCTION, Kind.POOL)  # kinds of which one operator alone may be worth a kernel
 
@@ -29,9 +30,11 @@ WORTH = (Kind.PRODUCER, Kind.NORM, Kind.REDUCTION, Kind.POOL)  # kinds of which 
 class Chain:
     """Operators of a region that are a spec: the nodes, what they take from outside in the order of the spec's inputs, and the last one's value.
 
-    `text` is the spec's YAML; `modules` and `parameters` are the region's own, by the names that the spec gives them.
+    `place` tells it from the model's others. `text` is the spec's YAML, the same for chains that compute the same wherever they stand; `modules` and
+    `parameters` are the region's own, by the names that the spec gives them.
     """
 
+    place: str
     region: Region
     nodes: tuple[fx.Node, ...]
     takes: tuple[fx.Node, ...]
@@ -72,7 +75,7 @@ class Left:
 
 
 def chains_of(region: Region, name: str) -> tuple[list[Chain], list[Left]]:
-    """The chains of a region from its front, none sharing an operator, and what was left. Specs are named `name` and a number."""
+    """The chains of a region from its front, none sharing an operator, and what was left. Their places are `name` and a number."""
     found: list[Chain] = []
     left: list[Left] = []
     taken: set[fx.Node] = set()
@@ -168,15 +171,16 @@ def _chain(region: Region, nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]
         return None, "dropout draws its mask anew at each call, so nothing can be compared"
     given = tuple(Given(word, tuple(fact.shape), "randn") for word, fact in zip(traced.inputs, facts, strict=True))
     entries = tuple(entry if not entry.holds_parameter else _filled(entry) for entry in traced.entries)
+    label = "_".join(("chain", *(entry.operator for entry in entries)))[:LABEL].rstrip("_")
     (kind,) = kinds
     try:
-        text = spec_text(Layer(name, "a model", PRECISIONS[kind], given, (), (), entries), 0)
-        spec = read_back(text, name)
+        text = spec_text(Layer(label, "a model", PRECISIONS[kind], given, (), (), entries), 0)
+        spec = read_back(text, label)
     except Refused as refused:
         return None, "; ".join(fault.message for fault in refused.faults)
     if spec.output_shape != tuple(region.facts[nodes[-1]].shape):
         return None, "its result has another shape than the spec's"
-    return Chain(region, nodes, takes, spec, text.yaml, modules, parameters, run), None
+    return Chain(name, region, nodes, takes, spec, text.yaml, modules, parameters, run), None
 
 
 def _filled(entry: Entry) -> Entry:
@@ -198,19 +202,17 @@ def _hooked(module: nn.Module) -> str | None:
 
 
 def _as_model(region: Region, nodes: tuple[fx.Node, ...], takes: tuple[fx.Node, ...]) -> tuple[fx.GraphModule, dict[str, nn.Module], dict[str, nn.Parameter]]:
-    """The nodes as a module of their own, whose parts are the region's under names that a spec can give."""
+    """The nodes as a module of their own, whose parts are the region's under names that a spec can give: what they are, not where."""
     part, copies, root = fx.Graph(), {}, nn.Module()
     words: dict[str, str] = {}
     modules: dict[str, nn.Module] = {}
     parameters: dict[str, nn.Parameter] = {}
 
-    def word(target: str) -> str:
+    def word(target: str, what: object) -> str:
         if target not in words:
-            plain = re.sub(r"\W+", "_", target).strip("_")
-            plain = plain if is_name(plain) else f"m_{plain}"
-            while plain in words.values() or not is_name(plain):
-                plain += "_"
-            words[target] = plain
+            stem = calls.MODULES.get(type(what), "module") if isinstance(what, nn.Module) else "own"
+            names = (name for number in itertools.count() if is_name(name := f"{stem}_{number}") and name not in words.values())
+            words[target] = next(names)
         return words[target]
 
     for place, used in enumerate(takes):
@@ -221,19 +223,20 @@ def _as_model(region: Region, nodes: tuple[fx.Node, ...], takes: tuple[fx.Node, 
                 path, _, last = used.target.rpartition(".")
                 holder = region.module.get_submodule(path)
                 if path and last in holder._parameters:  # of a module whose function is called with it
-                    name = word(path)
+                    name = word(path, holder)
                     modules[name] = holder
                     setattr(root, name, holder)
                     copies[used] = part.get_attr(f"{name}.{last}")
                     continue
-                name, value = word(used.target), getattr(holder, last)
+                value = getattr(holder, last)
+                name = word(used.target, value)
                 setattr(root, name, value)
                 if isinstance(value, nn.Parameter):
                     parameters[name] = value
                 copies[used] = part.get_attr(name)
         made = part.node_copy(node, copies.__getitem__)
         if node.op == "call_module":
-            made.target = word(node.target)
+            made.target = word(node.target, submodule(region, node.target))
             modules[made.target] = submodule(region, node.target)
             setattr(root, made.target, modules[made.target])
         copies[node] = made

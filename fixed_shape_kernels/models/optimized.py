@@ -16,7 +16,7 @@ from codegen.spec import Spec
 from runtime import RuntimeFailure
 
 from ..progress import busy, steps
-from .building import Candidate, build_all, constructed, named, plan_for, shared
+from .building import Candidate, build_all, constructed, named, plan_all, shared
 from .chains import chains_of
 from .installed import Call, Optimized, arguments_of
 from .judge import SECONDS, judge
@@ -57,7 +57,7 @@ def optimize(
         if strict and any(row.status != REPLACED for row in report.rows):
             raise NotReplaced(report)
         made.install([(candidate.chain, candidate.model) for candidate in chosen])
-        made.calls.append(Call(call, tuple(candidate.folder for candidate in chosen)))
+        made.calls.append(Call(call, {candidate.chain.place: candidate.folder for candidate in chosen}))
         if chosen:
             with torch.no_grad(), kept_state(model):
                 times = interleaved({"after": lambda: made(*call), "before": lambda: model(*call)}, device_of(model, call), SECONDS)
@@ -86,18 +86,18 @@ def load_optimized(model: nn.Module, folder: str | Path) -> Optimized:
     found = []
     for call in index["calls"]:
         arguments = tuple(argument(value, device) for value in call["arguments"])
-        missing, built = set(call["packages"]), []
+        missing, built = dict(call["packages"]), []
         for number, region in enumerate(regions_of(model, arguments)[0]):
             for chain in chains_of(region, name_of(region, number))[0]:
                 chain.spec = at_precision(chain.spec, index["precision"])
                 chain.spec = named(chain)
-                if chain.spec.package in missing:
-                    missing.discard(chain.spec.package)
+                if missing.get(chain.place) == chain.spec.package:
+                    del missing[chain.place]
                     built.append((chain, shared(constructed(Path(folder) / chain.spec.package), chain)))
         if missing:
-            raise ValueError(f"{folder} was saved for another model: this one has no chain of {', '.join(sorted(missing))}; optimise again")
+            raise ValueError(f"{folder} was saved for another model: this one has no chain of {', '.join(sorted(set(missing.values())))}; optimise again")
         found.append(built)
-        made.calls.append(Call(arguments, tuple(Path(folder) / name for name in call["packages"])))
+        made.calls.append(Call(arguments, {place: Path(folder) / name for place, name in call["packages"].items()}))
     for built in found:  # behind the last look at the model's own forwards
         made.install(built)
     return made
@@ -134,11 +134,11 @@ def _found(model: nn.Module, example: tuple[Any, ...], precision: str | None) ->
             chain.spec = spec = at_precision(chain.spec, precision)
             row = Row(path_of(chain.path), chain.words, FOUND, where=chain.where, shapes=_shapes(spec), precision=spec.precision.name)
             candidate = Candidate(chain, row)
-            plan_for(candidate, device)
             candidates.append(candidate)
             rows.append((order[chain.nodes[0]], row))
         rows += [(0, Row(path_of(one.path), one.operator, "unsupported", one.why, one.where)) for one in rest]
         report.rows += [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+    plan_all(candidates, device)
     return report, candidates
 
 
