@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from bench.timing import interleaved
 from codegen.numerics import PRECISIONS
 from codegen.spec import Spec
-from runtime import RuntimeFailure
 
-from ..progress import busy, steps
+from ..progress import busy
 from .building import Candidate, build_all, constructed, named, plan_all, shared
 from .chains import chains_of
 from .installed import Call, Optimized, arguments_of
-from .judge import SECONDS, judge
-from .regions import Region, Watched, kept_state, path_of, regions_of
+from .judge import SECONDS, Judge
+from .regions import Region, kept_state, path_of, regions_of
 from .report import FOUND, REPLACED, NotReplaced, Report, Row
 from .saved import argument, read
 
@@ -43,7 +41,7 @@ def optimize(
     `example` are the arguments of one call, on the device where the model will run. Weights, `state_dict` and hooks are the model's own, and the model
     itself runs as before. Each chain is compared with float64 on the example's data and on shifted ones (`verify`), timed beside the model's own modules,
     and used where it is `min_gain` times as fast. `precision` is tf32 or nothing: the rest follows from the tensors. With `training` chains are used
-    where gradients are asked for, too. A call with other shapes, types or constants runs the model's own modules, and is warned of once.
+    where gradients are asked for, too: those are compared as well, and a forward is timed with its backward. A call with other shapes, types or constants runs the model's own modules, and is warned of once.
     Sources are kept in `cache_dir`, by default build/models. With `strict` NotReplaced is raised where a chain stays as it was.
 
     Raises what the model raises on the example, ValueError for a wrong argument.
@@ -53,7 +51,8 @@ def optimize(
     def widen(*call: Any) -> Report:
         report, candidates = _found(model, call, precision)
         build_all(candidates, Path(cache_dir or "build/models"))
-        chosen = _judged(model, call, [candidate for candidate in candidates if candidate.model is not None], min_gain, verify)
+        built = [candidate for candidate in candidates if candidate.model is not None]
+        chosen = Judge(min_gain, verify, training).chosen(built, arguments_of(model, call, {candidate.chain.region for candidate in built}))
         if strict and any(row.status != REPLACED for row in report.rows):
             raise NotReplaced(report)
         made.install([(candidate.chain, candidate.model) for candidate in chosen])
@@ -150,47 +149,3 @@ def name_of(region: Region, number: int) -> str:
 def _shapes(spec: Spec) -> str:
     given = " and ".join("x".join(map(str, one.shape)) for one in spec.inputs)
     return f"{given} -> {'x'.join(map(str, spec.output_shape))}"
-
-
-def _judged(model: nn.Module, example: tuple[Any, ...], candidates: list[Candidate], min_gain: float, verify: bool) -> list[Candidate]:
-    """Those that are right and faster. The model runs once on the example, and each region once more behind it."""
-    chosen: list[Candidate] = []
-    regions: dict[Region, list[Candidate]] = {}
-    for candidate in candidates:
-        regions.setdefault(candidate.chain.region, []).append(candidate)
-    arguments, bar = arguments_of(model, example, regions), steps(candidates, "judging")
-    for region, of_region in regions.items():
-        waiting = {candidate.chain.nodes[0]: candidate for candidate in of_region}
-        wanted = {used for candidate in of_region for used in candidate.chain.takes}
-        values: dict[fx.Node, torch.Tensor] = {}
-
-        def reached(node: fx.Node, waiting=waiting, values=values) -> None:
-            if node in waiting:
-                _one(waiting[node], values, min_gain, verify, chosen, bar)
-
-        def computed(node: fx.Node, value: Any, wanted=wanted, values=values) -> None:
-            if node in wanted:
-                values[node] = value
-
-        with torch.no_grad(), kept_state(region.module), torch.random.fork_rng():
-            Watched(region, reached, computed).run(*(value.clone() for value in arguments[region]))
-    return chosen
-
-
-def _one(candidate: Candidate, values: dict[fx.Node, torch.Tensor], min_gain: float, verify: bool, chosen: list[Candidate], bar: Iterator[Any]) -> None:
-    next(bar, None)
-    row, chain = candidate.row, candidate.chain
-    inputs = [values[used].clone() for used in chain.takes]
-    try:
-        found = judge(chain.spec, candidate.model, chain.eager, inputs, verify)
-    except RuntimeFailure as failure:
-        row.status, row.why = "failed", next(iter(str(failure).strip().splitlines()))
-        return
-    row.error, row.ours_ms, row.torch_ms = found.error, found.ours_ms, found.torch_ms
-    if found.wrong:
-        row.status, row.why = "wrong", found.wrong
-    elif row.gain < min_gain:
-        row.status, row.why = "slower", f"{row.gain:.2f}x, {min_gain:g} wanted"
-    else:
-        row.status = REPLACED
-        chosen.append(candidate)
