@@ -140,18 +140,18 @@ def _chain(region: Region, nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]
     inside = set(nodes)
     takes = tuple(dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside and used.op != "get_attr"))
     if any(used not in region.facts for used in takes) or not takes:
-        return None, "it takes something that is no tensor"
+        return None, "it takes something that is no tensor of a fixed shape"
     if any(order[used] > order[nodes[0]] for used in takes):
         return None, "it takes a value that is computed in between"
     if nodes[-1] not in region.facts:
-        return None, "its result is no single tensor"
+        return None, "its result is no single tensor of a fixed shape"
     facts = [region.facts[used] for used in takes]
     kinds = {fact.dtype for fact in (*facts, region.facts[nodes[-1]])}
     kinds |= {parameter.dtype for node in nodes if node.op == "call_module" for parameter in submodule(region, node.target).parameters()}
     if len(kinds) > 1 or not kinds <= set(PRECISIONS):
         return None, f"its tensors are {' and '.join(sorted(str(kind).removeprefix('torch.') for kind in kinds))}"
     between = [node for node in order if order[nodes[0]] < order[node] < order[nodes[-1]] and node not in inside]
-    if any(_overwritten(region, node) is not None for node in between):
+    if any(_reaches(region, node, nodes, takes) for node in between):
         return None, "an operator in place runs in between"
     for node in nodes:
         source = _overwritten(region, node)
@@ -192,6 +192,26 @@ def _overwritten(region: Region, node: fx.Node) -> fx.Node | None:
     """The value that a node writes its result over; None where it writes over none."""
     source = node.args[0] if node.args else None
     return source if isinstance(source, fx.Node) and calls.is_in_place(node, lambda target: submodule(region, target)) else None
+
+
+def _reaches(region: Region, node: fx.Node, nodes: tuple[fx.Node, ...], takes: tuple[fx.Node, ...]) -> bool:
+    """Does a node in between write over what the chain's operators read? One whose memory is not known may."""
+    state = {id(buffer) for module in _modal(region, (node,)) for buffer in module.buffers()}
+    if any(id(buffer) in state for module in _modal(region, nodes) for buffer in module.buffers()):
+        return True  # both renew the same running statistics
+    source = _overwritten(region, node)
+    if source is None:
+        return False
+    if source not in region.facts or source.op == "get_attr":
+        return True
+    memory = region.facts[source].untyped_storage()._cdata
+    return any(used not in region.facts or region.facts[used].untyped_storage()._cdata == memory for used in (*takes, *nodes))
+
+
+def _modal(region: Region, nodes: tuple[fx.Node, ...]) -> list[nn.Module]:
+    """The modules in training that renew running statistics, of those that nodes call."""
+    called = [submodule(region, node.target) for node in nodes if node.op == "call_module"]
+    return [module for module in called if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
 
 
 def _hooked(module: nn.Module) -> str | None:

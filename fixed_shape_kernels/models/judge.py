@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx, nn
@@ -43,29 +43,34 @@ class Judged:
     torch_ms: float | None = None
 
 
+class Verdicts(Protocol):
+    """What is known of chains without another look, by package."""
+
+    def find(self, candidate: Candidate) -> Judged | None: ...
+
+    def note(self, candidate: Candidate, found: Judged) -> None: ...
+
+
 class Judge:
     """The judge of a model's chains: compares each with float64 and times it beside what would run in its place.
 
     `min_gain` is how many times as fast a chain has to be, `verify` whether anything is compared. With `training` gradients are compared, too, and a
     forward is timed with its backward. `rival` gives what is timed in the place of the model's own modules, from a chain and its inputs. Chains of one
-    package are timed once. `known` are verdicts of packages that hold without another look; those that are found are added.
+    package are timed once. `known` are verdicts that hold without another look; those that are found are noted there.
     """
 
-    def __init__(self, min_gain: float, verify: bool, training: bool, rival: Rival | None = None, known: MutableMapping[str, Judged] | None = None) -> None:
+    def __init__(self, min_gain: float, verify: bool, training: bool, rival: Rival | None = None, known: Verdicts | None = None) -> None:
         self.min_gain, self.verify, self.training, self.rival, self.known = min_gain, verify, training, rival, known
         self.times: dict[str, Judged] = {}
 
     def chosen(self, candidates: Sequence[Candidate], arguments: Mapping[Region, Sequence[torch.Tensor]]) -> list[Candidate]:
-        """Those that are right and faster; what was found is noted in the rows. Each region runs once on its arguments."""
+        """Those that are right and faster; what was found is noted in the rows. Each region runs once on its arguments, which is what the chains get."""
         chosen: list[Candidate] = []
         regions: dict[Region, list[Candidate]] = {}
         for candidate in candidates:
             regions.setdefault(candidate.chain.region, []).append(candidate)
         bar = steps(candidates, "judging")
         for region, of_region in regions.items():
-            if self.known is not None and all(candidate.chain.spec.package in self.known for candidate in of_region):
-                chosen += [candidate for candidate in of_region if self._ruled(candidate, self.known[candidate.chain.spec.package])]
-                continue
             waiting = {candidate.chain.nodes[0]: candidate for candidate in of_region}
             wanted = {used for candidate in of_region for used in candidate.chain.takes}
             values: dict[fx.Node, torch.Tensor] = {}
@@ -73,8 +78,7 @@ class Judge:
             def reached(node: fx.Node, waiting=waiting, values=values) -> None:
                 if node in waiting:
                     next(bar, None)
-                    inputs = [values[used].clone() for used in waiting[node].chain.takes]
-                    if self._passes(waiting[node], inputs):
+                    if self.passes(waiting[node], [values[used].clone() for used in waiting[node].chain.takes]):
                         chosen.append(waiting[node])
 
             def computed(node: fx.Node, value: Any, wanted=wanted, values=values) -> None:
@@ -85,23 +89,24 @@ class Judge:
                 Watched(region, reached, computed).run(*(value.clone() for value in arguments[region]))
         return chosen
 
-    def _passes(self, candidate: Candidate, inputs: Sequence[torch.Tensor]) -> bool:
+    def passes(self, candidate: Candidate, inputs: Sequence[torch.Tensor]) -> bool:
+        """Is the chain right and faster on these inputs? What was found is noted in its row."""
         chain, package = candidate.chain, candidate.chain.spec.package
         try:
-            found = self.known.get(package) if self.known is not None else None
+            found = self.known.find(candidate) if self.known else None
             if found is None:
                 error, wrong = compared(chain.spec, candidate.model, chain.eager, inputs, self.training) if self.verify else (0.0, "")
                 found = replace(self.times[package], error=error) if package in self.times and not wrong else Judged(error, wrong)
                 if found.ours_ms is None and not wrong:
                     found = self.times[package] = replace(found, **self._timed(candidate, inputs))
+                if self.known:
+                    self.known.note(candidate, found)
         except GradientError as failure:
             candidate.row.status, candidate.row.why = "no backward", first_line(failure)
             return False
-        except RuntimeFailure as failure:
+        except (RuntimeFailure, torch.OutOfMemoryError) as failure:
             candidate.row.status, candidate.row.why = "failed", first_line(failure)
             return False
-        if self.known is not None:
-            self.known[package] = found
         return self._ruled(candidate, found)
 
     def _ruled(self, candidate: Candidate, found: Judged) -> bool:
@@ -118,16 +123,15 @@ class Judge:
     def _timed(self, candidate: Candidate, inputs: Sequence[torch.Tensor]) -> dict[str, float]:
         """Milliseconds of ours and of its rival on these inputs."""
         chain = candidate.chain
-        theirs = self.rival(chain, inputs) if self.rival else chain.eager
-        calls = {"ours": candidate.model, "torch": theirs}
         with torch.set_grad_enabled(self.training), kept_state(chain.eager):  # under the switches that the user set
+            given = [one.detach().requires_grad_(self.training) for one in inputs]
+            calls = {"ours": candidate.model, "torch": self.rival(chain, given) if self.rival else chain.eager}
             if self.training:
-                given = [one.detach().requires_grad_() for one in inputs]
                 direction = torch.ones(chain.spec.output_shape, dtype=inputs[0].dtype, device=inputs[0].device)
                 wanted = _differentiable(given, chain.eager)
                 run = {name: lambda call=call: torch.autograd.grad(call(*given), wanted, direction, allow_unused=True) for name, call in calls.items()}
             else:
-                run = {name: lambda call=call: call(*inputs) for name, call in calls.items()}
+                run = {name: lambda call=call: call(*given) for name, call in calls.items()}
             times = interleaved(run, inputs[0].device, SECONDS)
         return {"ours_ms": times["ours"].ms, "torch_ms": times["torch"].ms}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -121,28 +122,32 @@ def _found(model: nn.Module, example: tuple[Any, ...], precision: str | None) ->
     """The chains of a model with their plans, and a report that has a row for each and for what is left alone."""
     device = device_of(model, example)
     report = Report(type(model).__name__, kind_of(device))
-    candidates: list[Candidate] = []
     with busy("finding chains"):
         regions, left = regions_of(model, example)
-        found = [(region, *chains_of(region, name_of(region, number))) for number, region in enumerate(regions)]
-    report.rows += [Row(path_of(one.path, one.kind), one.kind, "not traced", one.why) for one in left]
-    for region, chains, rest in found:
+        report.rows += [Row(path_of(one.path, one.kind), one.kind, "not traced", one.why) for one in left]
+        return report, candidates_of(report, regions, precision, device)
+
+
+def candidates_of(report: Report, regions: Sequence[Region], precision: str | None, device: torch.device) -> list[Candidate]:
+    """The chains of regions with their plans for a device; rows for them and for what is left alone are added to the report."""
+    candidates: list[Candidate] = []
+    for number, region in enumerate(regions):
+        chains, rest = chains_of(region, name_of(region, number))
         rows: list[tuple[int, Row]] = []
         order = {node: place for place, node in enumerate(region.graph.nodes)}
         for chain in chains:
             chain.spec = spec = at_precision(chain.spec, precision)
             row = Row(path_of(chain.path), chain.words, FOUND, where=chain.where, shapes=_shapes(spec), precision=spec.precision.name)
-            candidate = Candidate(chain, row)
-            candidates.append(candidate)
+            candidates.append(Candidate(chain, row))
             rows.append((order[chain.nodes[0]], row))
         rows += [(0, Row(path_of(one.path), one.operator, "unsupported", one.why, one.where)) for one in rest]
         report.rows += [row for _, row in sorted(rows, key=lambda pair: pair[0])]
     plan_all(candidates, device)
-    return report, candidates
+    return candidates
 
 
 def name_of(region: Region, number: int) -> str:
-    """The beginning of the names of a region's specs."""
+    """The beginning of the places of a region's chains."""
     return f"model_{number}" if not region.path else f"part_{number}"
 
 
