@@ -142,8 +142,11 @@ class Captured:
             return results
         for place, name in enumerate(manifest.reference.results, 1):
             if name.startswith("state:"):
-                renewed = graph.call_method("detach", (graph.call_function(_ITEM, (results, place)),))
-                graph.call_method("copy_", (state[name.removeprefix("state:")], renewed))
+                buffer = state[name.removeprefix("state:")]
+                taken = graph.call_function(_ITEM, (results, place))
+                renewed = graph.call_method("detach", (taken,))
+                taken.meta = renewed.meta = {"example_value": buffer.meta["example_value"]}  # without it AOTAutograd caches no graph with methods
+                graph.call_method("copy_", (buffer, renewed))
         return graph.call_function(_ITEM, (results, 0))
 
     def _state(self, graph: fx.Graph, made: GeneratedModule, name: str) -> fx.Node:

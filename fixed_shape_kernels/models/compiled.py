@@ -121,6 +121,8 @@ def replace_in(gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, in
     device = tensors[0].device if tensors else torch.device("cpu")
     report = Report("graph of torch.compile", kind_of(device))
     chosen: list[Candidate] = []
+    if any(not isinstance(size, int) for fact in tensors for size in fact.shape):
+        report.rows.append(Row("(graph)", "graph", "not traced", "sizes of its tensors change between calls, and kernels are for one; torch.compile(dynamic=False) makes a graph for each"))
     if why := _refused(gm, tensors):
         report.rows.append(Row("(graph)", "graph", "not traced", why))
     else:
