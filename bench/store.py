@@ -57,8 +57,9 @@ SANITIZE = Kind("sanitize", ("spec", "precision", "target", "tool"))
 KERNELBENCH = Kind("kernelbench", ("shapes", "problem", "precision"))
 LEVEL2 = Kind("level2", ("problem", "precision"))  # one of KernelBench's level-2 problems
 SWEEP = Kind("sweep", ("small", "seed", "index"))
+MODELS = Kind("models", ("model", "precision"))  # a whole model with kernels in the place of its chains
 MACHINE = Kind("machine", ("measured_by",))  # the rates of the card as the command of that name last measured them
-KINDS = (EVIDENCE, SANITIZE, KERNELBENCH, LEVEL2, SWEEP, MACHINE)
+KINDS = (EVIDENCE, SANITIZE, KERNELBENCH, LEVEL2, SWEEP, MODELS, MACHINE)
 
 
 def read(kind: Kind, results: Path, card: str) -> list[Record]:

@@ -242,7 +242,7 @@ def _as_model(region: Region, nodes: tuple[fx.Node, ...], takes: tuple[fx.Node, 
             if used.op == "get_attr" and used not in copies:
                 path, _, last = used.target.rpartition(".")
                 holder = region.module.get_submodule(path)
-                if path and last in holder._parameters:  # of a module whose function is called with it
+                if path and last in holder._parameters and calls.function_name(node) in (*calls.NORMS, *calls.PRODUCTS):  # of a module whose function is called with it
                     name = word(path, holder)
                     modules[name] = holder
                     setattr(root, name, holder)
