@@ -24,8 +24,6 @@ from .backend import announce
 
 __version__ = "0.1.0"
 
-_MODELS = ("inductor_pass", "load_optimized", "optimize", "save_optimized")  # need torch
-
 __all__ = ["Refusal", "SpecError", "SpecLike", "explain", "generate", "inductor_pass", "load", "load_optimized", "optimize", "save_optimized"]
 
 announce()
@@ -33,8 +31,8 @@ announce()
 
 def __getattr__(name: str) -> Any:
     """What needs torch, imported where it is asked for."""
-    if name in _MODELS:
-        from . import models
+    if name in ("inductor_pass", "load_optimized", "optimize", "save_optimized"):
+        from .models import inductor_pass, load_optimized, optimize, save_optimized
 
-        return getattr(models, name)
+        return {"inductor_pass": inductor_pass, "load_optimized": load_optimized, "optimize": optimize, "save_optimized": save_optimized}[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`fsk models-bench`: whole models before and after, in PyTorch and in torch.compile; a record a model and precision in <card>/models.jsonl."""
+"""`fsk models`: whole models before and after, in PyTorch and in torch.compile; a record a model and precision in <card>/models.jsonl."""
 
 from __future__ import annotations
 
