@@ -58,8 +58,9 @@ KERNELBENCH = Kind("kernelbench", ("shapes", "problem", "precision"))
 LEVEL2 = Kind("level2", ("problem", "precision"))  # one of KernelBench's level-2 problems
 SWEEP = Kind("sweep", ("small", "seed", "index"))
 PARALLEL = Kind("parallel", ("spec", "precision", "ranks"))  # of a chain divided among ranks; in the folder of the card with their number, as in h200-x2
+MODELS = Kind("models", ("model", "precision"))  # a whole model with kernels in the place of its chains
 MACHINE = Kind("machine", ("measured_by",))  # the rates of the card as the command of that name last measured them
-KINDS = (EVIDENCE, SANITIZE, KERNELBENCH, LEVEL2, SWEEP, PARALLEL, MACHINE)
+KINDS = (EVIDENCE, SANITIZE, KERNELBENCH, LEVEL2, SWEEP, PARALLEL, MODELS, MACHINE)
 
 
 def read(kind: Kind, results: Path, card: str) -> list[Record]:

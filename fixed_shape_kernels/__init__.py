@@ -8,6 +8,7 @@
 
     fast = fsk.optimize(model, example)      # a whole model: kernels where they are right and faster
     print(fast.report)
+    torch.compile(model, backend="fixed_shapes")             # the same within torch.compile
 
 The command `fsk` does the same from a shell. `load` and `optimize` need torch, the rest
 does not.
@@ -19,16 +20,19 @@ from codegen.plan import Refusal
 from codegen.spec import SpecError
 
 from .api import SpecLike, explain, generate, load
+from .backend import announce
 
 __version__ = "0.1.0"
 
-__all__ = ["Refusal", "SpecError", "SpecLike", "explain", "generate", "load", "load_optimized", "optimize", "save_optimized"]
+__all__ = ["Refusal", "SpecError", "SpecLike", "explain", "generate", "inductor_pass", "load", "load_optimized", "optimize", "save_optimized"]
+
+announce()
 
 
 def __getattr__(name: str) -> Any:
     """What needs torch, imported where it is asked for."""
-    if name in ("load_optimized", "optimize", "save_optimized"):
-        from .models import load_optimized, optimize, save_optimized
+    if name in ("inductor_pass", "load_optimized", "optimize", "save_optimized"):
+        from .models import inductor_pass, load_optimized, optimize, save_optimized
 
-        return {"load_optimized": load_optimized, "optimize": optimize, "save_optimized": save_optimized}[name]
+        return {"inductor_pass": inductor_pass, "load_optimized": load_optimized, "optimize": optimize, "save_optimized": save_optimized}[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

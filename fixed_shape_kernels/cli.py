@@ -129,6 +129,10 @@ COMMANDS = {
         _MEASURE, "bench.kernelbench:main", "KernelBench's own harness over standalone.py",
         ("kernelbench --checkout KernelBench --problem 30 --precision fp32", "kernelbench --level 2 --no-harness --problem 30"),
     ),
+    "models": Row(
+        _MEASURE, "fixed_shape_kernels.models.measured:main", "time whole models with kernels, in and beside torch.compile",
+        ("models --model convnext --precision bf16", "models --budget-s 150"),
+    ),
     "rekey": Row(
         _MEASURE, "bench.rekey:main", "keep records whose sources changed and whose machine code did not",
         ("rekey --from HEAD~1", "rekey --from v1.2.0 --card h200 --dry-run"),

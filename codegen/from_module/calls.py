@@ -95,7 +95,7 @@ _DISPATCHERS = {
 }
 
 
-IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv"})  # Python's, beside those whose names end in _
+IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})  # Python's, beside those whose names end in _
 
 
 def is_in_place(node: fx.Node, module_of: Callable[[str], nn.Module]) -> bool:
@@ -105,7 +105,11 @@ def is_in_place(node: fx.Node, module_of: Callable[[str], nn.Module]) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or node.kwargs.get("inplace", False) is True
+    if name in IN_PLACE or (name.endswith("_") and not name.endswith("__")) or getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        return True
+    names = FUNCTIONS.get(name, ("", ()))[1]
+    place = names.index("inplace") + 1 if "inplace" in names else len(node.args)
+    return node.kwargs.get("inplace", node.args[place] if place < len(node.args) else False) is True
 
 
 def module_values(module: nn.Module) -> tuple[str, Values] | None:

@@ -9,11 +9,14 @@
     saved.py     an optimised model on disk
     report.py    what became of each chain, as a table, JSON and a page
     command.py   fsk optimize
+    captured.py  a graph of torch.compile as a region, and operators put into it
+    compiled.py  the backend of torch.compile, and the pass of Inductor
 """
 
+from .compiled import inductor_pass
 from .installed import Optimized
 from .optimized import explain_model, load_optimized, optimize
 from .report import NotReplaced, Report, Row
 from .saved import save_optimized
 
-__all__ = ["NotReplaced", "Optimized", "Report", "Row", "explain_model", "load_optimized", "optimize", "save_optimized"]
+__all__ = ["NotReplaced", "Optimized", "Report", "Row", "explain_model", "inductor_pass", "load_optimized", "optimize", "save_optimized"]

@@ -41,15 +41,26 @@ class Candidate:
 
 
 def named(chain: Chain) -> Spec:
-    """The chain's spec under a name that says what it computes: another chain, shape or type has another one."""
+    """The chain's spec under a name that says what it computes: another chain, shape or type has another one, the same one elsewhere has the same."""
     told = hashlib.sha256(f"{chain.spec.precision.name}\n{chain.text}".encode()).hexdigest()[:10]
     return replace(chain.spec, name=f"{chain.spec.name}_{told}")
 
 
-def plan_for(candidate: Candidate, device: torch.device) -> None:
-    """Plan the chain for the device, or for a GPU of the default class where the model holds no data."""
+def plan_all(candidates: list[Candidate], device: torch.device) -> None:
+    """Plan chains for the device, or for a GPU of the default class where the model holds no data; those that compute the same once."""
+    planned: dict[str, Candidate] = {}
+    for candidate in candidates:
+        spec = candidate.chain.spec = named(candidate.chain)
+        first = planned.setdefault(spec.package, candidate)
+        if first is candidate:
+            _plan(candidate, spec, device)
+        else:
+            candidate.package = first.package
+            candidate.row.status, candidate.row.why, candidate.row.plan, candidate.row.estimated_ms = first.row.status, first.row.why, first.row.plan, first.row.estimated_ms
+
+
+def _plan(candidate: Candidate, spec: Spec, device: torch.device) -> None:
     names = [name for name in preference(cuda_targets().values())] if device.type in ("cuda", "meta") else ["cpu"]
-    spec = candidate.chain.spec = named(candidate.chain)
     try:
         package = make_package(spec, tuple(target for target in names if device.type != "cuda" or TARGETS[target].min_capability <= torch.cuda.get_device_capability(device)))
     except Refusal as refusal:
@@ -71,22 +82,27 @@ def _word(plan: Plan) -> str:
 
 
 def build_all(candidates: list[Candidate], folder: Path) -> None:
-    """Emit and compile, several at once, with a bar; a failure is noted in the row."""
-    planned = [candidate for candidate in candidates if candidate.package is not None]
+    """Emit and compile, several at once, with a bar, and chains that compute the same once; a failure is noted in the row."""
+    planned: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        if candidate.package is not None:
+            planned.setdefault(candidate.package.spec.package, []).append(candidate)
 
-    def one(candidate: Candidate) -> tuple[Candidate, Any]:
+    def one(alike: list[Candidate]) -> tuple[list[Candidate], Any]:
         try:
-            return candidate, constructed(write_package(candidate.package, folder, False, True).folder)
+            written = write_package(alike[0].package, folder, False, True).folder
+            return alike, [constructed(written) for _ in alike]
         except (RuntimeFailure, Refusal, OSError) as error:
-            return candidate, error
+            return alike, error
 
     with ThreadPoolExecutor(max(1, usable_cores() // 2)) as pool:
-        for candidate, made in pool.map(one, steps(planned, "building")):
-            if isinstance(made, Exception):
-                candidate.row.status, candidate.row.why = "failed", next(iter(str(made).strip().splitlines()), type(made).__name__)
-            else:
-                candidate.model = shared(made, candidate.chain)
-                candidate.folder = folder / candidate.package.spec.package
+        for alike, made in pool.map(one, steps(list(planned.values()), "building")):
+            for number, candidate in enumerate(alike):
+                if isinstance(made, Exception):
+                    candidate.row.status, candidate.row.why = "failed", next(iter(str(made).strip().splitlines()), type(made).__name__)
+                else:
+                    candidate.model = shared(made[number], candidate.chain)
+                    candidate.folder = folder / candidate.package.spec.package
 
 
 def constructed(folder: Path) -> GeneratedModule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from .regions import ITSELF, Region, submodule
 
 MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # compute something else in training
 LONGEST = 24  # operators of a chain
+LABEL = 64  # characters of a spec's name
 PRECISIONS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 WORTH = (Kind.PRODUCER, Kind.NORM, Kind.REDUCTION, Kind.POOL)  # kinds of which one operator alone may be worth a kernel
 
@@ -29,9 +30,11 @@ WORTH = (Kind.PRODUCER, Kind.NORM, Kind.REDUCTION, Kind.POOL)  # kinds of which 
 class Chain:
     """Operators of a region that are a spec: the nodes, what they take from outside in the order of the spec's inputs, and the last one's value.
 
-    `text` is the spec's YAML; `modules` and `parameters` are the region's own, by the names that the spec gives them.
+    `place` tells it from the model's others. `text` is the spec's YAML, the same for chains that compute the same wherever they stand; `modules` and
+    `parameters` are the region's own, by the names that the spec gives them.
     """
 
+    place: str
     region: Region
     nodes: tuple[fx.Node, ...]
     takes: tuple[fx.Node, ...]
@@ -72,7 +75,7 @@ class Left:
 
 
 def chains_of(region: Region, name: str) -> tuple[list[Chain], list[Left]]:
-    """The chains of a region from its front, none sharing an operator, and what was left. Specs are named `name` and a number."""
+    """The chains of a region from its front, none sharing an operator, and what was left. Their places are `name` and a number."""
     found: list[Chain] = []
     left: list[Left] = []
     taken: set[fx.Node] = set()
@@ -137,18 +140,18 @@ def _chain(region: Region, nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]
     inside = set(nodes)
     takes = tuple(dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside and used.op != "get_attr"))
     if any(used not in region.facts for used in takes) or not takes:
-        return None, "it takes something that is no tensor"
+        return None, "it takes something that is no tensor of a fixed shape"
     if any(order[used] > order[nodes[0]] for used in takes):
         return None, "it takes a value that is computed in between"
     if nodes[-1] not in region.facts:
-        return None, "its result is no single tensor"
+        return None, "its result is no single tensor of a fixed shape"
     facts = [region.facts[used] for used in takes]
     kinds = {fact.dtype for fact in (*facts, region.facts[nodes[-1]])}
     kinds |= {parameter.dtype for node in nodes if node.op == "call_module" for parameter in submodule(region, node.target).parameters()}
     if len(kinds) > 1 or not kinds <= set(PRECISIONS):
         return None, f"its tensors are {' and '.join(sorted(str(kind).removeprefix('torch.') for kind in kinds))}"
     between = [node for node in order if order[nodes[0]] < order[node] < order[nodes[-1]] and node not in inside]
-    if any(_overwritten(region, node) is not None for node in between):
+    if any(_reaches(region, node, nodes, takes) for node in between):
         return None, "an operator in place runs in between"
     for node in nodes:
         source = _overwritten(region, node)
@@ -168,15 +171,16 @@ def _chain(region: Region, nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]
         return None, "dropout draws its mask anew at each call, so nothing can be compared"
     given = tuple(Given(word, tuple(fact.shape), "randn") for word, fact in zip(traced.inputs, facts, strict=True))
     entries = tuple(entry if not entry.holds_parameter else _filled(entry) for entry in traced.entries)
+    label = "_".join(("chain", *(entry.operator for entry in entries)))[:LABEL].rstrip("_")
     (kind,) = kinds
     try:
-        text = spec_text(Layer(name, "a model", PRECISIONS[kind], given, (), (), entries), 0)
-        spec = read_back(text, name)
+        text = spec_text(Layer(label, "a model", PRECISIONS[kind], given, (), (), entries), 0)
+        spec = read_back(text, label)
     except Refused as refused:
         return None, "; ".join(fault.message for fault in refused.faults)
     if spec.output_shape != tuple(region.facts[nodes[-1]].shape):
         return None, "its result has another shape than the spec's"
-    return Chain(region, nodes, takes, spec, text.yaml, modules, parameters, run), None
+    return Chain(name, region, nodes, takes, spec, text.yaml, modules, parameters, run), None
 
 
 def _filled(entry: Entry) -> Entry:
@@ -190,6 +194,26 @@ def _overwritten(region: Region, node: fx.Node) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and calls.is_in_place(node, lambda target: submodule(region, target)) else None
 
 
+def _reaches(region: Region, node: fx.Node, nodes: tuple[fx.Node, ...], takes: tuple[fx.Node, ...]) -> bool:
+    """Does a node in between write over what the chain's operators read? One whose memory is not known may."""
+    state = {id(buffer) for module in _modal(region, (node,)) for buffer in module.buffers()}
+    if any(id(buffer) in state for module in _modal(region, nodes) for buffer in module.buffers()):
+        return True  # both renew the same running statistics
+    source = _overwritten(region, node)
+    if source is None:
+        return False
+    if source not in region.facts or source.op == "get_attr":
+        return True
+    memory = region.facts[source].untyped_storage()._cdata
+    return any(used not in region.facts or region.facts[used].untyped_storage()._cdata == memory for used in (*takes, *nodes))
+
+
+def _modal(region: Region, nodes: tuple[fx.Node, ...]) -> list[nn.Module]:
+    """The modules in training that renew running statistics, of those that nodes call."""
+    called = [submodule(region, node.target) for node in nodes if node.op == "call_module"]
+    return [module for module in called if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
+
+
 def _hooked(module: nn.Module) -> str | None:
     state = vars(module)
     if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
@@ -198,19 +222,17 @@ def _hooked(module: nn.Module) -> str | None:
 
 
 def _as_model(region: Region, nodes: tuple[fx.Node, ...], takes: tuple[fx.Node, ...]) -> tuple[fx.GraphModule, dict[str, nn.Module], dict[str, nn.Parameter]]:
-    """The nodes as a module of their own, whose parts are the region's under names that a spec can give."""
+    """The nodes as a module of their own, whose parts are the region's under names that a spec can give: what they are, not where."""
     part, copies, root = fx.Graph(), {}, nn.Module()
     words: dict[str, str] = {}
     modules: dict[str, nn.Module] = {}
     parameters: dict[str, nn.Parameter] = {}
 
-    def word(target: str) -> str:
+    def word(target: str, what: object) -> str:
         if target not in words:
-            plain = re.sub(r"\W+", "_", target).strip("_")
-            plain = plain if is_name(plain) else f"m_{plain}"
-            while plain in words.values() or not is_name(plain):
-                plain += "_"
-            words[target] = plain
+            stem = calls.MODULES.get(type(what), "module") if isinstance(what, nn.Module) else "own"
+            names = (name for number in itertools.count() if is_name(name := f"{stem}_{number}") and name not in words.values())
+            words[target] = next(names)
         return words[target]
 
     for place, used in enumerate(takes):
@@ -220,20 +242,21 @@ def _as_model(region: Region, nodes: tuple[fx.Node, ...], takes: tuple[fx.Node, 
             if used.op == "get_attr" and used not in copies:
                 path, _, last = used.target.rpartition(".")
                 holder = region.module.get_submodule(path)
-                if path and last in holder._parameters:  # of a module whose function is called with it
-                    name = word(path)
+                if path and last in holder._parameters and calls.function_name(node) in (*calls.NORMS, *calls.PRODUCTS):  # of a module whose function is called with it
+                    name = word(path, holder)
                     modules[name] = holder
                     setattr(root, name, holder)
                     copies[used] = part.get_attr(f"{name}.{last}")
                     continue
-                name, value = word(used.target), getattr(holder, last)
+                value = getattr(holder, last)
+                name = word(used.target, value)
                 setattr(root, name, value)
                 if isinstance(value, nn.Parameter):
                     parameters[name] = value
                 copies[used] = part.get_attr(name)
         made = part.node_copy(node, copies.__getitem__)
         if node.op == "call_module":
-            made.target = word(node.target)
+            made.target = word(node.target, submodule(region, node.target))
             modules[made.target] = submodule(region, node.target)
             setattr(root, made.target, modules[made.target])
         copies[node] = made

@@ -27,10 +27,10 @@ Built = tuple[Chain, GeneratedModule]
 
 @dataclass(frozen=True)
 class Call:
-    """A call that kernels were made for: the model's arguments, and the folders of the packages that were put in place."""
+    """A call that kernels were made for: the model's arguments, and the folders of the packages that were put in place, by the chain's place."""
 
     arguments: tuple[Any, ...]
-    packages: tuple[Path, ...]
+    packages: dict[str, Path]
 
 
 class Optimized(nn.Module):

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from bench.timing import interleaved
 from codegen.numerics import PRECISIONS
 from codegen.spec import Spec
-from runtime import RuntimeFailure
 
-from ..progress import busy, steps
-from .building import Candidate, build_all, constructed, named, plan_for, shared
+from ..progress import busy
+from .building import Candidate, build_all, constructed, named, plan_all, shared
 from .chains import chains_of
 from .installed import Call, Optimized, arguments_of
-from .judge import SECONDS, judge
-from .regions import Region, Watched, kept_state, path_of, regions_of
+from .judge import SECONDS, Judge
+from .regions import Region, kept_state, path_of, regions_of
 from .report import FOUND, REPLACED, NotReplaced, Report, Row
 from .saved import argument, read
 
@@ -43,7 +42,7 @@ def optimize(
     `example` are the arguments of one call, on the device where the model will run. Weights, `state_dict` and hooks are the model's own, and the model
     itself runs as before. Each chain is compared with float64 on the example's data and on shifted ones (`verify`), timed beside the model's own modules,
     and used where it is `min_gain` times as fast. `precision` is tf32 or nothing: the rest follows from the tensors. With `training` chains are used
-    where gradients are asked for, too. A call with other shapes, types or constants runs the model's own modules, and is warned of once.
+    where gradients are asked for, too: those are compared as well, and a forward is timed with its backward. A call with other shapes, types or constants runs the model's own modules, and is warned of once.
     Sources are kept in `cache_dir`, by default build/models. With `strict` NotReplaced is raised where a chain stays as it was.
 
     Raises what the model raises on the example, ValueError for a wrong argument.
@@ -53,11 +52,12 @@ def optimize(
     def widen(*call: Any) -> Report:
         report, candidates = _found(model, call, precision)
         build_all(candidates, Path(cache_dir or "build/models"))
-        chosen = _judged(model, call, [candidate for candidate in candidates if candidate.model is not None], min_gain, verify)
+        built = [candidate for candidate in candidates if candidate.model is not None]
+        chosen = Judge(min_gain, verify, training).chosen(built, arguments_of(model, call, {candidate.chain.region for candidate in built}))
         if strict and any(row.status != REPLACED for row in report.rows):
             raise NotReplaced(report)
         made.install([(candidate.chain, candidate.model) for candidate in chosen])
-        made.calls.append(Call(call, tuple(candidate.folder for candidate in chosen)))
+        made.calls.append(Call(call, {candidate.chain.place: candidate.folder for candidate in chosen}))
         if chosen:
             with torch.no_grad(), kept_state(model):
                 times = interleaved({"after": lambda: made(*call), "before": lambda: model(*call)}, device_of(model, call), SECONDS)
@@ -86,18 +86,18 @@ def load_optimized(model: nn.Module, folder: str | Path) -> Optimized:
     found = []
     for call in index["calls"]:
         arguments = tuple(argument(value, device) for value in call["arguments"])
-        missing, built = set(call["packages"]), []
+        missing, built = dict(call["packages"]), []
         for number, region in enumerate(regions_of(model, arguments)[0]):
             for chain in chains_of(region, name_of(region, number))[0]:
                 chain.spec = at_precision(chain.spec, index["precision"])
                 chain.spec = named(chain)
-                if chain.spec.package in missing:
-                    missing.discard(chain.spec.package)
+                if missing.get(chain.place) == chain.spec.package:
+                    del missing[chain.place]
                     built.append((chain, shared(constructed(Path(folder) / chain.spec.package), chain)))
         if missing:
-            raise ValueError(f"{folder} was saved for another model: this one has no chain of {', '.join(sorted(missing))}; optimise again")
+            raise ValueError(f"{folder} was saved for another model: this one has no chain of {', '.join(sorted(set(missing.values())))}; optimise again")
         found.append(built)
-        made.calls.append(Call(arguments, tuple(Path(folder) / name for name in call["packages"])))
+        made.calls.append(Call(arguments, {place: Path(folder) / name for place, name in call["packages"].items()}))
     for built in found:  # behind the last look at the model's own forwards
         made.install(built)
     return made
@@ -122,75 +122,35 @@ def _found(model: nn.Module, example: tuple[Any, ...], precision: str | None) ->
     """The chains of a model with their plans, and a report that has a row for each and for what is left alone."""
     device = device_of(model, example)
     report = Report(type(model).__name__, kind_of(device))
-    candidates: list[Candidate] = []
     with busy("finding chains"):
         regions, left = regions_of(model, example)
-        found = [(region, *chains_of(region, name_of(region, number))) for number, region in enumerate(regions)]
-    report.rows += [Row(path_of(one.path, one.kind), one.kind, "not traced", one.why) for one in left]
-    for region, chains, rest in found:
+        report.rows += [Row(path_of(one.path, one.kind), one.kind, "not traced", one.why) for one in left]
+        return report, candidates_of(report, regions, precision, device)
+
+
+def candidates_of(report: Report, regions: Sequence[Region], precision: str | None, device: torch.device) -> list[Candidate]:
+    """The chains of regions with their plans for a device; rows for them and for what is left alone are added to the report."""
+    candidates: list[Candidate] = []
+    for number, region in enumerate(regions):
+        chains, rest = chains_of(region, name_of(region, number))
         rows: list[tuple[int, Row]] = []
         order = {node: place for place, node in enumerate(region.graph.nodes)}
         for chain in chains:
             chain.spec = spec = at_precision(chain.spec, precision)
             row = Row(path_of(chain.path), chain.words, FOUND, where=chain.where, shapes=_shapes(spec), precision=spec.precision.name)
-            candidate = Candidate(chain, row)
-            plan_for(candidate, device)
-            candidates.append(candidate)
+            candidates.append(Candidate(chain, row))
             rows.append((order[chain.nodes[0]], row))
         rows += [(0, Row(path_of(one.path), one.operator, "unsupported", one.why, one.where)) for one in rest]
         report.rows += [row for _, row in sorted(rows, key=lambda pair: pair[0])]
-    return report, candidates
+    plan_all(candidates, device)
+    return candidates
 
 
 def name_of(region: Region, number: int) -> str:
-    """The beginning of the names of a region's specs."""
+    """The beginning of the places of a region's chains."""
     return f"model_{number}" if not region.path else f"part_{number}"
 
 
 def _shapes(spec: Spec) -> str:
     given = " and ".join("x".join(map(str, one.shape)) for one in spec.inputs)
     return f"{given} -> {'x'.join(map(str, spec.output_shape))}"
-
-
-def _judged(model: nn.Module, example: tuple[Any, ...], candidates: list[Candidate], min_gain: float, verify: bool) -> list[Candidate]:
-    """Those that are right and faster. The model runs once on the example, and each region once more behind it."""
-    chosen: list[Candidate] = []
-    regions: dict[Region, list[Candidate]] = {}
-    for candidate in candidates:
-        regions.setdefault(candidate.chain.region, []).append(candidate)
-    arguments, bar = arguments_of(model, example, regions), steps(candidates, "judging")
-    for region, of_region in regions.items():
-        waiting = {candidate.chain.nodes[0]: candidate for candidate in of_region}
-        wanted = {used for candidate in of_region for used in candidate.chain.takes}
-        values: dict[fx.Node, torch.Tensor] = {}
-
-        def reached(node: fx.Node, waiting=waiting, values=values) -> None:
-            if node in waiting:
-                _one(waiting[node], values, min_gain, verify, chosen, bar)
-
-        def computed(node: fx.Node, value: Any, wanted=wanted, values=values) -> None:
-            if node in wanted:
-                values[node] = value
-
-        with torch.no_grad(), kept_state(region.module), torch.random.fork_rng():
-            Watched(region, reached, computed).run(*(value.clone() for value in arguments[region]))
-    return chosen
-
-
-def _one(candidate: Candidate, values: dict[fx.Node, torch.Tensor], min_gain: float, verify: bool, chosen: list[Candidate], bar: Iterator[Any]) -> None:
-    next(bar, None)
-    row, chain = candidate.row, candidate.chain
-    inputs = [values[used].clone() for used in chain.takes]
-    try:
-        found = judge(chain.spec, candidate.model, chain.eager, inputs, verify)
-    except RuntimeFailure as failure:
-        row.status, row.why = "failed", next(iter(str(failure).strip().splitlines()))
-        return
-    row.error, row.ours_ms, row.torch_ms = found.error, found.ours_ms, found.torch_ms
-    if found.wrong:
-        row.status, row.why = "wrong", found.wrong
-    elif row.gain < min_gain:
-        row.status, row.why = "slower", f"{row.gain:.2f}x, {min_gain:g} wanted"
-    else:
-        row.status = REPLACED
-        chosen.append(candidate)

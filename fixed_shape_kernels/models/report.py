@@ -14,7 +14,7 @@ from rich.table import Table
 REPLACED, FOUND = "replaced", "found"  # `found`: what explain says of a chain that kernels serve
 COLOURS = {
     REPLACED: "#2e7d32", FOUND: "#1565c0", "slower": "#8d6e00", "refused": "#8d6e00", "wrong": "#c62828", "failed": "#c62828", "unsupported": "#757575",
-    "not traced": "#757575",
+    "not traced": "#757575", "no backward": "#8d6e00",
 }  # fmt: skip
 _PAGES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent), undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True

@@ -11,7 +11,7 @@ import torch
 
 from .installed import Optimized
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "optimized.json"
 
 
@@ -24,9 +24,9 @@ def save_optimized(opt: Optimized, folder: str | Path) -> Path:
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()) and not (folder / INDEX).is_file():
         raise FileExistsError(17, "the folder holds something else", str(folder))
-    calls = [{"arguments": [_described(value) for value in call.arguments], "packages": sorted(package.name for package in call.packages)} for call in opt.calls]
+    calls = [{"arguments": [_described(value) for value in call.arguments], "packages": {place: package.name for place, package in call.packages.items()}} for call in opt.calls]
     folder.mkdir(parents=True, exist_ok=True)
-    for package in {package for call in opt.calls for package in call.packages}:
+    for package in {package for call in opt.calls for package in call.packages.values()}:
         shutil.copytree(package, folder / package.name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     index = {
         "format": FORMAT, "torch": torch.__version__, "model": type(opt._model).__name__, "training": opt._model.training, "trains": opt.trains, "precision": opt.precision,

@@ -152,7 +152,7 @@ def test_a_saved_one_is_loaded_without_judging(tmp_path, monkeypatch):
     opt = all_of(model, x, cache_dir=tmp_path / "cache")
     opt.add_shape(torch.randn(5, 8))
     fsk.save_optimized(opt, tmp_path / "saved")
-    monkeypatch.setattr(optimized, "judge", lambda *given, **more: pytest.fail("judged"))
+    monkeypatch.setattr(optimized, "Judge", lambda *given, **more: pytest.fail("judged"))
     other = copy.deepcopy(opt.restore())
     with torch.no_grad():
         other[0].weight.mul_(2.0)
