@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.doubt import Doubt
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -36,23 +38,28 @@ class Errors:
         return self.outside / max(self.elements, 1)
 
 
-def compare(y: torch.Tensor, exact: torch.Tensor, tolerance: float, groups: int | None, eager: torch.Tensor | None = None, margin: float = 1.0) -> Errors:
+def compare(
+    y: torch.Tensor, exact: torch.Tensor, tolerance: float, groups: int | None, eager: torch.Tensor | None = None, margin: float = 1.0, doubt: Doubt | None = None,
+) -> Errors:  # fmt: skip
     """Errors of `y` against the float64 result `exact` of the same shape.
 
     `groups` are those of a sample; None where the result has not the norm's channels any more. `eager` is PyTorch's result at the same precision: where it is not finite although the exact one is (an intermediate overflowed in the
-    storage type), `y` may be either. `margin` is how many times this result's errors another one's may be.
+    storage type), `y` may be either. `margin` is how many times this result's errors another one's may be. Elements that `doubt` says are unknown are left out, and NaN and infinities
+    may stand where any of its runs has them.
     """
     y64 = y.double()
     difference, inside = y64 - exact, exact
     ordinary = bool(torch.isfinite(difference.sum()))  # one NaN or infinity anywhere shows in the sum
-    finite = None if ordinary else torch.isfinite(y64) & torch.isfinite(exact)
+    finite = None if ordinary and doubt is None else torch.isfinite(y64) & torch.isfinite(exact)
+    if doubt is not None:
+        finite &= doubt.known
     if finite is not None:
         difference, inside = torch.where(finite, difference, 0.0), torch.where(finite, exact, 0.0)
     norm = float(inside.norm())
     relative = float(difference.norm()) / norm if norm else float(difference.norm())
     outside, nearly_outside = _outside(difference, inside, tolerance, 1.0, margin)
     mean, std = (None, None) if groups is None else _group_deviation(y64, exact, finite, groups)
-    parity = None if ordinary and y.dtype is not torch.float16 else _parity(y, exact, eager)
+    parity = None if ordinary and y.dtype is not torch.float16 else _parity(y, exact, eager, doubt.others if doubt else ())
     largest, concentration = float(difference.abs().max()), _concentration(difference)
     return Errors(relative, largest, outside, exact.numel(), mean, std, parity, concentration, nearly_outside)
 
@@ -85,13 +92,16 @@ def _group_deviation(y: torch.Tensor, exact: torch.Tensor, finite: torch.Tensor 
     return float(mean), float(std)
 
 
-def _parity(y: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor | None) -> str | None:
-    """What is wrong with the places of NaN and infinities; None when nothing is."""
+def _parity(y: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor | None, others: tuple[torch.Tensor, ...] = ()) -> str | None:
+    """What is wrong with the places of NaN and infinities; None when nothing is. `others` may be the exact result as well."""
     rounded = exact.to(y.dtype)  # a value beyond the type's range is an infinity there
     overflowed = torch.zeros_like(rounded, dtype=torch.bool) if eager is None else torch.isfinite(rounded) & ~torch.isfinite(eager)
+    runs = [other.to(y.dtype) for other in others]
     for name, of in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
-        wanted, got = of(rounded), of(y)
-        lost, extra = int((wanted & ~got).sum()), int((got & ~wanted & ~overflowed).sum())
+        wanted, possible, got = of(rounded), overflowed, of(y)
+        for run in runs:  # the sign of an infinity is that of a zero
+            wanted, possible = wanted & of(run), possible | (torch.isnan(run) if of is torch.isnan else torch.isinf(run))
+        lost, extra = int((wanted & ~got).sum()), int((got & ~of(rounded) & ~possible).sum())
         if lost or extra:
             return f"{name}: {lost} lost, {extra} too many"
     return None

@@ -10,7 +10,8 @@ An fp32 arithmetic that a spec forces and whose own error is above that promise 
 The promise compares two errors, ours and PyTorch's. Of a result of few groups both scatter: that of n independent values is known to about
 1/sqrt(n); so do errors of which a few values hold all, as where one rounding carries a value from one bound to the other. Data whose errors are above
 the promise are therefore drawn again with other seeds, and all draws together must keep it within three standard deviations (`pooled`); draws in
-which PyTorch itself overflowed count only where it did in all. A wrong shape, a lost NaN or other bits in a second run are wrong at once.
+which PyTorch itself overflowed count only where it did in all. Elements of which float64 itself says nothing are held to what roundings explain, and to no
+promise (bench.doubt). A wrong shape, a lost NaN or other bits in a second run are wrong at once.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.data import Draw
+from bench.doubt import Doubt, doubt_of
 from bench.families import FAMILIES, Family
 from bench.machine import choose_device, describe
 from bench.metrics import Errors, compare, same_bits
 from bench.promise import Yardsticks, allowed_error, allowed_outside, broken, by_chance, draws_for, independent, margin_of, pooled, pooled_errors
-from bench.subject import Subject, built_target, construct, emit, target_to_emit
+from bench.subject import EXACT_VALUES, Subject, built_target, construct, emit, target_to_emit
 from codegen.ir.fused_form import departure, fused
 from codegen.numerics import PRECISIONS
 from codegen.ops import Kind
@@ -29,6 +31,7 @@ from codegen.targets import TARGETS
 
 TRAINING, EVALUATION = MODES = ("training", "evaluation")
 STATE_MARGIN = 4  # running statistics are means of many values, each rounded once: their errors scatter more than a result's
+NO_DIGIT = 0.5  # of itself: an error of eager's that may come of a reference that is not known
 CPU_FLOP = 2e9  # on a CPU, specs of more work than this compare some samples only (but for their own inputs) and repeat less
 
 
@@ -49,6 +52,7 @@ class Finding:
     draws: int = 1
     mode: str = ""  # of a chain whose training computes something else: training or evaluation
     eager_in_single: tuple[str, ...] = ()  # what eager computed in float32, as PyTorch lacks it in the spec's 16 bits on a CPU
+    unknown: int = 0  # elements of which float64 itself says nothing (bench.doubt)
 
     @property
     def name(self) -> str:
@@ -67,6 +71,7 @@ class Finding:
             "eager_outside": self.by.eager.outside, "elements": self.ours.elements, "group_mean": rounded(self.ours.group_mean),
             "group_std": rounded(self.ours.group_std), "problems": list(self.problems), "draws": self.draws,
             **({"eager_in_fp32": list(self.eager_in_single)} if self.eager_in_single else {}),
+            **({"unknown": self.unknown} if self.unknown else {}),
         }  # fmt: skip
 
 
@@ -118,7 +123,10 @@ def _again(subject: Subject, first: Finding) -> Finding:
     ours, by = [found.ours for found in judged], [found.by for found in judged]
     allowed, outside, problems = pooled(spec, ours, by, family.initial)
     eager = pooled_errors([one.eager for one in by])
-    return Finding(family, pooled_errors(ours), replace(by[0], eager=eager), allowed, outside, first.repeats, tuple(problems), len(judged), first.mode, first.eager_in_single)
+    unknown = sum(found.unknown for found in judged)
+    return Finding(
+        family, pooled_errors(ours), replace(by[0], eager=eager), allowed, outside, first.repeats, tuple(problems), len(judged), first.mode, first.eager_in_single, unknown
+    )  # fmt: skip
 
 
 def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: int) -> Finding:
@@ -145,22 +153,44 @@ def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: in
     problems += state_problems(state, eager_state, subject.state(subject._exact))
     form = fused(spec)
     groups = form.num_groups if form and spec.output_shape[1:2] == (form.channels,) else None
-    measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, eager_y, margin_of(spec))  # noqa: E731
-    ours, eager = measure(y), measure(eager_y)
-    tf32 = spec.precision.name == "tf32"
-    finite = torch.isfinite(exact)
-    by = Yardsticks(
+    others = (lambda: run_eager(part, "fp32"), lambda: subject.run_tf32_model(part)) if spec.precision.name == "tf32" else ()
+    ours, by = _measured(spec, y, exact, eager_y, others, groups)
+    wrong = broken(spec, ours, by, family.initial)
+    unknown = 0
+    if (wrong or by.eager.relative > NO_DIGIT) and exact.numel() <= EXACT_VALUES:
+        doubt = doubt_of(lambda: subject.run_exact(part), spec.precision)
+        if doubt.any:
+            unknown = doubt.unknown
+            ours, by = _measured(spec, y, exact, eager_y, others, groups, doubt)
+            wrong = broken(spec, ours, by, family.initial)
+            beyond = doubt.beyond(y, exact)
+            problems += [f"{beyond} elements that are nothing but roundings are further off than these explain"] if beyond else []
+    problems += wrong
+    if changed:
+        problems.append(f"{changed} of {repeats} repeated runs gave other bits")
+    return Finding(
+        family, ours, by, allowed_error(spec, by), allowed_outside(spec, by, family.initial), repeats, tuple(problems), mode=mode, eager_in_single=subject.eager_in_single,
+        unknown=unknown,
+    )  # fmt: skip
+
+
+def _measured(
+    spec: Spec, y: torch.Tensor, exact: torch.Tensor, eager_y: torch.Tensor, others: Sequence[Callable[[], torch.Tensor]], groups: int | None,
+    doubt: Doubt | None = None,
+) -> tuple[Errors, Yardsticks]:  # fmt: skip
+    """The errors of `y` and of what it is held against, eager and at tf32 `others`, eager with TF32 off and the TF32 model, as far as the exact result is known."""
+    measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, eager_y, margin_of(spec), doubt)  # noqa: E731
+    eager = measure(eager_y)
+    fp32, tf32 = (measure(run()) for run in others) if others else (eager, None)
+    finite = torch.isfinite(exact) if doubt is None else torch.isfinite(exact) & doubt.known
+    return measure(y), Yardsticks(
         eager=eager,
-        eager_fp32=measure(run_eager(part, "fp32")) if tf32 else eager,
-        tf32=measure(subject.run_tf32_model(part)) if tf32 else None,
-        rounded=compare(exact.to(y.dtype), exact, spec.precision.tolerance, None).relative,
+        eager_fp32=fp32,
+        tf32=tf32,
+        rounded=compare(exact.to(y.dtype), exact, spec.precision.tolerance, None, doubt=doubt).relative,
         rms=float(exact[finite].square().mean().sqrt()) if bool(finite.any()) else 0.0,
         overflowed=not bool(torch.isfinite(eager_y[finite]).all()),
     )
-    problems += broken(spec, ours, by, family.initial)
-    if changed:
-        problems.append(f"{changed} of {repeats} repeated runs gave other bits")
-    return Finding(family, ours, by, allowed_error(spec, by), allowed_outside(spec, by, family.initial), repeats, tuple(problems), mode=mode, eager_in_single=subject.eager_in_single)
 
 
 def state_problems(ours: State, eager: State, exact: State) -> list[str]:

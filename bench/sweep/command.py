@@ -259,9 +259,9 @@ def _sweep(
     compiled = 0 if no_compile else count if compile_count is None else compile_count
     peers = {job: ("eager", "graph") + (("compile",) if d.index < compiled else ()) for job, d in sweep.drawn.items()} if timing else {}
     caches = cache or work / "peers"
-    environment = {
+    environment = {  # threads that wait by spinning take the cores from those that they wait for
         "TORCHINDUCTOR_CACHE_DIR": str((caches / "inductor").resolve()), "TRITON_CACHE_DIR": str((caches / "triton").resolve()),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2" if device.type == "cpu" else "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2" if device.type == "cpu" else "1", "OMP_WAIT_POLICY": "passive",
     }  # fmt: skip
     to_verify = {job: peers.get(job, ()) for job in sweep.drawn if sweep.of(job)["verified"] is None}
     chosen = () if families == ("all",) else families or FAMILIES

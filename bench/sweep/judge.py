@@ -19,4 +19,5 @@ def _row(found: Finding) -> Result:
         "family": found.name, "ok": found.ok, "rel_error": rounded(found.ours.relative), "allowed": rounded(found.allowed),
         "eager_rel_error": rounded(found.by.eager.relative), "problems": list(found.problems), "draws": found.draws,
         **({"eager_in_fp32": list(found.eager_in_single)} if found.eager_in_single else {}),
+        **({"unknown": found.unknown} if found.unknown else {}),
     }  # fmt: skip
