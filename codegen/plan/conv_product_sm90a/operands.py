@@ -230,7 +230,7 @@ def _filters_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: t
         ("kInChannels", spec.input_shape[1], "in_channels"),
         *weight_constants(spec, geometry),
         *fold_constants(spec, geometry),
-        ("kTaps", math.prod(geometry.kernel), "taps of a filter"),
+        *([("kTaps", math.prod(geometry.kernel), "taps of a filter")] if layout.form.scaled else []),
         ("kTapSteps", len(taps), "taps in the order of their steps" + (", pairs completed" if -1 in order else "")),
         ("kStageTaps", layout.taps, "taps of a stage"),
         ("kBlock", layout.block, "channels of a step"),
