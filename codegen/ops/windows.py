@@ -121,6 +121,8 @@ def pool_shape(name: str, rank: int) -> Callable[[Values, Shape], Shape]:
         )
         if min(spatial) < 1:
             raise ShapeError(f"{name}'s window {values['kernel_size']} does not fit into {shape[2:]}")
+        if name == "avg_pool3d" and any(size < kernel for size, (kernel,) in zip(shape[2:], per_axis(values, "kernel_size"), strict=True)):
+            raise ShapeError(f"{name}'s window {values['kernel_size']} is larger than {shape[2:]}, which PyTorch refuses whatever the padding")
         return (*shape[:2], *spatial)
 
     return shape_of

@@ -151,6 +151,21 @@ def test_tensors_beyond_31_bits_of_elements_are_refused(tmp_path):
         assert any("2147483647" in problem for problem in found), (large, found)
 
 
+@pytest.mark.parametrize(("rank", "pool", "refused"), [(3, "avg_pool3d", True), (3, "max_pool3d", False), (2, "avg_pool2d", False)])
+def test_a_window_that_padding_alone_makes_room_for_is_what_torch_says_it_is(tmp_path, rank, pool, refused):
+    """avg_pool3d alone looks at the extents without their padding."""
+    shape = [2, 3, 1, *[4] * (rank - 1)]
+    text = f"name: pooled\nbatch: 2\ninputs: {{v: {{shape: {shape[1:]}}}}}\nchain:\n  - {pool}: {{kernel_size: 2, padding: 1}}\n  - relu\n"
+    call = lambda: getattr(torch.nn.functional, pool)(torch.zeros(shape), 2, padding=1)  # noqa: E731
+    if refused:
+        with pytest.raises(RuntimeError):
+            call()
+        with pytest.raises(SpecError, match="larger than .* whatever the padding"):
+            read(tmp_path, text)
+    else:
+        assert tuple(call().shape) == read(tmp_path, text).output_shape
+
+
 def test_bounds_must_fit_the_storage_type(tmp_path):
     text = GOOD.replace("- hardtanh", "- hardtanh: {max_val: 70000.0}")
     assert read(tmp_path, text, "bf16").chain[-1].values["max_val"] == 70000.0
