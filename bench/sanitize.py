@@ -35,12 +35,14 @@ from bench.shrink import BATCHES, shrink
 from bench.store import FORMAT, RESULTS, SANITIZE
 from codegen import index
 from codegen.folder import write_if_different
+from codegen.ir.fused_form import FusedSpec
 from codegen.manifest import Package
 from codegen.numerics import PRECISIONS
 from codegen.package import make_package
 from codegen.plan import Library, Plan
-from codegen.plan.planner import planned
-from codegen.plan.route import Request
+from codegen.plan.planner import planned, ways_of
+from codegen.plan.route import Choice, Request
+from codegen.plan.stages.route import cut
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 from codegen.targets import DEFAULT_TARGETS, TARGETS, cuda_targets
@@ -171,9 +173,12 @@ def small_package(spec: Spec, target: str) -> tuple[Path, tuple[str, ...]]:
     """Emit the shrunken package for one target into build/sanitize/<target>/; its folder and the namespaces of its kernels."""
     (full,) = make_package(spec, (target,)).plans
     library = any(isinstance(step, Library) for step in full.steps)
+    # A small convolution may be faster another way, which is not the one to be examined.
+    head = FusedSpec.of(spec)
+    route = Choice(ways_of(Request(cut(head, TARGETS[target])[0], TARGETS[target], full.device)).best[0].name) if head.producer.operator.rank else None
     for batch, sms in product(BATCHES, FEW_SMS):
         small = shrink(spec, Path("build/sanitize/specs"), library, batch)
-        plan = planned(Request(small, TARGETS[target], replace(full.device, sms=sms)))
+        plan = planned(Request(small, TARGETS[target], replace(full.device, sms=sms), forced=route))
         if _shape(plan) == _shape(full):
             break
     package = Package(small, (plan,))

@@ -17,6 +17,8 @@ from codegen.plan.norm.flat import split_groups
 from codegen.plan.norm.route import plan_norm
 from codegen.plan.route import Choice, Offer, Request, Route
 
+APART = 1.1  # by which the estimate is multiplied to be compared with others': it is the sum of two, and a kernel that normalises where it multiplies has one
+
 
 def behind(product: Route, target: str) -> Route:
     """The route of a `product` and the norm's kernels behind it, for one target: that of the product's instructions."""
@@ -25,7 +27,8 @@ def behind(product: Route, target: str) -> Route:
         spec, device = request.form, request.device
         norm = norm_ms(spec, device, split_groups(spec, device.sms))
         return tuple(
-            replace(offer, choice=Choice(name, offer.choice.knobs), ms=offer.ms + norm, detail=offer) for offer in product.offers(_head(request))
+            replace(offer, choice=Choice(name, offer.choice.knobs), ms=offer.ms + norm, weight=offer.weight * APART, across=offer.across * APART, detail=offer)
+            for offer in product.offers(_head(request))
         )
 
     def plan(request: Request, offer: Offer) -> Plan:
