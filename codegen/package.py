@@ -10,18 +10,18 @@ from codegen.spec import Spec
 from codegen.targets import DEFAULT_TARGETS, DEVICES, TARGETS
 
 
-def make_package(spec: Spec, targets: tuple[str, ...] = (), device: str | None = None, debug: bool = False) -> Package:
+def make_package(spec: Spec, targets: tuple[str, ...] = (), device: str | None = None, debug: bool = False, optional: bool = False) -> Package:
     """Plan `spec` for the given targets (else the spec's own, else those of DEFAULT_TARGETS that can serve it).
 
     Of a range of batches every size has plans of its own. Raises Refusal when a target that was asked for cannot serve the spec, or none can; a size
-    of a range may do without a target where another one for the same machines serves it.
+    of a range may do without a target where another one for the same machines serves it. With `optional` any target that cannot serve it is left out.
     """
     asked = targets or spec.targets
     places = () if targets else spec.targets_at
     if device and not any(name in DEVICES[device].targets for name in asked or DEFAULT_TARGETS):
         raise Refusal(f"device class {device} goes with {', '.join(DEVICES[device].targets)}, not with {', '.join(asked or DEFAULT_TARGETS)}")
     if not spec.batches:
-        return _one_size(spec, asked, device, debug, optional=not asked, places=places)
+        return _one_size(spec, asked, device, debug, optional=optional or not asked, places=places)
     made = [_of_range(size, asked, device, debug) for size in spec.sizes]
     for name in asked or ():
         if not any(one.plan_for(name) for one in made):

@@ -62,7 +62,8 @@ def plan_all(candidates: list[Candidate], device: torch.device) -> None:
 def _plan(candidate: Candidate, spec: Spec, device: torch.device) -> None:
     names = [name for name in preference(cuda_targets().values())] if device.type in ("cuda", "meta") else ["cpu"]
     try:
-        package = make_package(spec, tuple(target for target in names if device.type != "cuda" or TARGETS[target].min_capability <= torch.cuda.get_device_capability(device)))
+        able = tuple(target for target in names if device.type != "cuda" or TARGETS[target].min_capability <= torch.cuda.get_device_capability(device))
+        package = make_package(spec, able, optional=True)
     except Refusal as refusal:
         candidate.row.status, candidate.row.why = "refused", str(refusal)
         return

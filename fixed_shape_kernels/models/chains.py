@@ -70,8 +70,12 @@ class Left:
 
     path: str
     operator: str
-    where: str
+    node: fx.Node
     why: str
+
+    @property
+    def where(self) -> str:
+        return self.node.meta.get("where", "")
 
 
 def chains_of(region: Region, name: str) -> tuple[list[Chain], list[Left]]:
@@ -88,8 +92,27 @@ def chains_of(region: Region, name: str) -> tuple[list[Chain], list[Left]]:
             taken.update(chain.nodes)
         elif why is not None:
             inner = node.target if node.op == "call_module" and node.target != ITSELF else ""
-            left.append(Left(".".join(filter(None, (region.path, inner))), _word(region, node), node.meta.get("where", ""), why))
-    return found, left
+            left.append(Left(".".join(filter(None, (region.path, inner))), _word(region, node), node, why))
+    return found, left + _foreign(region)
+
+
+def _foreign(region: Region) -> list[Left]:
+    """Operators that the grammar does not have and that compute something, each once with the number of its calls."""
+    met: dict[str, list[fx.Node]] = {}
+    for node in region.graph.nodes:
+        if node.op == "call_module" and not _known(region, node):
+            module = submodule(region, node.target)
+            if not isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd)) or module.training:
+                met.setdefault(type(module).__name__, []).append(node)
+        elif node.op in ("call_function", "call_method") and not _known(region, node) and node in region.facts:
+            memory = region.facts[node].untyped_storage()._cdata
+            if all(region.facts[used].untyped_storage()._cdata != memory for used in node.all_input_nodes if used in region.facts):  # a view computes nothing
+                met.setdefault(calls.function_name(node), []).append(node)
+    return [
+        Left(".".join(filter(None, (region.path, nodes[0].target if nodes[0].op == "call_module" and nodes[0].target != ITSELF else ""))), word, nodes[0],
+             f"the grammar has no such operator{f', {len(nodes)} calls' if len(nodes) > 1 else ''}")
+        for word, nodes in met.items()
+    ]  # fmt: skip
 
 
 def _known(region: Region, node: fx.Node) -> bool:

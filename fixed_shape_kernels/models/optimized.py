@@ -140,7 +140,7 @@ def candidates_of(report: Report, regions: Sequence[Region], precision: str | No
             row = Row(path_of(chain.path), chain.words, FOUND, where=chain.where, shapes=_shapes(spec), precision=spec.precision.name)
             candidates.append(Candidate(chain, row))
             rows.append((order[chain.nodes[0]], row))
-        rows += [(0, Row(path_of(one.path), one.operator, "unsupported", one.why, one.where)) for one in rest]
+        rows += [(order[one.node], Row(path_of(one.path), one.operator, "unsupported", one.why, one.where)) for one in rest]
         report.rows += [row for _, row in sorted(rows, key=lambda pair: pair[0])]
     plan_all(candidates, device)
     return candidates

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from codegen.from_module.calls import MODULES
 
@@ -76,7 +76,7 @@ def regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region]
 
     The model runs on the example once without data, or with it where its course depends on data.
     """
-    with kept_state(model):
+    with kept_state(model), _shapes_alone(model):
         return _regions_of(model, example)
 
 
@@ -150,6 +150,34 @@ def _record(model: nn.Module, example: tuple[Any, ...], mode: FakeTensorMode) ->
         for handle in handles:
             handle.remove()
     return calls
+
+
+@contextmanager
+def _shapes_alone(model: nn.Module) -> Iterator[None]:
+    """Let recurrent modules give results of the right shapes for tensors without data, which would else go through thousands of steps."""
+    changed = [(module, vars(module).get("forward"), module.forward) for module in model.modules() if isinstance(module, nn.RNNBase)]
+
+    def shaped(module: nn.RNNBase, original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(x: Any, hx: Any = None) -> Any:
+            if not isinstance(x, FakeTensor) or type(module) not in (nn.RNN, nn.GRU, nn.LSTM):
+                return original(x, hx)
+            width, ways = getattr(module, "proj_size", 0) or module.hidden_size, 2 if module.bidirectional else 1
+            batch = x.shape[:0] if x.dim() == 2 else x.shape[:1] if module.batch_first else x.shape[1:2]
+            last = x.new_empty((module.num_layers * ways, *batch, width))
+            state = (last, x.new_empty((module.num_layers * ways, *batch, module.hidden_size))) if isinstance(module, nn.LSTM) else last
+            return x.new_empty((*x.shape[:-1], ways * width)), state
+
+        return forward
+
+    for module, _, original in changed:
+        module.forward = shaped(module, original)
+    try:
+        yield
+    finally:
+        for module, before, _ in changed:
+            del module.forward
+            if before is not None:
+                module.forward = before
 
 
 @contextmanager
