@@ -1,6 +1,7 @@
 """Whole models: chains of a model's operators replaced by generated kernels, each only where it is right and faster.
 
     regions.py   the parts of a model that torch.fx can trace, with what they are called with
+    tracing.py   torch.fx's trace of a module for the shapes of one call
     chains.py    in such a part: runs of operators that are a spec
     building.py  from a chain to the module that runs it, with the model's own parameters
     judge.py     is a generated chain right, and how fast, beside the model's own modules?

@@ -154,6 +154,7 @@ class _Place:
         self.original, self.before = region.module.forward, region.module.__dict__.get("forward")
         self.path = region.path or type(region.module).__name__
         self.signature = inspect.signature(self.original)
+        self.further = [name for name, of in self.signature.parameters.items() if of.kind in (of.VAR_POSITIONAL, of.VAR_KEYWORD)]
         self.names = [name for name, of in self.signature.parameters.items() if of.kind in (of.POSITIONAL_ONLY, of.POSITIONAL_OR_KEYWORD)]
 
     def __reduce__(self) -> tuple[Callable[..., _Place], tuple[nn.Module]]:
@@ -176,6 +177,9 @@ class _Place:
             bound = self.signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = bound.arguments
+            if any(given.get(name) for name in self.further):  # the example gave none, and the trace knows of none
+                self.owner.fallen_back(self.path, "it is given further arguments than the example's")
+                return self.original(*args, **kwargs)
         else:
             given = dict(zip(self.names, args, strict=True))
         why = None

@@ -86,7 +86,7 @@ class Judge:
                     values[node] = value
 
             with torch.no_grad(), kept_state(region.module), torch.random.fork_rng():
-                Watched(region, reached, computed).run(*(value.clone() for value in arguments[region]))
+                Watched(region.root, region.graph, reached, computed).run(*(value.clone() for value in arguments[region]))
         return chosen
 
     def passes(self, candidate: Candidate, inputs: Sequence[torch.Tensor]) -> bool:

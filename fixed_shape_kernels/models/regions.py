@@ -6,11 +6,9 @@ The whole model is one region where it can be traced. Where it cannot, the reaso
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,20 +17,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from codegen.from_module.calls import MODULES
 
+from .tracing import ShapedTracer
+
 CONSTANTS = (bool, int, float, str, type(None))
-_TORCH = str(Path(torch.__file__).parent)
-
-
-class _Tracer(fx.Tracer):
-    """torch.fx's tracer that notes where in the user's code a node comes from. Modules of torch are nodes; containers are followed."""
-
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        node = super().create_node(*args, **kwargs)
-        frame = sys._getframe(1)
-        while frame is not None and (frame.f_code.co_filename.startswith((_TORCH, "<")) or frame.f_code.co_filename == __file__):
-            frame = frame.f_back
-        node.meta["where"] = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
-        return node
 
 
 @dataclass
@@ -211,14 +198,18 @@ def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> R
     """Trace a module for the constants that it was called with. Raises what its forward raises."""
     tensors = tuple(name for name, value in call.arguments.items() if isinstance(value, torch.Tensor))
     root = module
-    if _Tracer().is_leaf_module(module, ""):
+    facts: dict[fx.Node, Any] = {}
+    if fx.Tracer().is_leaf_module(module, ""):
         if len(tensors) != 1:
             raise TypeError("a module of torch with several inputs")
         graph, root = fx.Graph(), _Alone(module)
         graph.output(graph.call_module(ITSELF, (graph.placeholder(tensors[0]),)))
+        with torch.no_grad(), mode:
+            Watched(root, graph, after=facts.__setitem__).run(call.arguments[tensors[0]])
     else:
-        constants = {name: value for name, value in call.arguments.items() if name not in tensors}
-        graph = _Tracer().trace(module, concrete_args=constants or None)
+        tracer = ShapedTracer({name: call.arguments[name] for name in tensors}, mode)
+        graph = tracer.trace(module, concrete_args={name: value for name, value in call.arguments.items() if name not in tensors} or None)
+        facts = tracer.facts
         checks = [node for node in graph.nodes if node.op == "placeholder" and node.target not in tensors]  # of constants: fx compares them in the graph
         for node in checks:
             checks += [user for user in node.users if user not in checks]
@@ -228,15 +219,7 @@ def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> R
         given = [node.target for node in graph.nodes if node.op == "placeholder"]
         if tuple(given) != tensors:
             raise TypeError(f"its forward takes {', '.join(given)}, and the example gives {', '.join(tensors)}")
-    region = Region(path, module, root, graph, call, tensors)
-
-    def noted(node: fx.Node, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            region.facts[node] = value
-
-    with torch.no_grad(), mode:
-        Watched(region, after=noted).run(*(call.arguments[name] for name in tensors))
-    return region
+    return Region(path, module, root, graph, call, tensors, {node: value for node, value in facts.items() if isinstance(value, torch.Tensor)})
 
 
 ITSELF = "itself"  # the target of a region that is one module of torch
@@ -256,10 +239,10 @@ def submodule(region: Region, target: str) -> nn.Module:
 
 
 class Watched(fx.Interpreter):
-    """Runs a region's graph on tensors, and tells of each node before it runs and of its result behind it."""
+    """Runs a graph on tensors, and tells of each node before it runs and of its result behind it."""
 
-    def __init__(self, region: Region, before: Callable[[fx.Node], None] = lambda node: None, after: Callable[[fx.Node, Any], None] = lambda node, value: None) -> None:
-        super().__init__(region.root, graph=region.graph)
+    def __init__(self, root: nn.Module, graph: fx.Graph, before: Callable[[fx.Node], None] = lambda node: None, after: Callable[[fx.Node, Any], None] = lambda node, value: None) -> None:
+        super().__init__(root, graph=graph)
         self.before, self.after = before, after
 
     def run_node(self, n: fx.Node) -> Any:
