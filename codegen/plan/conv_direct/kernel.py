@@ -9,13 +9,12 @@ from codegen.ir.fused_form import FusedSpec
 from codegen.ir.operand import c_identifier
 from codegen.numerics import Precision
 from codegen.plan.conv_direct.tile import THREADS, Geometry, Tile
-from codegen.plan.shared.axes import Axis
+from codegen.plan.shared.axes import AXES, Axis
 from codegen.plan.shared.pointers import Pointer, PointerKernel
 from codegen.plan.shared.values import LoadedOperand, ValueFunction, finish_product, register_limit
 
-AXES = ("Depth", "Height", "Width")
 MIN_BLOCKS = 3  # on an SM, so that some multiply while another brings its x
-FEW_BLOCKS = 2
+FEW_BLOCKS = 2  # the same where a thread keeps its place in x beside the sums of a phase
 LISTED_PLANES = 3  # of taps, whose products are listed one by one
 BROUGHT = 8  # values of x that a thread has on their way at once
 
@@ -40,7 +39,8 @@ class Taps:
 
 @dataclass(frozen=True, kw_only=True)
 class DirectKernel(PointerKernel):
-    """The convolution with its epilogue. `channel_tail`: the last group of channels is not whole; `tails`: is the last tile along an axis not whole?"""
+    """The convolution with its epilogue. `min_blocks` must fit on an SM. `channel_tail`: the last group of channels is not whole; `tails`: has the last tile along
+    an axis cells without a result?"""
 
     precision: Precision
     geometry: Geometry
@@ -48,15 +48,11 @@ class DirectKernel(PointerKernel):
     weight: str
     finish: ValueFunction | None
     functions: tuple[str, ...]
+    min_blocks: int
     channel_tail: bool
     tails: tuple[bool, bool, bool]
 
     portable = True
-
-    @property
-    def min_blocks(self) -> int:
-        """Blocks that must fit on an SM."""
-        return MIN_BLOCKS if self.max_registers == register_limit(THREADS, MIN_BLOCKS) else FEW_BLOCKS
 
     @property
     def rolled(self) -> bool:
@@ -69,7 +65,7 @@ class DirectKernel(PointerKernel):
 
     def finished(self, value: str) -> str:
         """C: the result of a sum."""
-        return f"finish({', '.join([value, *(operand.value for operand in self.operands)])})" if self.finish else value
+        return self.finish.call(value) if self.finish else value
 
     @property
     def axes(self) -> tuple[tuple[str, Axis, Taps], ...]:
@@ -98,27 +94,21 @@ class DirectKernel(PointerKernel):
         return self.wide == 2 and self.tile.across % 32 == 0
 
 
-def min_blocks(spec: FusedSpec, geometry: Geometry, tile: Tile) -> int:
-    """Blocks that must fit on an SM: fewer where a thread keeps its place in x beside the sums of a phase."""
-    return FEW_BLOCKS if tile.chunk < spec.input_shape[1] and geometry.axes[0].step * geometry.axes[1].step > 1 else MIN_BLOCKS
-
-
 def direct_kernel(spec: FusedSpec, geometry: Geometry, tile: Tile) -> DirectKernel:
     """The kernel of `spec`."""
     finish, c_type = finish_product(spec), spec.precision.c_type
     operands = finish.operands if finish else ()
     weight = c_identifier(spec.weight)
     pointers = (Pointer(c_type, "x"), Pointer(c_type, weight), *(Pointer(c_type, operand.pointer) for operand in operands), Pointer(c_type, "y", True))
-    axes = geometry.axes
-    tails = tuple(
-        axis.count % cells != 0 or axis.count * axis.step != axis.results for axis, cells in zip(axes, (1, tile.rows, tile.columns), strict=True)
-    )
+    depth, height, _ = axes = geometry.axes
+    blocks = FEW_BLOCKS if tile.chunk < spec.input_shape[1] and depth.step * height.step > 1 else MIN_BLOCKS
+    tails = tuple(axis.count % cells != 0 or axis.count * axis.step != axis.results for axis, cells in zip(axes, (1, tile.rows, tile.columns), strict=True))
     kernel = DirectKernel(
         name="conv", template="conv_direct/conv.cu.j2", arguments=("x", spec.weight, *(operand.key for operand in operands), "y"), constants=(),
         summary=" -> ".join(step.operator.name for step in spec.chain) + " in one kernel: sums of all channels in registers",
-        max_registers=register_limit(THREADS, min_blocks(spec, geometry, tile)), threads=THREADS, blocks=tile.blocks, notes=_notes(spec, tile), pointers=pointers,
+        max_registers=register_limit(THREADS, blocks), threads=THREADS, blocks=tile.blocks, notes=_notes(spec, tile), pointers=pointers,
         precision=spec.precision, geometry=geometry, tile=tile, weight=weight, finish=finish, functions=called(applies(spec, spec.before_norm)),
-        channel_tail=spec.channels % tile.channels != 0, tails=tails,
+        min_blocks=blocks, channel_tail=spec.channels % tile.channels != 0, tails=tails,
     )  # fmt: skip
     return replace(kernel, constants=_constants(spec, kernel))
 

@@ -17,8 +17,8 @@ from codegen.plan.floor import floor
 from codegen.plan.model import Launch, Plan, Refusal
 from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.shared.axes import CONVOLUTIONS
+from codegen.plan.shared.product import refuse_convolution
 
-INDICES = 1 << 30  # fewer values of a sample, so that an int counts them
 LONGEST_SUM = 512  # products of a result, which are added one after the other: in fp32 these lose 3e-7 of it
 MOST_PHASES = 16  # along depth and height, each of which has code of its own
 WIDEST = 4  # phases along the width
@@ -48,17 +48,11 @@ def offers(request: Request) -> tuple[Offer, ...]:
 
 
 def _check(spec: FusedSpec) -> None:
-    values, weight = spec.producer.values, spec.producer.parameters[0].shape
-    if spec.gemm == "library":
-        raise Refusal("gemm: library asked for, which a direct convolution does not call")
+    refuse_convolution(spec, "a direct convolution")
     if spec.math is not None:
         raise Refusal(f"math: {spec.math} asked for; a direct convolution multiplies in fp32 on the CUDA cores")
-    if values["groups"] != 1:
-        raise Refusal(f"groups: {values['groups']}: a direct convolution serves one group")
-    if (longest := spec.input_shape[1] * math.prod(weight[2:])) > LONGEST_SUM:
+    if (longest := spec.input_shape[1] * math.prod(spec.producer.parameters[0].shape[2:])) > LONGEST_SUM:
         raise Refusal(f"sums of {longest} products are longer than fp32 adds one after the other")
-    if max(math.prod(spec.input_shape[1:]), math.prod(spec.producer.output_shape[1:])) >= INDICES:
-        raise Refusal("a sample has more values than kernels count")
 
 
 def plan(request: Request, offer: Offer) -> Plan:

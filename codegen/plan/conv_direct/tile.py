@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.model import Refusal
-from codegen.plan.shared.axes import POINT, Axis, axis_of, transposed_axis_of
+from codegen.plan.shared.axes import POINT, Axis, axes_of
 
 THREADS = 256
 STATIC_SHARED = 48 * 1024  # bytes of a block
@@ -28,7 +28,6 @@ class Geometry:
 
     axes: tuple[Axis, Axis, Axis]
     kernel: tuple[int, int, int]
-    rank: int
 
     @property
     def results(self) -> int:
@@ -69,16 +68,13 @@ class Tile:
 
 def geometry_of(spec: FusedSpec) -> Geometry:
     """The geometry of the spec's convolution."""
-    producer, rank = spec.producer, spec.producer.operator.rank
-    made = transposed_axis_of if "transpose" in producer.operator.name else axis_of
-    numbers = zip(*(producer.values[key] for key in ("kernel_size", "stride", "padding", "dilation")), strict=True)
-    axes = tuple(made(size, result, *given) for size, result, given in zip(producer.input_shape[2:], producer.output_shape[2:], numbers, strict=True))
-    return Geometry((POINT,) * (3 - rank) + axes, (1,) * (3 - rank) + tuple(producer.values["kernel_size"]), rank)
+    producer, lost = spec.producer, 3 - spec.producer.operator.rank
+    return Geometry((POINT,) * lost + axes_of(producer), (1,) * lost + tuple(producer.values["kernel_size"]))
 
 
 def extent(axis: Axis, cells: int) -> int:
     """Values of x along an axis that the windows of neighbouring cells meet."""
-    return (cells - 1) * axis.stride + 1 + max((offset for taps in axis.phases for _, offset in taps), default=0)
+    return (cells - 1) * axis.stride + 1 + axis.reach
 
 
 def tile_of(spec: FusedSpec, geometry: Geometry) -> Tile:

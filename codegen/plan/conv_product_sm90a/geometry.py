@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from codegen.ir.fused_form import FusedSpec
 from codegen.ops.windows import AXES
 from codegen.plan.model import Refusal
-from codegen.plan.shared.axes import POINT, Axis, axis_of, transposed_axis_of
+from codegen.plan.shared.axes import POINT, Axis, axes_of
 
 WIDEST_STRIDE = 8  # of pixels that the copy engine takes
 CORNERS = {3: 16, 2: 128}  # by the axes of space: a box begins and ends less than so far outside x
@@ -126,26 +126,16 @@ def geometry_of(spec: FusedSpec, row: str = "") -> Geometry:
     """The geometry of the spec's convolution. Raises Refusal where the copy engine cannot gather its pixels."""
     producer, rank = spec.producer, spec.producer.operator.rank
     values, transposed = producer.values, "transpose" in producer.operator.name
-    keys = ("kernel_size", "stride", "padding", "dilation")
-    made = transposed_axis_of if transposed else axis_of
-    axes = tuple(
-        made(size, result, *numbers)
-        for size, result, *numbers in zip(producer.input_shape[2:], producer.output_shape[2:], *(values[key] for key in keys), strict=True)
-    )
+    axes = axes_of(producer)
     windows, kernel = (POINT,) * (3 - rank) + axes, (1,) * (3 - rank) + tuple(values["kernel_size"])
     width = axes[-1]
     if row == "folded":
         axes = (*axes[:-1], Axis(width.count, width.results, width.count, 1, 1, 0, (((0, 0),),)))
     elif row == "shared":
-        axes = (*axes[:-1], Axis(width.size, width.results, width.count + _reach(width), 1, width.step, width.lower, (((0, 0),),)))
+        axes = (*axes[:-1], Axis(width.size, width.results, width.count + width.reach, 1, width.step, width.lower, (((0, 0),),)))
     _refuse_far(axes, rank)
     axes = (POINT,) * (3 - rank) + axes
     return Geometry(windows, axes, kernel, rank, transposed, _phases(axes, kernel), row)
-
-
-def _reach(axis: Axis) -> int:
-    """The largest offset of a tap."""
-    return max(offset for taps in axis.phases for _, offset in taps)
 
 
 def _phases(axes: tuple[Axis, ...], kernel: tuple[int, ...]) -> tuple[Phase, ...]:
@@ -169,7 +159,7 @@ def _refuse_far(axes: tuple[Axis, ...], rank: int) -> None:
             raise Refusal(f"stride: {axis.stride} along the {name} is more than the {WIDEST_STRIDE} that the copy engine takes")
         if not -CORNERS[space] <= min(axis.lower, axis.upper) <= max(axis.lower, axis.upper) < CORNERS[space]:
             raise Refusal(f"padding: the windows along the {name} reach further beyond x, or end further inside, than the copy engine counts")
-        if max((offset for taps in axis.phases for _, offset in taps), default=0) >= OFFSETS[space]:
+        if axis.reach >= OFFSETS[space]:
             raise Refusal(f"kernel_size: the taps along the {name} lie further apart than the copy engine counts")
     if axes[-1].step > WIDE_PHASES:
         raise Refusal(

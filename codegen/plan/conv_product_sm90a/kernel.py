@@ -15,12 +15,12 @@ from codegen.plan.conv_product_sm90a.layout import CONSUMERS, THREADS, Layout
 from codegen.plan.conv_product_sm90a.operands import WEIGHT_UNSCALE, X_COUNTS, X_UNSCALE, input_constants, near_constant, operand_names, weight_constants
 from codegen.plan.model import Kernel
 from codegen.plan.shared.halves import RESTORED
+from codegen.plan.shared.axes import AXES
 from codegen.plan.shared.pointers import Pointer
 from codegen.plan.shared.values import LoadedOperand, ValueFunction, finish_product
 from codegen.targets import Target
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 * 24 + 256 * 240 = 64512 of 65536
-AXES = ("Depth", "Height", "Width")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ConvProductKernel(Kernel):
 
     def finished(self, value: str) -> str:
         """C: the result of a sum."""
-        return f"finish({', '.join([value, *(operand.value for operand in self.operands)])})" if self.finish else value
+        return self.finish.call(value) if self.finish else value
 
     @property
     def wide_pointers(self) -> tuple[str, ...]:

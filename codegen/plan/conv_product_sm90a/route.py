@@ -19,13 +19,12 @@ from codegen.plan.conv_product_sm90a.operands import SPLIT_PIXELS, operand_steps
 from codegen.plan.floor import floor
 from codegen.plan.model import Launch, Plan, Refusal
 from codegen.plan.route import Choice, Offer, Request, Route
+from codegen.plan.shared.axes import CONVOLUTIONS
+from codegen.plan.shared.product import INDICES, refuse_convolution
 
 TRUNCATED_K = 4096  # see _check
 ACROSS = 0.95  # by which the estimate is multiplied to be compared with other targets'
 FILTER_VALUES = 1 << 16  # fewer values of a filter than its count of near ones holds
-INDICES = 1 << 30  # fewer values of a sample, pixels of all tiles and blocks of threads: loops over them stay within an int
-
-PRODUCTS = frozenset(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3))
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Detail:
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
-    """The taps along the width each by itself, as channels, or as a row that shares its pixels, the fastest first. In fp32 the last of these comes last: it is
-    emulated and not measured yet. Raises Refusal where the convolution is not served."""
+    """The taps along the width each by itself, as channels, or as a row that shares its pixels, the fastest first. In fp32 the last of these comes last: its
+    results are verified on a card, and its time is not measured yet. Raises Refusal where the convolution is not served."""
     spec = request.form
     _check(spec)
     in_turn = form_of(spec.precision).in_turn
@@ -64,21 +63,16 @@ def _offer(request: Request, geometry: Geometry) -> Offer:
 
 
 def _check(spec: FusedSpec) -> None:
-    values, weight = spec.producer.values, spec.producer.parameters[0].shape
-    if spec.gemm == "library":
-        raise Refusal("gemm: library asked for, which this target does not call")
+    weight = spec.producer.parameters[0].shape
+    refuse_convolution(spec, "the convolution as a product")
     if spec.math not in (None, spec.precision.name, MATHS.get(spec.precision.name)):
         raise Refusal(f"math: {spec.math} asked for, which the convolution as a product does not have")
     if spec.precision.name == "tf32" and not spec.has_norm and (k := _longest_sum(spec)) > TRUNCATED_K:
         # The rounding of operands errs by 2e-4 / sqrt(k) of a sum of one sign. What the tensor core cuts off is given back on average, 1.9e-9 of it for each k,
         # and a fifth of that is still less up to here.
         raise Refusal(f"at tf32 a sum of {k} products, more than {TRUNCATED_K}, which no norm scales, loses more to truncation than tf32 allows")
-    if values["groups"] != 1:
-        raise Refusal(f"groups: {values['groups']}: the convolution as a product serves one group")
     if spec.input_shape[1] * math.prod(weight[2:]) >= FILTER_VALUES:
         raise Refusal(f"a filter of {spec.input_shape[1] * math.prod(weight[2:])} values is longer than the kernel that splits it counts")
-    if max(math.prod(spec.input_shape[1:]), math.prod(spec.producer.output_shape[1:])) >= INDICES:
-        raise Refusal("a sample has more values than kernels count")
 
 
 def _longest_sum(spec: FusedSpec) -> int:
@@ -141,4 +135,4 @@ def _why(spec: FusedSpec, geometry: Geometry, layout: Layout) -> tuple[str, ...]
     return tuple(reasons)
 
 
-CONV_PRODUCT_SM90A = Route("conv_product_sm90a", "Hopper's tiles of pixels", frozenset({"sm_90a"}), frozenset(), offers, plan, products=PRODUCTS)
+CONV_PRODUCT_SM90A = Route("conv_product_sm90a", "Hopper's tiles of pixels", frozenset({"sm_90a"}), frozenset(), offers, plan, products=CONVOLUTIONS)

@@ -12,12 +12,12 @@ from codegen.numerics import float_literal
 from codegen.ops import Kind
 from codegen.plan.segments.kernel import Running, SegmentKernel, core_name, statistic_of, summary_of
 from codegen.plan.segments.program import Program, Statements
+from codegen.plan.shared.axes import AXES
 from codegen.plan.shared.values import VECTOR_BYTES
 from codegen.spec import Spec
 from codegen.targets import DeviceClass, Target
 
 EPSILON = 2.0**-23  # of rms_norm where it has no eps: that of float32, in which torch computes it at 16 bits too
-AXES = ("Depth", "Height", "Width")
 
 
 class Planner:

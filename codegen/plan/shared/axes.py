@@ -13,6 +13,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from codegen.spec import Step
+
+AXES = ("Depth", "Height", "Width")  # of space, as constants are named by them
 CONVOLUTIONS = frozenset(f"conv{kind}{rank}d" for kind in ("", "_transpose") for rank in (1, 2, 3))
 
 
@@ -33,8 +36,20 @@ class Axis:
         """From the end of x to that of the box of first pixels."""
         return self.lower + (self.count - 1) * self.stride + 1 - self.size
 
+    @property
+    def reach(self) -> int:
+        """The largest offset of a tap."""
+        return max((offset for taps in self.phases for _, offset in taps), default=0)
+
 
 POINT = Axis(1, 1, 1, 1, 1, 0, (((0, 0),),))  # an axis that a convolution of lower rank has not
+
+
+def axes_of(producer: Step) -> tuple[Axis, ...]:
+    """The axes of a convolution or transposed convolution of any rank."""
+    made = transposed_axis_of if "transpose" in producer.operator.name else axis_of
+    numbers = zip(*(producer.values[key] for key in ("kernel_size", "stride", "padding", "dilation")), strict=True)
+    return tuple(made(size, result, *given) for size, result, given in zip(producer.input_shape[2:], producer.output_shape[2:], numbers, strict=True))
 
 
 def axis_of(size: int, results: int, kernel: int, stride: int, padding: int, dilation: int) -> Axis:

@@ -18,7 +18,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A fitted number. Units: "us" (microseconds of an SM's work), "ms", "cycles", "share" of a rate, "ratio" of two times, "GB/s", "bytes"."""
+    """A fitted number. Units: "us" (microseconds of an SM's work), "ms", "cycles", "share" of a rate, "ratio" of two times, "GB/s", "bytes", "instructions"."""
 
     value: float
     unit: str

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.model import Library, Refusal
 
 TRUNCATED_K = 512  # see refuse_truncated
+INDICES = 1 << 30  # fewer values of a sample: loops over them stay within an int
 _OPTIONS = ("stride", "padding", "dilation", "groups")  # of a convolution
 
 
@@ -14,6 +17,17 @@ def library_product(spec: FusedSpec, bias: bool = True) -> Library:
     producer = spec.producer
     options = {key: producer.values[key] for key in _OPTIONS} if producer.operator.rank else {}
     return Library(producer.operator.name, ("x", spec.weight, spec.bias if bias else None), "t0", options)
+
+
+def refuse_convolution(spec: FusedSpec, what: str) -> None:
+    """Raises Refusal for what no kernel of ours for any convolution serves; `what` is its name in a sentence."""
+    groups = spec.producer.values["groups"]
+    if spec.gemm == "library":
+        raise Refusal(f"gemm: library asked for, which {what} does not call")
+    if groups != 1:
+        raise Refusal(f"groups: {groups}: {what} serves one group")
+    if max(math.prod(spec.input_shape[1:]), math.prod(spec.producer.output_shape[1:])) >= INDICES:
+        raise Refusal("a sample has more values than kernels count")
 
 
 def refuse_truncated(spec: FusedSpec) -> None:

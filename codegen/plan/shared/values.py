@@ -40,6 +40,10 @@ class ValueFunction:
         """C parameters."""
         return ["float v", *(f"float {name}" for name in (*self.arguments, *(operand.value for operand in self.operands)))]
 
+    def call(self, value: str) -> str:
+        """C: the function's result for a value, where each operand's lies in the variable of its name."""
+        return f"{self.name}({', '.join([value, *(operand.value for operand in self.operands)])})"
+
     def vector_parameters(self, width: str, c_type: str) -> list[str]:
         """C parameters of the same function on `width` consecutive values, the first being the group's `index`-th."""
         place = ["int first_channel", "int index"] if self.operands else []
