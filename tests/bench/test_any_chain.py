@@ -15,7 +15,7 @@ from bench.measure import measure
 from bench.subject import Subject, construct, emit
 from bench.sweep.judge import judge
 from bench.timing import Ceilings
-from bench.verify import _examine, table_of, verify
+from bench.verify import _examine, state_problems, table_of, verify
 
 CPU = torch.device("cpu")
 MODES = """\
@@ -193,3 +193,26 @@ def test_draws_in_which_pytorch_overflows_judge_nothing_while_there_are_others(t
     draws = [_examine(subject, FAMILIES["normal"], "", 0, seed) for seed in range(1, 9)]
     assert {found.by.overflowed for found in draws} == {True, False}
     assert all(finding.ok for finding in verify(subject, repeats=1))
+
+
+def test_running_statistics_at_tf32_are_held_to_the_tf32_model_too():
+    """cuDNN takes fp32 for some convolutions though TF32 is allowed: its statistics are then closer than TF32's can be."""
+    exact = {"mean": torch.rand(16, dtype=torch.float64) + 1.0}
+    rounded = {"mean": exact["mean"].float() * (1 + 1e-4)}
+    eager = {"mean": exact["mean"].float()}
+    assert not state_problems(rounded, (eager, rounded), exact)
+    assert "relative error 1.00e-04" in state_problems(rounded, (eager,), exact)[0]
+    assert state_problems({"mean": rounded["mean"] * 1.001}, (eager, rounded), exact)
+
+
+def test_the_tf32_model_s_running_statistics_are_those_that_are_asked(tmp_path, monkeypatch):
+    path = tmp_path / "normed.yaml"
+    path.write_text("name: normed\nbatch: 16\nprecision: tf32\nchain:\n  - linear: {name: a, in_features: 64, out_features: 48}\n  - batch_norm: {name: bn}\n")
+    asked = []
+    monkeypatch.setattr("bench.verify.state_problems", lambda ours, theirs, exact: asked.append((theirs, exact)) or [])
+    one = emit(str(path), None, "cpu", tmp_path)
+    subject = Subject(one, construct(one, CPU, "cpu"), CPU)
+    _examine(subject, FAMILIES["normal"], "training", 0, 0)
+    ((eager, model), exact) = asked[0]
+    off = {name: float((state["bn.running_mean"].double() - exact["bn.running_mean"]).norm() / exact["bn.running_mean"].norm()) for name, state in (("eager", eager), ("model", model))}
+    assert off["eager"] < 1e-6 < 1e-5 < off["model"] < 1e-2
