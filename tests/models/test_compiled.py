@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 import fixed_shape_kernels as fsk
 from fixed_shape_kernels.models import compiled, judge
+from tests.models.twins import backward_both, same_gradients_and_buffers
 
 TOP = Path(__file__).parents[2]
 
@@ -84,14 +85,8 @@ def test_training_gives_the_model_s_gradients_and_running_statistics(folder):
     twin = copy.deepcopy(model)
     call, reports = compiled_net(model, folder)
     for _ in range(2):
-        y, wanted = call(example()), twin(example())
-        torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
-        y.square().sum().backward()
-        wanted.square().sum().backward()
-    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
-    for (name, mine), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=name)
+        backward_both(call(example()), twin(example()))
+    same_gradients_and_buffers(model, twin)
     assert [row.chain for row in reports[0].replaced] == ["conv2d -> batch_norm -> relu", "flatten -> linear -> layer_norm -> gelu -> mul -> add"]
 
 

@@ -17,6 +17,7 @@ import fixed_shape_kernels as fsk
 from fixed_shape_kernels.cli import main
 from fixed_shape_kernels.models import NotReplaced, building, explain_model, optimized
 from fixed_shape_kernels.models.report import Report, Row
+from tests.models.twins import backward_both, same_gradients_and_buffers
 
 
 class Block(nn.Module):
@@ -202,13 +203,8 @@ def test_training_renews_running_statistics_and_gives_the_model_s_gradients(tmp_
     opt = all_of(model, example(), training=True, cache_dir=tmp_path)
     assert torch.equal(model.block.norm.running_mean, twin.block.norm.running_mean) and int(model.block.norm.num_batches_tracked) == 0  # looking changes nothing
     y, wanted = opt(example()), twin(example())
-    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
-    y.square().sum().backward()
-    wanted.square().sum().backward()
-    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=name)
-    for (name, mine), theirs in zip(model.named_buffers(), twin.buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=name)
+    backward_both(y, wanted)
+    same_gradients_and_buffers(model, twin)
     assert not opt.fallbacks
 
 
