@@ -31,6 +31,13 @@ PATIENCE = timedelta(days=2)  # ranks end hours apart
 Held = dict[tuple[str, str], list[Record]]  # records by kind and card
 
 
+def heard(own: Any, group: distributed.ProcessGroup | None = None) -> list[Any]:
+    """What every rank of `group` (of all, without) has, by rank: any object that pickles. Raises RuntimeError where one of them has ended."""
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, own, group=group)
+    return found
+
+
 @dataclass(frozen=True)
 class Fleet:
     """The ranks of a command: how many, and which of them this process is. `results` is the folder where it keeps its records, of a command that has any."""
@@ -49,11 +56,7 @@ class Fleet:
 
     def heard(self, own: Any) -> list[Any]:
         """What every rank has, by rank."""
-        if self.size == 1:
-            return [own]
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, own)
-        return found
+        return [own] if self.size == 1 else heard(own)
 
     def refuse(self, option: str, asked: bool) -> None:
         """Raise click.UsageError where an option is asked for that is one rank's business."""

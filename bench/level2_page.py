@@ -44,7 +44,7 @@ def _part(precision: str, records: list[Record], card: str) -> dict[str, Any]:
         "precision": precision, "records": rows, "verified": sum(row["verified"] for row in current), "timed": sum(row["ours_ms"] is not None for row in current), "earlier": len(rows) - len(current),
         "ordinary": len(ordinary), "mean": geometric_mean(ordinary), "mean_eager": over("eager"), "mean_compile": over("compile"),
         "below": sum(ratio < LEAST for ratio in ordinary), "harness": sum(row["harness"] is not None for row in rows),
-        "correct": sum((row["harness"] or {}).get("verdict") == "correct" for row in rows), "beside_fp32": sum(_harness(row).startswith("correct beside") for row in rows),
+        "correct": sum((row["harness"] or {}).get("verdict") == "correct" for row in rows), "beside_fp32": sum(_beside_fp32(row["harness"]) == "correct" for row in rows),
         "missing": _spans([n for n in range(1, PROBLEMS + 1) if n not in present]),
     }  # fmt: skip
 
@@ -92,11 +92,18 @@ def _torchs(row: Record) -> str:
     return "none" if not row["library_steps"] else ("all: " if not row["kernels"] else "") + ", ".join(row["library_steps"])
 
 
+def _beside_fp32(found: dict[str, Any] | None) -> str | None:
+    """The verdict beside a reference that keeps fp32, where the harness's own run was wrong and this one is not."""
+    if found is None or found["verdict"] != "wrong":
+        return None
+    verdict = found.get(EXACT, found)["verdict"]
+    return None if verdict == "wrong" else verdict
+
+
 def _harness(row: Record) -> str:
     found = row["harness"]
     if found is None:
         return "-"
-    beside = found.get(EXACT, {"verdict": "wrong"})
-    said = f"{beside['verdict']} beside fp32" if found["verdict"] == "wrong" and beside["verdict"] != "wrong" else found["verdict"]
-    shown, mark = (beside, "") if said != found["verdict"] else (found, " (TF32)" if found.get("tf32_reference") else "")
-    return said if shown.get("ms") is None else f"{said}, {_ms(shown['ms'])} / {_ms(shown['eager_ms'])}{mark}"
+    beside = _beside_fp32(found)
+    said, run, mark = (f"{beside} beside fp32", found[EXACT], "") if beside else (found["verdict"], found, " (TF32)" if found.get("tf32_reference") else "")
+    return said if run.get("ms") is None else f"{said}, {_ms(run['ms'])} / {_ms(run['eager_ms'])}{mark}"

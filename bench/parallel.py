@@ -8,6 +8,7 @@ All ranks do the same rounds and wait for one another in front of each trial; a 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import os
 import time
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from bench import store
+from bench.fleet import heard
 from bench.jobs import build_all
 from bench.machine import describe, precision_flags
 from bench.measure import INPUT_SEED
@@ -44,24 +46,19 @@ from fixed_shape_kernels.parallel.building import emit as emit_parts
 from runtime import Package
 from runtime.load import best_target
 
-SPECS = ("gemm_groupnorm_hardtanh", "gemm_biasadd_hardtanh_mish_groupnorm", "conv2d_groupnorm_scale_maxpool_clamp")  # KernelBench's 30, 94 and 85
-SHIPPED = {"gemm_groupnorm_hardtanh": "default"}  # specs whose file has another name
+SPECS = ("specs/default.yaml", "specs/gemm_biasadd_hardtanh_mish_groupnorm.yaml", "specs/conv2d_groupnorm_scale_maxpool_clamp.yaml")  # KernelBench's 30, 94 and 85
 OURS, APART, GATHER, ALONE, GRAPH = "ours", "ours without the gather", "the gather alone", "ours, undivided", "ours in a CUDA graph"
 EAGER, COLUMNS, BY_HAND = "eager, undivided", "ColwiseParallel + GroupNorm", "eager on local shards, gathered"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A package to divide: its spec's file, its whole package and the folders of a rank's parts."""
+    """A package to divide: its spec's file, its whole package, how it is divided, and the folders of a rank's parts."""
 
     path: str
     emitted: Emitted
+    sharding: Sharding
     parts: tuple[Path, ...]
-
-
-def specs_or_shipped(specs: tuple[str, ...]) -> tuple[str, ...]:
-    """The specs named, else those of the three shipped systems."""
-    return specs or tuple(f"specs/{SHIPPED.get(name, name)}.yaml" for name in SPECS)
 
 
 def prepare(specs: tuple[str, ...], precisions: tuple[str, ...], mesh: DeviceMesh, out: Path) -> list[Case]:
@@ -78,7 +75,7 @@ def prepare(specs: tuple[str, ...], precisions: tuple[str, ...], mesh: DeviceMes
             for precision in precisions:
                 whole = emit(path, precision, target_to_emit(path, device, None), out)
                 sharding = chain_of(whole.spec).shard(mesh.size(), mesh.get_local_rank())
-                cases.append(Case(path, whole, tuple(emit_parts(whole.spec, sharding, device.type, out)[1])))
+                cases.append(Case(path, whole, sharding, tuple(emit_parts(whole.spec, sharding, device.type, out)[1])))
         folders = [folder for case in cases for folder in (case.emitted.folder, *case.parts)]
         targets = [(folder, best_target(Package(folder), capability).name if capability else "cpu") for folder in folders]
         failed = build_all(targets, capability)
@@ -105,7 +102,7 @@ def measure(case: Case, mesh: DeviceMesh, out: Path, trials: int, graph: bool) -
         results = {name: call() for name, call in calls.items() if name not in (APART, GATHER)}
         errors = {name: compare(y, exact, spec.precision.tolerance, None) for name, y in results.items()}
         again = calls[OURS]()
-        repeatable = same_bits(results[OURS], again) and _on_all(results[OURS], mesh)
+        repeatable = same_bits(results[OURS], again) and _on_all(results[OURS])
         del exact, results
         if graph and device.type == "cuda":
             try:
@@ -113,11 +110,11 @@ def measure(case: Case, mesh: DeviceMesh, out: Path, trials: int, graph: bool) -
             except RuntimeError as error:
                 failed[GRAPH] = str(error).splitlines()[0]
         token = torch.zeros(1, device=device)
-        times = _slowest(interleaved(calls, device, math.inf, trials, trials, align=lambda: distributed.all_reduce(token)), mesh)
+        times = _slowest(interleaved(calls, device, math.inf, trials, trials, align=lambda: distributed.all_reduce(token)))
     with_gather, without = times[OURS].ms, times[APART].ms
     return {
         "format": FORMAT, "spec": spec.name, "path": spec.path, "precision": spec.precision.name, "ranks": mesh.size(), **describe(device).facts,
-        **({"nvls": os.environ.get("NCCL_NVLS_ENABLE") != "0"} if device.type == "cuda" else {}), "collectives": [[one.kind, one.at, one.elements] for one in _sharding(case, mesh).collectives],
+        **({"nvls": os.environ.get("NCCL_NVLS_ENABLE") != "0"} if device.type == "cuda" else {}), "collectives": [[one.kind, one.at, one.elements] for one in case.sharding.collectives],
         "keys": [{name: target.source_key for name, target in Package(folder).manifest.targets.items()} for folder in case.parts],
         "same_bits": repeatable, "communication_share": rounded(max(0.0, 1 - without / with_gather)),
         "speedup": rounded(times[ALONE].ms / with_gather), "speedup_ungathered": rounded(times[ALONE].ms / without),
@@ -128,10 +125,6 @@ def measure(case: Case, mesh: DeviceMesh, out: Path, trials: int, graph: bool) -
         },
         "failed": failed,
     }  # fmt: skip
-
-
-def _sharding(case: Case, mesh: DeviceMesh) -> Sharding:
-    return chain_of(case.emitted.spec).shard(mesh.size(), mesh.get_local_rank())
 
 
 def _calls(case: Case, eager: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh, out: Path, failed: dict[str, str]) -> dict[str, Callable[[], Any]]:
@@ -154,9 +147,9 @@ def _calls(case: Case, eager: nn.Module, inputs: tuple[torch.Tensor, ...], mesh:
     try:
         columns = parallelize_module(copy.deepcopy(eager), mesh, {producer.name: ColwiseParallel(output_layouts=Replicate())})
         calls[COLUMNS] = lambda: columns(*inputs)
-    except NotImplementedError as error:
+    except NotImplementedError as error:  # ColwiseParallel divides nn.Linear and nn.Embedding alone; the record says so
         failed[COLUMNS] = str(error).splitlines()[0]
-    if len(case.parts) == 1 and not _sharding(case, mesh).collectives:
+    if len(case.parts) == 1 and not case.sharding.collectives:
         shard = load_package(case.parts[0])
         by_hand = shard.Model(*shard.get_init_inputs()).to(device).eval()
         by_hand.load_state_dict({key: value.to_local() if isinstance(value, DTensor) else value for key, value in apart.state_dict().items()})
@@ -164,18 +157,16 @@ def _calls(case: Case, eager: nn.Module, inputs: tuple[torch.Tensor, ...], mesh:
     return calls
 
 
-def _on_all(result: torch.Tensor, mesh: DeviceMesh) -> bool:
+def _on_all(result: torch.Tensor) -> bool:
     """Whether all ranks have the same bits."""
-    heard: list[Any] = [None] * mesh.size()
-    distributed.all_gather_object(heard, float(result.double().sum()))
-    return len(set(heard)) == 1
+    bits = result.contiguous().view(torch.uint8).cpu().numpy()
+    return len(set(heard(hashlib.sha256(bits).hexdigest()))) == 1
 
 
-def _slowest(own: dict[str, Time], mesh: DeviceMesh) -> dict[str, Time]:
+def _slowest(own: dict[str, Time]) -> dict[str, Time]:
     """Of each call the time on the rank where it took longest."""
-    heard: list[Any] = [None] * mesh.size()
-    distributed.all_gather_object(heard, own)
-    return {name: max((times[name] for times in heard), key=lambda time: time.ms) for name in own}
+    ranked = heard(own)
+    return {name: max((times[name] for times in ranked), key=lambda time: time.ms) for name in own}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -191,7 +182,7 @@ def main(specs, precisions, device, trials, graph, results, out) -> None:
     begun, out = time.time(), out.absolute()
     with ranks(device) as mesh:
         console = Console(width=200, quiet=mesh.get_local_rank() != 0)
-        cases = prepare(specs_or_shipped(specs), precisions or ("fp32", "bf16"), mesh, out)
+        cases = prepare(specs or SPECS, precisions or ("fp32", "bf16"), mesh, out)
         console.print(f"{len(cases)} packages and their parts are built after {time.time() - begun:.0f} s")
         card = f"{describe(_device(mesh)).slug}-x{mesh.size()}"
         for case in cases:

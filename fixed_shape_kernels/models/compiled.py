@@ -111,7 +111,7 @@ class _Pass(CustomGraphPass):
     def uuid(self) -> str:
         """What Inductor's cache tells the pass by: our sources, the options, and the folder of packages."""
         told = {key: str(getattr(self.settings, key)) for key in _ours() if key != "on_report"}
-        return hashlib.sha256(json.dumps([_sources(), told, self.mark]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([sources(), told, self.mark]).encode()).hexdigest()
 
 
 def replace_in(gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, inductor: dict[str, Any]) -> list[Candidate]:
@@ -250,7 +250,7 @@ def _parted(options: dict[str, Any]) -> tuple[Settings, dict[str, Any]]:
     return Settings(**ours), theirs
 
 
-def _sources() -> str:
+def sources() -> str:
     """A digest of what decides what is put into a graph."""
     told = hashlib.sha256()
     for folder in ("codegen", "fixed_shape_kernels", "runtime"):

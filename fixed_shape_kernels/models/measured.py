@@ -20,12 +20,10 @@ from bench.timing import interleaved
 from bench.verify import rounded
 from codegen.numerics import PRECISIONS
 
-from .compiled import NAME
+from .compiled import NAME, sources
 from .networks import NETWORKS
 from .optimized import optimize
 from .report import REPLACED, Report
-
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def measure(name: str, precision: str, device: torch.device, machine: Machine, large: bool, seconds: float, against: str, min_gain: float, folder: Path) -> Record:
@@ -35,7 +33,8 @@ def measure(name: str, precision: str, device: torch.device, machine: Machine, l
     """
     start = time.perf_counter()
     model, arguments = NETWORKS[name].build(large)
-    model, arguments = model.to(device, DTYPES[precision]), tuple(one.to(device, DTYPES[precision]) for one in arguments)
+    dtype = getattr(torch, PRECISIONS[precision].dtype)
+    model, arguments = model.to(device, dtype), tuple(one.to(device, dtype) for one in arguments)
     torch._dynamo.reset()
     inside: list[Report] = []
     with torch.no_grad(), precision_flags(precision):
@@ -63,7 +62,7 @@ def measure(name: str, precision: str, device: torch.device, machine: Machine, l
         times = interleaved({way: lambda call=call: call(*arguments) for way, call in ways.items()}, device, seconds)
     report = optimized.report
     return {
-        "model": name, "precision": precision, **machine.facts, "large": large, "parameters": sum(one.numel() for one in model.parameters()),
+        "model": name, "precision": precision, "sources": sources(), **machine.facts, "large": large, "parameters": sum(one.numel() for one in model.parameters()),
         "chains": len(report.chains), "replaced": len(report.replaced), "statuses": dict(sorted(Counter(row.status for row in report.rows).items())),
         "chains_in_compile": [len(one.chains) for one in inside], "replaced_in_compile": [len(one.replaced) for one in inside], "against": against, "min_gain": min_gain,
         "wrong": [f"{row.path}: {row.why}" for one in (report, *inside) for row in one.rows if row.status in ("wrong", "failed")],
@@ -89,7 +88,7 @@ def _row(row: Any) -> dict[str, Any]:
 @click.option("--min-gain", default=1.05, show_default=True, help="Replace a chain where it is so many times as fast.")
 @click.option("--seconds", default=1.0, show_default=True, help="For the trials of a model.")
 @click.option("--budget-s", type=float, help="Begin no further model after so many seconds; call again to go on.")
-@click.option("--force", is_flag=True, help="Measure again what has a record of this card and torch.")
+@click.option("--force", is_flag=True, help="Measure again what has a record of this card, torch and sources.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), default=RESULTS, help="Folder of the records.")
 @click.option("--cache-dir", type=click.Path(file_okay=False, path_type=Path), default=Path("build/models"), show_default=True, help="Folder for the packages.")
 def main(names, precisions, on, small, against, min_gain, seconds, budget_s, force, results, cache_dir) -> None:
@@ -103,7 +102,7 @@ def main(names, precisions, on, small, against, min_gain, seconds, budget_s, for
     left, broken = 0, False
     for name, precision in wanted:
         known = store.find(MODELS, results, machine.slug, model=name, precision=precision)
-        if known and not force and all(known[key] == value for key, value in (("gpu", machine.gpu), ("torch", machine.torch), ("large", large))):
+        if known and not force and all(known.get(key) == value for key, value in (("gpu", machine.gpu), ("torch", machine.torch), ("large", large), ("sources", sources()))):
             console.print(f"{name}, {precision}: has a record", highlight=False, soft_wrap=True)
             continue
         if budget_s and time.perf_counter() - began > budget_s:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 
+from bench.fleet import heard
 from bench.packages import load_package
 from codegen.emit import write_package
 from codegen.ir.sharding import Kernels, Sharding
@@ -60,15 +60,14 @@ def emit(spec: Spec, sharding: Sharding, device_type: str, folder: Path) -> tupl
 
 def _agreed(mine: tuple[str, str | None], mesh: DeviceMesh) -> None:
     """Hear from all ranks whether they have their kernels, so that none waits for one that has not."""
-    heard: list = [None] * mesh.size()
     try:
-        distributed.all_gather_object(heard, mine, group=mesh.get_group())
+        found = heard(mine, mesh.get_group())
     except RuntimeError as error:
         raise ParallelError(f"rank {mesh.get_local_rank()} of {mesh.size()}: another rank ended while kernels were built ({str(error).strip().splitlines()[0]})") from error
-    for rank, (_, why) in enumerate(heard):
+    for rank, (_, why) in enumerate(found):
         if why is not None:
             raise ParallelError(f"rank {rank} of {mesh.size()} could not build its kernels: {why}")
-    if len({told for told, _ in heard}) > 1:
+    if len({told for told, _ in found}) > 1:
         raise ParallelError(f"the {mesh.size()} ranks divide different layers, or on different kinds of device; give all of them the same spec")
 
 
