@@ -15,7 +15,7 @@ from bench.measure import measure
 from bench.subject import Subject, construct, emit
 from bench.sweep.judge import judge
 from bench.timing import Ceilings
-from bench.verify import _examine, state_problems, table_of, verify
+from bench.verify import STATE_MARGIN, _examine, state_problems, table_of, verify
 
 CPU = torch.device("cpu")
 MODES = """\
@@ -215,4 +215,4 @@ def test_the_tf32_model_s_running_statistics_are_those_that_are_asked(tmp_path, 
     _examine(subject, FAMILIES["normal"], "training", 0, 0)
     ((eager, model), exact) = asked[0]
     off = {name: float((state["bn.running_mean"].double() - exact["bn.running_mean"]).norm() / exact["bn.running_mean"].norm()) for name, state in (("eager", eager), ("model", model))}
-    assert off["eager"] < 1e-6 < 1e-5 < off["model"] < 1e-2
+    assert off["eager"] <= STATE_MARGIN * torch.finfo(torch.float32).eps < off["model"] < 1e-2
