@@ -9,6 +9,8 @@ import torch
 
 from bench.doubt import Doubt
 
+MEDIAN_OF = 1 << 20
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -20,7 +22,7 @@ class Errors:
     has no groups.
     `parity`: None when NaN, +inf and -inf stand where they must, else what is wrong. `concentration`: the sum of the differences' fourth powers over the square of
     the sum of their squares: 1 where one element holds all of the error, 3 / n where n are normal. `nearly_outside`: how many elements
-    would be outside if all differences were as many times as large as the promise allows.
+    would be outside if all differences were as many times as large as the promise allows. `middle`: the median of absolute differences, of MEDIAN_OF elements at most.
     """
 
     relative: float
@@ -32,6 +34,7 @@ class Errors:
     parity: str | None
     concentration: float = 0.0
     nearly_outside: int = 0
+    middle: float = 0.0
 
     @property
     def outside_share(self) -> float:
@@ -61,13 +64,18 @@ def compare(
     mean, std = (None, None) if groups is None else _group_deviation(y64, exact, finite, groups)
     parity = None if ordinary and y.dtype is not torch.float16 else _parity(y, exact, eager, doubt.others if doubt else ())
     largest, concentration = float(difference.abs().max()), _concentration(difference)
-    return Errors(relative, largest, outside, exact.numel(), mean, std, parity, concentration, nearly_outside)
+    return Errors(relative, largest, outside, exact.numel(), mean, std, parity, concentration, nearly_outside, _middle(difference))
 
 
 def _outside(difference: torch.Tensor, exact: torch.Tensor, tolerance: float, *factors: float) -> list[int]:
     """How many elements are outside the tolerance where differences are multiplied by each of the factors."""
     off = difference.abs().div_(exact.abs().add_(1.0).mul_(tolerance))
     return [int((off > 1.0 / factor).sum()) for factor in factors]
+
+
+def _middle(difference: torch.Tensor) -> float:
+    every = -(-difference.numel() // MEDIAN_OF)
+    return float(difference.flatten()[::every].abs().median())
 
 
 def _concentration(difference: torch.Tensor) -> float:

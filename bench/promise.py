@@ -10,7 +10,8 @@ An fp32 arithmetic that a spec forces and whose own error is above that promise 
 The promise compares two errors, ours and PyTorch's. Of a result of few groups both scatter: that of n independent values is known to about
 1/sqrt(n); so do errors of which a few values hold all, as where one rounding carries a value from one bound to the other. Data whose errors are above
 the promise are therefore drawn again with other seeds, and all draws together must keep it within three standard deviations (`pooled`); draws in
-which PyTorch itself overflowed count only where it did in all. Elements of which float64 itself says nothing are held to what roundings explain, and to no
+which PyTorch itself overflowed count only where it did in all. Where PyTorch's own error leaves no digit, as behind a division by values near zero, one element
+makes it, and whose is larger is luck however many are drawn: there the medians of the errors are compared. Elements of which float64 itself says nothing are held to what roundings explain, and to no
 promise (bench.doubt). A wrong shape, a lost NaN or other bits in a second run are wrong at once.
 """
 
@@ -29,6 +30,7 @@ FP32_FLOOR = 3e-7
 FP32_MARGIN, TF32_MARGIN, HALF_MARGIN = 1.1, 1.1, 1.05
 VALUES = 1000  # independent values that all draws together shall have
 DRAWS = (4, 25)  # least and most
+NO_DIGIT = 0.5  # a relative error of which no digit is right
 SIGMAS = 3.0
 GROUP_LABELS = {"group_mean": "mean", "group_std": "standard deviation"}
 
@@ -182,7 +184,7 @@ def root_mean_square(values: Sequence[float | None]) -> float | None:
 
 def pooled_errors(errors: Sequence[Errors]) -> Errors:
     """The errors of several draws as one."""
-    mean = {name: root_mean_square([getattr(e, name) for e in errors]) for name in ("relative", *GROUP_LABELS)}
+    mean = {name: root_mean_square([getattr(e, name) for e in errors]) for name in ("relative", "middle", *GROUP_LABELS)}
     largest, outside, elements = max(e.largest for e in errors), sum(e.outside for e in errors), sum(e.elements for e in errors)
     return Errors(**mean, largest=largest, outside=outside, elements=elements, parity=None)
 
@@ -196,4 +198,10 @@ def pooled(spec: Spec, ours: Sequence[Errors], by: Sequence[Yardsticks], benchma
     counts = [allowed_outside(spec, one, benchmark) for one in by]
     outside = None if None in counts else max(math.floor(few * sum(counts)), 0 if _none_outside(spec, benchmark, *by) else _excused(found, by))
     groups = {which: factor * root_mean_square([allowed_group(one, most, which) for one, most in zip(by, limits, strict=True)]) for which in GROUP_LABELS}
-    return allowed, outside, _exceeded(found, allowed, outside, groups, f" over {len(ours)} draws")
+    over = f" over {len(ours)} draws"
+    yardsticks = [max((one.eager_fp32, one.tf32 or one.eager_fp32) if spec.precision.name in ("fp32", "tf32") else (one.eager,), key=lambda e: e.relative) for one in by]
+    if pooled_errors(yardsticks).relative <= NO_DIGIT:
+        return allowed, outside, _exceeded(found, allowed, outside, groups, over)
+    most = few * margin_of(spec) * pooled_errors(yardsticks).middle
+    wrong = [] if found.middle <= most else [f"median error {found.middle:.2e} > {most:.2e}{over}, where PyTorch has no digit either"]
+    return allowed, outside, wrong + _exceeded(replace(found, relative=0.0), allowed, outside, groups, over)

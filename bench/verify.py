@@ -20,7 +20,7 @@ from bench.doubt import Doubt, doubt_of
 from bench.families import FAMILIES, Family
 from bench.machine import choose_device, describe
 from bench.metrics import Errors, compare, same_bits
-from bench.promise import Yardsticks, allowed_error, allowed_outside, broken, by_chance, draws_for, independent, margin_of, pooled, pooled_errors
+from bench.promise import NO_DIGIT, Yardsticks, allowed_error, allowed_outside, broken, by_chance, draws_for, independent, margin_of, pooled, pooled_errors
 from bench.subject import EXACT_VALUES, Subject, built_target, construct, emit, target_to_emit
 from codegen.ir.fused_form import departure, fused
 from codegen.numerics import PRECISIONS
@@ -31,7 +31,6 @@ from codegen.targets import TARGETS
 
 TRAINING, EVALUATION = MODES = ("training", "evaluation")
 STATE_MARGIN = 4  # running statistics are means of many values, each rounded once: their errors scatter more than a result's
-NO_DIGIT = 0.5  # of itself: an error of eager's that may come of a reference that is not known
 CPU_FLOP = 2e9  # on a CPU, specs of more work than this compare some samples only (but for their own inputs) and repeat less
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from bench.data import Draw
 from bench.families import FAMILIES
 from bench.metrics import Errors, compare
-from bench.promise import Yardsticks, allowed_error, allowed_outside, pooled
+from bench.promise import NO_DIGIT, Yardsticks, allowed_error, allowed_outside, pooled, pooled_errors
 from bench.subject import Subject, emit, round_tf32
 from bench.timing import MOST_FLUSHES, flushes_for
 from bench.verify import table_of, verify
@@ -285,6 +285,27 @@ def test_errors_that_few_elements_hold_differ_by_more_by_chance():
     for name, chance in (("normal", False), ("jump", True)):
         eager, ours = of[name], replace(of[name], relative=1.4 * of[name].relative)
         assert (not pooled(fp32, [ours] * 4, [yardsticks(eager=eager, eager_fp32=eager)] * 4, False)[2]) == chance
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_where_pytorch_has_no_digit_medians_are_compared(precision):
+    """A division by values near zero: one element makes the error, and luck decides in whose result it stands. Roundings twice as large are still found."""
+    spec = load_spec("specs/gemm_groupnorm_hardtanh_small.yaml", precision)
+    verdicts = {1.0: [], 2.0: []}
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        values, draws = {1.0: [], 2.0: []}, []
+        for _ in range(25):
+            x, off = torch.randn(512, dtype=torch.float64, generator=generator), lambda: 4e-3 * torch.randn(512, dtype=torch.float64, generator=generator)  # noqa: B023
+            measure = lambda error: compare(1 / (x + error), 1 / x, spec.precision.tolerance, None, margin=1.1)  # noqa: B023, E731
+            theirs = measure(off())
+            draws.append(yardsticks(eager=theirs, eager_fp32=theirs))
+            for size in values:
+                values[size].append(measure(size * off()))
+        if pooled_errors([one.eager for one in draws]).relative > NO_DIGIT:
+            for size, ours in values.items():
+                verdicts[size].append([problem for problem in pooled(spec, ours, draws, False)[2] if "elements" not in problem])
+    assert len(verdicts[1.0]) >= 10 and not any(verdicts[1.0]) and all(verdicts[2.0])
 
 
 def test_a_wrong_shape_or_type_is_caught(small):
