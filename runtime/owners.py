@@ -3,6 +3,7 @@
 import itertools
 import sys
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -22,6 +23,11 @@ class ParameterOwners(nn.Module):
     """A module that finds the manifest's parameters in itself and in its children; ``_define_owners`` says where they are."""
 
     _package: Package
+
+    def __new__(cls, *given: Any, **named: Any):
+        made = super().__new__(cls)
+        _ALIVE[id(made)] = made
+        return made
 
     def _define_owners(self, package: Package) -> None:
         """The paths of the parameters with their shapes and types, and the same by the module that holds them."""
@@ -109,7 +115,7 @@ class ParameterOwners(nn.Module):
             if child is not None:
                 for name, value in child.numbers:
                     if getattr(owner, name) != value:
-                        raise CallError(fault_of(self))
+                        raise CallError(fault_of(id(self)))
                 for hook in owner._forward_pre_hooks.values():
                     hook(owner, ())
             for name, _, _ in entries:
@@ -122,7 +128,7 @@ class ParameterOwners(nn.Module):
 
     def _refuse_fault(self) -> None:
         """Raises CallError for a child that does more than holding parameters, by statements that a compiler can follow."""
-        fault = fault_of(self)
+        fault = fault_of(id(self))
         if fault:
             raise CallError(fault)
 
@@ -134,11 +140,16 @@ class ParameterOwners(nn.Module):
             raise fault
 
 
-def fault_of(model: ParameterOwners) -> str:
-    """What a forward cannot keep of the children and parameters of ``model``, as a sentence; empty where there is nothing.
+_ALIVE: WeakValueDictionary[int, ParameterOwners] = WeakValueDictionary()  # modules by id, copies and unpickled ones among them
 
-    A compiler runs it while it captures, as it cannot put such a sentence together itself. No hook is run, no parameter computed.
+
+def fault_of(number: int) -> str:
+    """What a forward cannot keep of the children and parameters of the module of this id, as a sentence; empty where there is nothing.
+
+    A compiler runs it while it captures, as it cannot put such a sentence together itself. To such a function it passes numbers, and in torch 2.11 no module.
+    No hook is run, no parameter computed.
     """
+    model = _ALIVE[number]
     manifest = model._package.manifest
     for path, entries, child, *_ in model._owners:
         owner = model
@@ -163,7 +174,7 @@ fault_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @_disable_dynamo
 def refuse(model: ParameterOwners) -> None:
-    fault = fault_of(model)
+    fault = fault_of(id(model))
     if fault:
         raise CallError(fault)
 

@@ -17,7 +17,7 @@ def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_gpus")
     cases = [case | {"graph": True} for case in write_cases(folder / "specs", EQUAL)]
     ended = run_ranks(folder, 2, {"equal": {"cases": cases}}, "cuda", 500)
-    assert ended.codes == [0, 0], ended.errors
+    assert ended.codes == [0, 0], "\n".join(ended.errors)
     return {row["name"]: row for row in ended.results[0]["equal"]}
 
 
