@@ -210,13 +210,14 @@ def _compared(spec: Spec, ours: Callable[..., torch.Tensor], eager: nn.Module, e
     if made.shape != theirs.shape or made.dtype != theirs.dtype:
         return float("inf"), f"the result is {tuple(made.shape)} {made.dtype}, expected {tuple(theirs.shape)} {theirs.dtype}"
     measure = lambda result: compare(result, wanted, spec.precision.tolerance, None, theirs)  # noqa: E731
-    found, yardstick, single, modelled = measure(made), measure(theirs), None, None
+    found, yardstick, single, modelled, states = measure(made), measure(theirs), None, None, [their_state]
     if name == "tf32":
         single = measure(computed(eager, eager, inputs, "fp32")[0])
         with RoundedProducts():
-            modelled = measure(computed(exact, exact, wide, name)[0])
+            result, state = computed(exact, exact, wide, name)
+        modelled, states = measure(result), [their_state, state]
     by = Yardsticks(yardstick, single or yardstick, modelled, compare(wanted.to(theirs.dtype), wanted, spec.precision.tolerance, None).relative, 0.0)
     allowed = allowed_error(spec, by) * margin(1, independent(spec, made.numel()))
     problems = [found.parity] if found.parity else []
     problems += [] if found.relative <= allowed else [f"relative error {found.relative:.1e}, {allowed:.1e} allowed"]
-    return found.relative, "; ".join(problems + state_problems(our_state, their_state, exact_state))
+    return found.relative, "; ".join(problems + state_problems(our_state, states, exact_state))

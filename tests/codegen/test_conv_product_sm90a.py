@@ -13,12 +13,13 @@ from codegen.ir.fused_form import FusedSpec
 from codegen.ops.windows import window_count
 from codegen.plan import Launch, plan
 from codegen.plan.conv_product_sm90a.forms import FORMS, form_of
-from codegen.plan.conv_product_sm90a.geometry import axis_of, geometry_of, rows_of, transposed_axis_of
+from codegen.plan.conv_product_sm90a.geometry import geometry_of, rows_of
 from codegen.plan.conv_product_sm90a.kernel import ordered_taps
 from codegen.plan.conv_product_sm90a.layout import layout_of
 from codegen.plan.conv_product_sm90a.route import CONV_PRODUCT_SM90A, offers
 from codegen.plan.model import Refusal
 from codegen.plan.product_norm.route import CONV_PRODUCT_NORM
+from codegen.plan.shared.axes import axis_of, transposed_axis_of
 from codegen.render import render_kernel
 from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
