@@ -1,7 +1,8 @@
 """The numeric promises (the table in docs/numerics.md) as rules: what a measured error may be, and what is wrong where it is not.
 
     fp32         relative error <= max(1.1 x eager with TF32 off, 3e-7)
-    tf32         <= 1.1 x (operands rounded to nearest at 10 mantissa bits, accumulated in float64), and never asked to beat fp32
+    tf32         <= 1.1 x (operands rounded to nearest at 10 mantissa bits, accumulated in float64), and never asked to beat fp32, nor eager with TF32
+                 as far as truncated sums explain that one's error
     fp16, bf16   <= 1.05 x eager of that type, and never asked to beat the correctly rounded exact result (eager's own error may leave out
                  elements that overflowed there)
 
@@ -24,12 +25,15 @@ from dataclasses import dataclass, replace
 from bench.metrics import Errors
 from codegen.ir.fused_form import fused
 from codegen.numerics import ARITHMETICS
+from codegen.ops import Kind
+from codegen.plan.floor import producer_flop
 from codegen.spec import Spec
 
 FP32_FLOOR = 3e-7
 FP32_MARGIN, TF32_MARGIN, HALF_MARGIN = 1.1, 1.1, 1.05
 VALUES = 1000  # independent values that all draws together shall have
 DRAWS = (4, 25)  # least and most
+STEP = 8  # products of TF32 that a tensor core adds at once
 NO_DIGIT = 0.5  # a relative error of which no digit is right
 SIGMAS = 3.0
 GROUP_LABELS = {"group_mean": "mean", "group_std": "standard deviation"}
@@ -64,8 +68,14 @@ def allowed_error(spec: Spec, by: Yardsticks) -> float:
     if name == "fp32":
         return max(fp32, 2 * ARITHMETICS[spec.math].error) if lenient(spec) else fp32
     if name == "tf32":
-        return max(TF32_MARGIN * by.tf32.relative, fp32)
+        return max(TF32_MARGIN * by.tf32.relative, fp32, min(TF32_MARGIN * by.eager.relative, truncation(spec)))
     return HALF_MARGIN * max(by.eager.relative, by.rounded)
+
+
+def truncation(spec: Spec) -> float:
+    """What tensor cores lose of a TF32 sum of products of one sign at most: half a unit in the last place, on average, each time that they add STEP of them."""
+    longest = max((producer_flop(step) / 2 / math.prod(step.output_shape) for step in spec.chain if step.operator.kind is Kind.PRODUCER), default=0.0)
+    return longest / STEP * 2.0**-24
 
 
 def lenient(spec: Spec) -> bool:
