@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codegen.plan.gemm_sm90a.kernel import GemmSm90aKernel
-from codegen.plan.gemm_sm90a.layout import TILE_K, balanced, memory
+from codegen.plan.gemm_sm90a.layout import TILE_K, balanced, bands_of, memory
 from codegen.plan.gemm_sm90a.choice import LEAST_STEPS, choose_layout, layouts, sliced_layouts
 from codegen.plan.gemm_sm90a.forms import FORMS, form_of
 from codegen.plan.gemm_sm90a.split import WEIGHT_SPLIT, X_SPLIT
@@ -44,12 +46,21 @@ def constants(kernel):
     return {c.name: int(c.text) for c in kernel.constants if c.c_type == "int"}
 
 
+def place_of(c, unit):
+    """(place along the batch, place along the channels) of a unit's cluster, in clusters."""
+    if "kBand" not in c:
+        return unit % c["kSampleBlocks"], unit // c["kSampleBlocks"]
+    band, within = divmod(unit, c["kBandUnits"])
+    width = c["kLastBand"] if band == c.get("kBands", 0) - 1 else c["kBand"]
+    return band * c["kBand"] + within % width, within // width
+
+
 def tiles_of(kernel):
     """(first sample, first channel) of every tile that any CTA computes, as the emitted tile_of gives them."""
     c = constants(kernel)
-    share, cluster, blocks = kernel.share, c["kCluster"], c["kSampleBlocks"]
+    share, cluster = kernel.share, c["kCluster"]
     for unit, tile, rank in itertools.product(range(c["kUnits"]), range(c["kUnitTiles"]), range(cluster)):
-        samples, span = unit % blocks, unit // blocks
+        samples, span = place_of(c, unit)
         row = samples * cluster + rank if share == "weight" else samples
         column = (span * cluster + rank if share == "input" else span) * c["kUnitTiles"] + tile
         yield row * c["kTileSamples"], column * c["kTileChannels"]
@@ -251,6 +262,41 @@ def test_balanced_takes_no_more_rounds_than_all_places_would(units, places):
     assert clusters <= places and math.ceil(units / clusters) == math.ceil(units / places)
 
 
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 132), st.sampled_from([128, 256, 512]), st.sampled_from([64, 128, 256]))
+def test_bands_cover_every_block_once_and_are_about_square(blocks, channels, clusters, rows, columns):
+    bands = bands_of(blocks, clusters, rows, columns, 1 << 30, 50e6)
+    numbers = {"kBand": bands.width, "kBandUnits": bands.width * channels, "kLastBand": bands.last, "kBands": bands.count}
+    assert sorted(place_of(numbers, unit) for unit in range(blocks * channels)) == sorted(itertools.product(range(blocks), range(channels)))
+    assert bands.count == 1 or 0.4 <= bands.width * rows / (clusters / bands.width * columns) <= 2.5 or bands.width <= 3
+    assert bands_of(blocks, clusters, rows, columns, 1 << 20, 50e6).count == 1  # x stays in the cache
+
+
+# Bands of one width and of two, with each operand shared and with none.
+BANDED = {"even": (16384, 1024, 2048, 0), "uneven": (13000, 1024, 2000, 0), "normed": (32768, 512, 4096, 64)}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", BANDED)
+def test_the_emitted_schedule_computes_every_tile_once(name, precision, tmp_path):
+    batch, k, n, groups = BANDED[name]
+    spec = spec_of(tmp_path, batch, k, n, groups, precision) if groups else Case("product", batch, k, n, 0, ("relu",)).spec(tmp_path, precision, None)
+    chosen = hopper_gemm(spec, DEVICE)
+    kernel = gemm_of(chosen)
+    assert kernel.bands.count > 1
+    text = render_kernel(chosen, kernel)
+    numbers = "\n".join(re.findall(r"^constexpr int k\w+ = [^;]+;", text, re.M))
+    schedule = re.search(r"struct Tile \{.*?\n\};.*?\n\}\n", text, re.S)[0].replace("__device__ __forceinline__", "")
+    loops = "for (int unit = 0; unit < kUnits; ++unit) for (int tile = 0; tile < kUnitTiles; ++tile) for (int rank = 0; rank < kCluster; ++rank)"
+    main = f'int main() {{ {loops} {{ const Tile t = tile_of(unit, tile, rank); std::printf("%d %d\\n", t.sample, t.channel); }} }}'
+    source, program = tmp_path / "tiles.cpp", tmp_path / "tiles"
+    source.write_text(f"#include <cstdio>\n{numbers}\n{schedule}\n{main}\n")
+    subprocess.run(["g++", "-std=c++17", "-o", program, source], check=True, timeout=120)
+    found = [tuple(map(int, line.split())) for line in subprocess.run([program], check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()]
+    assert found == list(tiles_of(kernel)) and len(set(found)) == len(found)
+    wanted = set(itertools.product(range(0, batch, kernel.form.tile_samples), range(0, n, kernel.form.tile_channels)))
+    assert wanted <= set(found)
+
+
 @pytest.mark.parametrize(("width", "before", "expected"), [(8, (), False), (32, ("mish",), True), (256, ("mish",), True), (512, (), True), (512, ("mish",), True), (1024, (), False)])
 def test_results_of_16_bits_are_finished_by_rows_where_registers_allow(width, before, expected, tmp_path):
     for precision in ("fp16", "bf16"):
@@ -289,6 +335,7 @@ COMPILED = [
     ("pieces_tf32", (1024, 1024, 8192, 128), "tf32", {"before": ("silu",)}), ("waits_before_fp16", (1024, 1024, 8192, 16), "fp16", {"before": ("gelu",), "after": ("silu",)}),
     ("waits_costly_bf16", (1024, 1024, 8192, 16), "bf16", {"after": ("gelu",)}), ("norm_fp32", (1024, 1024, 9600, 100), "fp32", {"before": ("mish",)}), ("few_steps_bf16", (4096, 256, 4096, 8), "bf16", {}),
     ("slices_fp32", (384, 17696, 7761, 39), "fp32", {}), ("slices_tf32", (326, 32768, 5120, 1280), "tf32", {}), ("slices_fp16", (2048, 12272, 285, 1), "fp16", {"before": ("mish",)}),
+    ("bands_bf16", (13000, 1024, 4096, 16), "bf16", {}), ("bands_fp32", (13000, 1024, 4096, 16), "fp32", {}),
     ("slices_of_copies_fp32", (121, 2716, 4096, 1), "fp32", {}),
 ]  # fmt: skip
 

@@ -12,14 +12,14 @@ from codegen.numerics import FP32, float_literal
 from codegen.plan.gemm_sm90a.epilogue import distinct, epilogue, line, vector_count
 from codegen.plan.gemm_sm90a.forms import restoring_factor
 from codegen.plan.gemm_sm90a.layout import (
-    CONSUMERS, TILE_K, Form, Layout, Memory, balanced, by_rows, in_warpgroup, memory, row_parts, strip_blocks,
+    CONSUMERS, TILE_K, Bands, Form, Layout, Memory, balanced, bands_of, by_rows, in_warpgroup, memory, row_parts, strip_blocks,
 )  # fmt: skip
 from codegen.plan.gemm_sm90a.split import WEIGHT_SPLIT, WEIGHT_UNSCALE, X_SPLIT, X_UNSCALE, padded_columns
 from codegen.plan.gemm_sm90a.window import window
 from codegen.plan.model import Kernel
 from codegen.plan.shared.pointers import Pointer
 from codegen.plan.shared.values import ValueFunction, finish_product
-from codegen.targets import Target
+from codegen.targets import DeviceClass, Target
 
 THREADS = 128 * (1 + CONSUMERS)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 * 24 + 256 * 240 = 64512 of 65536
@@ -56,6 +56,7 @@ class GemmSm90aKernel(Kernel):
     result_type: str = "float"
     in_features: int = 0
     result_pitch: int = 0  # values from one row of the result to the next, where that is not out_features
+    bands: Bands | None = None
     restores: bool = False  # promotion gives back what truncation takes on average
 
     input_unscale = X_UNSCALE
@@ -236,7 +237,7 @@ def result_pitch(spec: FusedSpec, layout: Layout) -> int:
     return math.ceil(spec.channels / 8) * 8 if ragged_result(spec) and layout.slices == 1 else 0
 
 
-def gemm_kernel(spec: FusedSpec, target: Target, form: Form, layout: Layout, sms: int, debug: bool, notes: tuple[str, ...]) -> GemmSm90aKernel:
+def gemm_kernel(spec: FusedSpec, target: Target, form: Form, layout: Layout, device: DeviceClass, debug: bool, notes: tuple[str, ...]) -> GemmSm90aKernel:
     """The multiplication of `spec` in the given form and layout, which must fit (see `memory`). Slices leave fp32 sums without the bias."""
     if layout.slices > 1:
         spec = replace(spec, gives=FP32)
@@ -269,9 +270,12 @@ def gemm_kernel(spec: FusedSpec, target: Target, form: Form, layout: Layout, sms
     cluster_samples = layout.cluster if layout.share == "weight" else 1
     cluster_channels = layout.cluster if layout.share == "input" else 1
     sample_blocks = math.ceil(sample_tiles / cluster_samples)
-    units = sample_blocks * math.ceil(channel_tiles / (cluster_channels * layout.unit_tiles)) * layout.slices
-    clusters = balanced(units, sms // layout.cluster)
-    constants = _constants(spec, form, layout, where, before + after, sample_blocks, units, clusters)
+    channel_blocks = math.ceil(channel_tiles / (cluster_channels * layout.unit_tiles))
+    units = sample_blocks * channel_blocks * layout.slices
+    clusters = balanced(units, device.sms // layout.cluster)
+    x_bytes, rows = batch * spec.input_shape[1] * 2 * form.parts, cluster_samples * form.tile_samples
+    bands = bands_of(sample_blocks, clusters, rows, cluster_channels * layout.unit_tiles * form.tile_channels, x_bytes if layout.slices == 1 else 0, device.l2 * 1e6)
+    constants = _constants(spec, form, layout, where, before + after, sample_blocks, channel_blocks, bands, units, clusters)
     return GemmSm90aKernel(
         "gemm", "gemm_sm90a/gemm.cu.j2", arguments, constants, summary(spec, layout), where.total, 168, THREADS, clusters * layout.cluster, notes,
         form, layout, tuple(map(pointer, inside)), tuple(map(pointer, arguments)), precision.c_type,
@@ -280,7 +284,7 @@ def gemm_kernel(spec: FusedSpec, target: Target, form: Form, layout: Layout, sms
         batch % form.tile_samples != 0 or sample_tiles % cluster_samples != 0,
         channels % (form.tile_channels * layout.unit_tiles * cluster_channels) != 0, debug, before, after,
         tuple(before_lines), finish_product(spec) if finished and not spec.has_norm else None, tuple(before_vectors), tuple(after_lines), tuple(after_vectors), bias is not None, spec.result.c_type, spec.input_shape[1],
-        result_pitch(spec, layout), restoring_factor(spec, form) is not None,
+        result_pitch(spec, layout), bands, restoring_factor(spec, form) is not None,
     )  # fmt: skip
 
 
@@ -292,7 +296,7 @@ def summary(spec: FusedSpec, layout: Layout) -> str:
 
 
 def _constants(
-    spec: FusedSpec, form: Form, layout: Layout, where: Memory, items: tuple[Apply, ...], sample_blocks: int, units: int, clusters: int
+    spec: FusedSpec, form: Form, layout: Layout, where: Memory, items: tuple[Apply, ...], sample_blocks: int, channel_blocks: int, bands: Bands, units: int, clusters: int
 ) -> tuple[Constant, ...]:  # fmt: skip
     batch, k = spec.input_shape
     channels, width = spec.channels, spec.group_channels
@@ -316,6 +320,8 @@ def _constants(
         ("kCluster", layout.cluster, {"weight": "CTAs that share rows of W", "input": "CTAs that share rows of x", "none": "no cluster"}[layout.share]),
         ("kUnitTiles", layout.unit_tiles, "tiles of a unit: a CTA computes them before their groups are complete"),
         ("kSampleBlocks", sample_blocks, "clusters side by side along the batch"),
+        *([("kBand", bands.width, "clusters side by side along the batch in a band, which goes over all channels before the next"), ("kBandUnits", bands.width * channel_blocks, "units of a band")] if bands.count > 1 else []),
+        *([("kLastBand", bands.last, "those of the last band"), ("kBands", bands.count, "bands")] if bands.uneven else []),
         *([("kSliceUnits", units // layout.slices, "units of a slice")] if layout.slices > 1 else []),
         ("kUnits", units, "units of work; a cluster takes one at a time"),
         ("kGrid", clusters * layout.cluster, f"CTAs: at most {math.ceil(units / clusters)} units for each of {clusters} clusters"),

@@ -121,6 +121,34 @@ def memory(form: Form, layout: Layout, group_width: int, itemsize: int, limit: i
     return Memory(weight_part, input_part, stage, scratch_at, scratch, store_samples, groups_at, parameters_at, exchange_at, barriers_at, total)
 
 
+@dataclass(frozen=True)
+class Bands:
+    """How the clusters of one wave lie over the result: in bands of `width` of them along the batch, each of which goes over all channels before the next.
+
+    `last` is the width of the last one. A single band reads all of x for every row of tiles.
+    """
+
+    width: int
+    last: int
+    count: int
+
+    @property
+    def uneven(self) -> bool:
+        return self.last != self.width
+
+
+def bands_of(blocks: int, clusters: int, rows: int, channels: int, x_bytes: int, l2_bytes: float) -> Bands:
+    """Bands for `blocks` clusters along the batch, `clusters` at once, each of `rows` samples and `channels`.
+
+    A wave reads least where its clusters cover as many rows of W as of x. One band does where x stays in the L2 cache beside W's rows, or a wave is no wider.
+    """
+    wanted = max(1, round(math.sqrt(clusters * channels / rows)))
+    count = 1 if x_bytes <= l2_bytes / 2 else max(1, round(blocks / wanted))
+    width = math.ceil(blocks / count)
+    count = math.ceil(blocks / width)
+    return Bands(width, blocks - (count - 1) * width, count)
+
+
 def balanced(units: int, places: int) -> int:
     """Clusters to launch: as few as finish `units` in as many rounds as `places` clusters at once would need."""
     return math.ceil(units / math.ceil(units / places))
