@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import re
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -23,6 +21,7 @@ from codegen.render import render_kernel
 from codegen.targets import DEVICES, TARGETS
 from tests.codegen.forced import hopper_gemm
 from tests.codegen.gemm_cases import Case
+from tests.codegen.schedules import listed
 from tests.compile_matrix import faults
 from tests.fused import load_fused
 
@@ -283,15 +282,8 @@ def test_the_emitted_schedule_computes_every_tile_once(name, precision, tmp_path
     chosen = hopper_gemm(spec, DEVICE)
     kernel = gemm_of(chosen)
     assert kernel.bands.count > 1
-    text = render_kernel(chosen, kernel)
-    numbers = "\n".join(re.findall(r"^constexpr int k\w+ = [^;]+;", text, re.M))
-    schedule = re.search(r"struct Tile \{.*?\n\};.*?\n\}\n", text, re.S)[0].replace("__device__ __forceinline__", "")
     loops = "for (int unit = 0; unit < kUnits; ++unit) for (int tile = 0; tile < kUnitTiles; ++tile) for (int rank = 0; rank < kCluster; ++rank)"
-    main = f'int main() {{ {loops} {{ const Tile t = tile_of(unit, tile, rank); std::printf("%d %d\\n", t.sample, t.channel); }} }}'
-    source, program = tmp_path / "tiles.cpp", tmp_path / "tiles"
-    source.write_text(f"#include <cstdio>\n{numbers}\n{schedule}\n{main}\n")
-    subprocess.run(["g++", "-std=c++17", "-o", program, source], check=True, timeout=120)
-    found = [tuple(map(int, line.split())) for line in subprocess.run([program], check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()]
+    found = listed(tmp_path, render_kernel(chosen, kernel), "Tile", "tile_of(unit, tile, rank)", loops, "t.sample, t.channel")
     assert found == list(tiles_of(kernel)) and len(set(found)) == len(found)
     wanted = set(itertools.product(range(0, batch, kernel.form.tile_samples), range(0, n, kernel.form.tile_channels)))
     assert wanted <= set(found)

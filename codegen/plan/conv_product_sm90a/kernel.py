@@ -39,6 +39,7 @@ class ConvProductKernel(Kernel):
     paddings: tuple[int, ...] = ()
     dilations: tuple[int, ...] = ()
     costly: bool = False
+    units: int = 0
     channel_tiles: int = 1
     channel_tail: bool = False
     pixel_tail: bool = False
@@ -128,6 +129,21 @@ class ConvProductKernel(Kernel):
     @property
     def phases(self) -> int:
         return len(self.geometry.phases)
+
+    @property
+    def phase_tiles(self) -> int:
+        """Tiles of a phase."""
+        return self.units // self.phases
+
+    @property
+    def bands(self) -> bool:
+        """Whether a phase has more tiles than there are CTAs, so that these go through the phases several times."""
+        return self.phases > 1 and self.phase_tiles > self.blocks
+
+    @property
+    def last_band(self) -> int:
+        """Tiles of a phase in the last band, where these are fewer than in the others; else 0."""
+        return self.phase_tiles % self.blocks
 
     @property
     def tap_lists(self) -> int:
@@ -254,7 +270,7 @@ def conv_kernel(spec: FusedSpec, target: Target, geometry: Geometry, layout: Lay
         "conv", "conv_product_sm90a/conv.cu.j2", arguments, (), _summary(spec), shared, 168, THREADS, grid, notes,
         layout, geometry, pointers, (*plain, *split, *scales, *own, y), c_identifier(spec.weight), finish, called(items),
         (0,) * lost + tuple(values["padding"]), (1,) * lost + tuple(values["dilation"]),
-        costly(items), channel_tiles, spec.channels % layout.tile_channels != 0, geometry.pixels % layout.tile_pixels != 0, debug,
+        costly(items), units, channel_tiles, spec.channels % layout.tile_channels != 0, geometry.pixels % layout.tile_pixels != 0, debug,
         spec.precision, spec.result, types, _paired(spec, geometry),
     )  # fmt: skip
 
@@ -326,9 +342,10 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
         ("kBlocks", layout.blocks, "blocks of channels of x"),
         ("kWeightSteps", kernel.taps * layout.blocks, "steps of K: a block of channels of a tap each"),
         ("kSteps", kernel.taps // layout.taps * layout.blocks, "stages of a tile"),
-        ("kPhaseUnits", units_of(spec, geometry, layout) // kernel.phases, "units of a phase"),
-        ("kUnits", units_of(spec, geometry, layout), "units of work: tiles; a CTA takes one at a time"),
-        ("kGrid", kernel.blocks, f"CTAs: at most {math.ceil(units_of(spec, geometry, layout) / kernel.blocks)} units each"),
+        ("kPhaseUnits", kernel.phase_tiles, "units of a phase"),
+        ("kLastTiles", kernel.last_band, "those of a phase that are left for the last turn"),
+        ("kUnits", kernel.units, "units of work: tiles; a CTA takes one at a time"),
+        ("kGrid", kernel.blocks, f"CTAs: at most {math.ceil(kernel.units / kernel.blocks)} units each"),
         ("kThreads", THREADS, "one warpgroup that fetches, two that multiply" + (", tiles in turn" if layout.form.in_turn else "")),
         ("kConsumerWarps", 4 * (1 if layout.form.in_turn else CONSUMERS), f"multiplying warps{' of a tile' if layout.form.in_turn else ''}, each of which frees a stage once"),
         ("kProducerRegisters", PRODUCER_REGISTERS, "registers of a fetching thread"),
