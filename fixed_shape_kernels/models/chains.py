@@ -176,6 +176,8 @@ def _chain(region: Region, nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]
     between = [node for node in order if order[nodes[0]] < order[node] < order[nodes[-1]] and node not in inside]
     if any(_reaches(region, node, nodes, takes) for node in between):
         return None, "an operator in place runs in between"
+    if any(node.target is torch._C._set_grad_enabled for node in between):
+        return None, "gradients are switched on or off in between"
     for node in nodes:
         source = _overwritten(region, node)
         if source is not None and source not in inside and (source.op == "placeholder" or not set(source.users) <= inside):

@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import fx, nn
 from runtime import GeneratedModule
 
 from .chains import MODAL, Chain
-from .regions import Region, kept_state
+from .regions import Region
 from .report import Report
 
 Built = tuple[Chain, GeneratedModule]
@@ -118,7 +118,7 @@ class _Way:
     """A region with its chains for one call: what that call must be like, and the function that runs it."""
 
     def __init__(self, region: Region, chains: Sequence[Built], trains: bool) -> None:
-        self.root, self.mode, self.trains = region.root, region.module.training, trains
+        self.root, self.mode, self.trains, self.without_grad = region.root, region.module.training, trains, region.without_grad
         self.parameters = [parameter for chain, _ in chains for parameter in chain.eager.parameters()]
         self.modal = [region.module, *(module for chain, _ in chains for module in chain.modules.values() if isinstance(module, MODAL))]
         self.expected = [(name, value.shape, value.dtype, value.device) for name in region.tensors if isinstance(value := region.call.arguments[name], torch.Tensor)]
@@ -141,6 +141,8 @@ class _Way:
             return f"the module is in {'evaluation' if self.mode else 'training'}, or a part of it, and the kernels are for {'training' if self.mode else 'evaluation'}"
         if torch.is_autocast_enabled(self.expected[0][3].type):
             return "autocast is on"
+        if self.without_grad and torch.is_grad_enabled():
+            return "gradients are asked for, and a part of its forward runs without them"
         if not self.trains and torch.is_grad_enabled() and any(value.requires_grad for value in (*(given[name] for name, *_ in self.expected), *self.parameters)):
             return "gradients are asked for, and training=True was not"
         return None
@@ -229,26 +231,3 @@ def _named(made: GeneratedModule, name: str) -> Callable[..., torch.Tensor]:
     call.__name__ = call.__qualname__ = name
     call.__module__ = "generated"
     return call
-
-
-def arguments_of(model: nn.Module, example: tuple[Any, ...], regions: Iterable[Region]) -> dict[Region, list[torch.Tensor]]:
-    """The tensors that each region gets while the model runs on the example, by region."""
-    found: dict[Region, list[torch.Tensor]] = {}
-
-    def watch(region: Region) -> Callable[..., None]:
-        signature = inspect.signature(region.module.forward)
-
-        def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = signature.bind(*args, **kwargs).arguments
-            found[region] = [given[name].clone() for name in region.tensors]
-
-        return seen
-
-    handles = [region.module.register_forward_pre_hook(watch(region), with_kwargs=True) for region in regions]
-    try:
-        with torch.no_grad(), kept_state(model), torch.random.fork_rng():
-            model(*example)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found

@@ -17,11 +17,12 @@ from codegen.spec import Spec
 from ..progress import busy
 from .building import Candidate, build_all, constructed, named, plan_all, shared
 from .chains import chains_of
-from .installed import Call, Optimized, arguments_of
+from .installed import Call, Optimized
 from .judge import SECONDS, Judge
 from .regions import Region, kept_state, path_of, regions_of
 from .report import FOUND, REPLACED, NotReplaced, Report, Row
 from .saved import argument, read
+from .seen import arguments_of
 
 
 def explain_model(model: nn.Module, *example: Any, precision: str | None = None) -> Report:

@@ -6,6 +6,7 @@ The whole model is one region where it can be traced. Where it cannot, the reaso
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class Region:
     call: Call
     tensors: tuple[str, ...]  # the names of the arguments that are tensors
     facts: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # results without data; those alone that are tensors
+    without_grad: bool = False  # a part of the forward runs without gradients, which the graph does not say
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region]
 
 def _regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region], list[Untraced]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    calls = _record(model, example, mode)
+    with kept_attributes(model):  # parts are traced as the example found them
+        calls = _record(model, example, mode)
     found: list[Region] = []
     left: list[Untraced] = []
     met: set[nn.Module] = set()
@@ -179,6 +182,43 @@ def kept_state(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
+@contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
+    """Give the attributes of a model's modules back what they are now, at the end of the block; inside it, the names of those that changed."""
+    before = [(path, module, [(name, value, _held_in(value)) for name, value in vars(module).items()]) for path, module in model.named_modules()]
+
+    def changed() -> list[str]:
+        found = []
+        for path, module, attributes in before:
+            now, known = vars(module), {name for name, *_ in attributes}
+            names = [name for name in now if name not in known and not name.startswith("_tensor_constant")]  # those are torch.fx's own, and its graphs read them
+            names += [name for name, value, held in attributes if now.get(name) is not value or (held is not None and not _same_items(held, _held_in(value)))]
+            found += [f"{path}.{name}" if path else name for name in names]
+        return found
+
+    try:
+        yield changed
+    finally:
+        for _, module, attributes in before:
+            now, known = vars(module), {name for name, *_ in attributes}
+            for name in [name for name in now if name not in known and not name.startswith("_tensor_constant")]:
+                del now[name]
+            for name, value, held in attributes:
+                now[name] = value
+                if held is not None and not _same_items(held, _held_in(value)):
+                    value.clear()
+                    value.update(held if isinstance(value, dict) else (item for _, item in held)) if isinstance(value, (dict, set)) else value.extend(item for _, item in held)
+
+
+def _held_in(value: Any) -> list[tuple[Any, Any]] | None:
+    """The items of a container, None of whatever else."""
+    return list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, (list, set, deque)) else None
+
+
+def _same_items(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+    return len(one) == len(other) and all(a is c and b is d or (a == c and b is d) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
 def _refused(module: nn.Module, call: Call) -> str | None:
     """Why a module is no region, before it is traced; None where it may be one."""
     if call.times > 1:
@@ -199,6 +239,7 @@ def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> R
     tensors = tuple(name for name, value in call.arguments.items() if isinstance(value, torch.Tensor))
     root = module
     facts: dict[fx.Node, Any] = {}
+    without_grad = False
     if fx.Tracer().is_leaf_module(module, ""):
         if len(tensors) != 1:
             raise TypeError("a module of torch with several inputs")
@@ -208,8 +249,11 @@ def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> R
             Watched(root, graph, after=facts.__setitem__).run(call.arguments[tensors[0]])
     else:
         tracer = ShapedTracer({name: call.arguments[name] for name in tensors}, mode)
-        graph = tracer.trace(module, concrete_args={name: value for name, value in call.arguments.items() if name not in tensors} or None)
-        facts = tracer.facts
+        with kept_attributes(module) as changed:
+            graph = tracer.trace(module, concrete_args={name: value for name, value in call.arguments.items() if name not in tensors} or None)
+            if names := changed():
+                raise TypeError(f"its forward sets {', '.join(names[:3])}")
+        facts, without_grad = tracer.facts, tracer.without_grad
         checks = [node for node in graph.nodes if node.op == "placeholder" and node.target not in tensors]  # of constants: fx compares them in the graph
         for node in checks:
             checks += [user for user in node.users if user not in checks]
@@ -219,7 +263,7 @@ def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> R
         given = [node.target for node in graph.nodes if node.op == "placeholder"]
         if tuple(given) != tensors:
             raise TypeError(f"its forward takes {', '.join(given)}, and the example gives {', '.join(tensors)}")
-    return Region(path, module, root, graph, call, tensors, {node: value for node, value in facts.items() if isinstance(value, torch.Tensor)})
+    return Region(path, module, root, graph, call, tensors, {node: value for node, value in facts.items() if isinstance(value, torch.Tensor)}, without_grad)
 
 
 ITSELF = "itself"  # the target of a region that is one module of torch

@@ -1,7 +1,7 @@
 """A trace of a module for one call: torch.fx's, with the shapes of the example in the place of unknown ones.
 
 Kernels are for fixed shapes, so a forward that asks for sizes, counts them or compares them gets numbers, and its course follows from them. What tensors
-hold stays unknown.
+hold stays unknown. What a forward creates or draws it creates and draws at each call.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 _TORCH = str(Path(torch.__file__).parent)
 UNKNOWN = object()  # the fact of what is computed from what nobody knows
@@ -23,7 +26,21 @@ METHODS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "is
 
 
 class _Known(fx.Proxy):
-    """A value of the trace whose fact, a tensor without data or a tuple of such, answers what does not depend on data."""
+    """A value of the trace whose fact, a tensor without data or a tuple of such, answers what does not depend on data.
+
+    It is an instance of Tensor for a forward that asks, where its fact is one.
+    """
+
+    @property
+    def __class__(self) -> type:
+        return torch.Tensor if isinstance(self.tracer.facts.get(self.node, UNKNOWN), torch.Tensor) else _Known
+
+    @property
+    def _is_param(self) -> bool:
+        """What `isinstance(value, nn.Parameter)` asks."""
+        return self.node.op == "get_attr" and self.node.target in self.tracer.named_parameters
+
+    _is_buffer = False  # what `isinstance(value, nn.Buffer)` asks
 
     def __len__(self) -> int:
         fact = self.tracer.facts.get(self.node, UNKNOWN)
@@ -46,27 +63,76 @@ def _method(name: str) -> Callable[..., Any]:
     return of
 
 
+def _number(proxy: _Known) -> Any:
+    raise fx.proxy.TraceError("a number is taken out of a tensor")
+
+
+for _name in ("__float__", "__int__", "__index__", "__complex__"):
+    setattr(_Known, _name, _number)
 for _name in PROPERTIES:
     setattr(_Known, _name, _property(_name))
 for _name in METHODS:
     setattr(_Known, _name, _method(_name))
 
 
+class _Created(TorchFunctionMode):
+    """The mode of a trace in which calls that take none of its values are nodes, too, where they give tensors: new ones, at each call."""
+
+    def __init__(self, tracer: ShapedTracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.tracer.computing or func.__name__ == "__get__" or any(isinstance(one, fx.Proxy) for one in tree_leaves((args, kwargs))) or not self.tracer.gives_tensors(func, args, kwargs):
+            return func(*args, **kwargs)
+        method = is_tensor_method_or_property(func)
+        return self.tracer.create_proxy("call_method" if method else "call_function", func.__name__ if method else func, args, kwargs)
+
+
 class ShapedTracer(fx.Tracer):
     """The tracer of one call; `given` are the tensors without data that it is called with, by name.
 
     Modules of torch are nodes; containers are followed. `facts` has the result of each node without data. A node's `where` is the line of the user's code
-    that it comes from.
+    that it comes from. `without_grad` tells that a part of the forward runs without gradients, which the graph does not say.
     """
+
+    proxy_buffer_attributes = True  # a buffer is read at each call, as it may have changed
 
     def __init__(self, given: Mapping[str, torch.Tensor], mode: FakeTensorMode) -> None:
         super().__init__()
         self.given, self.mode = given, mode
         self.facts: dict[fx.Node, Any] = {}
-        self._computing = False
+        self.computing = self.without_grad = False
+        self.named_parameters: frozenset[str] = frozenset()
+
+    def trace(self, root: nn.Module, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """The graph of a module's forward. Raises what the forward raises under tracing, TypeError where the graph could not say what it does."""
+        self.named_parameters = frozenset(name for name, _ in root.named_parameters())
+        self._autocast = [device for device in {value.device.type for value in self.given.values()} if torch.is_autocast_enabled(device)]
+        with torch.enable_grad(), _Created(self):
+            return super().trace(root, concrete_args)
+
+    def gives_tensors(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Does a call give a tensor? It is made without data, and one whose result follows from data gives numbers."""
+        faked = tree_map_only(torch.Tensor, self.mode.from_tensor, (args, kwargs))
+        self.computing = True
+        try:
+            with torch.no_grad(), self.mode:
+                return any(isinstance(one, torch.Tensor) for one in tree_leaves(func(*faked[0], **faked[1])))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return False
+        finally:
+            self.computing = False
+
+    def create_arg(self, a: Any) -> Any:
+        return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
+        self.without_grad |= not torch.is_grad_enabled()
+        if [device for device in {value.device.type for value in self.given.values()} if torch.is_autocast_enabled(device)] != self._autocast:
+            raise TypeError("it switches autocast on or off in a part of it")
         frame = sys._getframe(1)
         while frame is not None and (frame.f_code.co_filename.startswith((_TORCH, "<")) or frame.f_code.co_filename == __file__):
             frame = frame.f_back
@@ -93,10 +159,10 @@ class ShapedTracer(fx.Tracer):
         return function, args
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return forward(*args, **kwargs) if self._computing else super().call_module(m, forward, args, kwargs)
+        return forward(*args, **kwargs) if self.computing else super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        return attr_val if self._computing else super().getattr(attr, attr_val, parameter_proxy_cache)
+        return attr_val if self.computing else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def _fact(self, node: fx.Node) -> Any:
         """The result of a node without data. Raises what the operator raises."""
@@ -105,7 +171,7 @@ class ShapedTracer(fx.Tracer):
         if any(self.facts[one] is UNKNOWN for one in node.all_input_nodes):
             return UNKNOWN
         args, kwargs = map_arg(node.args, self.facts.__getitem__), map_arg(node.kwargs, self.facts.__getitem__)
-        self._computing = True
+        self.computing = True
         try:
             with torch.no_grad(), self.mode:
                 if node.op == "get_attr":
@@ -119,4 +185,4 @@ class ShapedTracer(fx.Tracer):
                     return getattr(args[0], node.target)(*args[1:], **kwargs)
                 return node.target(*args, **kwargs)
         finally:
-            self._computing = False
+            self.computing = False
