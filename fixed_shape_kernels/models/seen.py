@@ -39,7 +39,7 @@ def arguments_of(model: nn.Module, example: tuple[Any, ...], regions: Iterable[R
             found[region] = Seen(arguments, {device: _generator(device).get_state() for device in {torch.device("cpu"), *(one.device for one in arguments)}}, None)
 
         def gave(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            found[region] = replace(found[region], result=tree_map(cloned, _plain(result)))
+            found[region] = replace(found[region], result=tree_map(cloned, plain(result)))
 
         return [region.module.register_forward_pre_hook(called, with_kwargs=True), region.module.register_forward_hook(gave)]
 
@@ -58,7 +58,7 @@ def traced_otherwise(result: Any, seen: Seen) -> str:
 
     Two runs of the same operators may differ by the order of their sums, so half of the digits are compared.
     """
-    mine, theirs = tree_leaves(_plain(result)), tree_leaves(seen.result)
+    mine, theirs = tree_leaves(plain(result)), tree_leaves(seen.result)
     if len(mine) != len(theirs):
         return f"the trace gives {len(mine)} values, the module {len(theirs)}"
     for one, other in zip(mine, theirs, strict=True):
@@ -80,13 +80,13 @@ def traced_otherwise(result: Any, seen: Seen) -> str:
     return ""
 
 
-def _plain(result: Any) -> Any:
+def plain(result: Any) -> Any:
     """A result whose records are dictionaries, as torch's trees know those."""
     if is_dataclass(result) and not isinstance(result, type):
-        return {name.name: _plain(getattr(result, name.name)) for name in fields(result)}
+        return {name.name: plain(getattr(result, name.name)) for name in fields(result)}
     if isinstance(result, Mapping):
-        return {key: _plain(value) for key, value in result.items()}
-    return type(result)(map(_plain, result)) if type(result) in (tuple, list) else result
+        return {key: plain(value) for key, value in result.items()}
+    return type(result)(map(plain, result)) if type(result) in (tuple, list) else result
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.amp.autocast_mode import is_autocast_available
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode, is_tensor_method_or_property
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -105,11 +106,14 @@ class ShapedTracer(fx.Tracer):
         self.facts: dict[fx.Node, Any] = {}
         self.computing = self.without_grad = False
         self.named_parameters: frozenset[str] = frozenset()
+        self._kinds: list[str] = []  # of devices that know autocast
+        self._autocast: list[bool] = []
 
     def trace(self, root: nn.Module, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """The graph of a module's forward. Raises what the forward raises under tracing, TypeError where the graph could not say what it does."""
         self.named_parameters = frozenset(name for name, _ in root.named_parameters())
-        self._autocast = [device for device in {value.device.type for value in self.given.values()} if torch.is_autocast_enabled(device)]
+        self._kinds = [kind for kind in {value.device.type for value in self.given.values()} if is_autocast_available(kind)]
+        self._autocast = [torch.is_autocast_enabled(kind) for kind in self._kinds]
         with torch.enable_grad(), _Created(self):
             return super().trace(root, concrete_args)
 
@@ -131,7 +135,7 @@ class ShapedTracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
         self.without_grad |= not torch.is_grad_enabled()
-        if [device for device in {value.device.type for value in self.given.values()} if torch.is_autocast_enabled(device)] != self._autocast:
+        if [torch.is_autocast_enabled(kind) for kind in self._kinds] != self._autocast:
             raise TypeError("it switches autocast on or off in a part of it")
         frame = sys._getframe(1)
         while frame is not None and (frame.f_code.co_filename.startswith((_TORCH, "<")) or frame.f_code.co_filename == __file__):
