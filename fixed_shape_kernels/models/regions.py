@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from codegen.from_module.calls import MODULES
 from .tracing import ShapedTracer
 
 CONSTANTS = (bool, int, float, str, type(None))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Region:
     call: Call
     tensors: tuple[str, ...]  # the names of the arguments that are tensors
     facts: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # results without data; those alone that are tensors
+    apart: frozenset[nn.Module] = frozenset()  # modules whose calls stay calls
     without_grad: bool = False  # a part of the forward runs without gradients, which the graph does not say
 
 
@@ -60,16 +62,32 @@ def path_of(path: str, kind: str = "") -> str:
     return path or f"({kind or 'the model'})"
 
 
-def regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region], list[Untraced]]:
+def regions_of(model: nn.Module, example: tuple[Any, ...], apart: Sequence[nn.Module | type[nn.Module]] = ()) -> tuple[list[Region], list[Untraced]]:
     """The regions of a model, and what is none, in the order of `named_modules`.
 
-    The model runs on the example once without data, or with it where its course depends on data.
+    A module that is in `apart`, or of a class there, or that is no module of torch and has hooks, is a region of its own. The model runs on the example once without data, or with it where its course depends on data.
     """
     with kept_state(model), _shapes_alone(model):
-        return _regions_of(model, example)
+        return _regions_of(model, example, apart_of(model, apart))
 
 
-def _regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region], list[Untraced]]:
+def apart_of(model: nn.Module, named: Sequence[nn.Module | type[nn.Module]]) -> frozenset[nn.Module]:
+    """The parts of a model whose calls stay calls: those named, and those with hooks. Raises ValueError for what is no part of it."""
+    kinds, parts = tuple(one for one in named if isinstance(one, type)), [one for one in named if not isinstance(one, type)]
+    inside = list(model.modules())[1:]
+    if wrong := [one for one in parts if not any(one is part for part in inside)] + [kind for kind in kinds if not any(isinstance(part, kind) for part in inside)]:
+        raise ValueError(f"apart: {type(wrong[0]).__name__ if isinstance(wrong[0], nn.Module) else wrong[0]} is no part of the model; expected modules inside it, or classes of such")
+    leaf = fx.Tracer().is_leaf_module
+    return frozenset(part for part in inside if isinstance(part, kinds) or any(part is one for one in parts) or (hooked(part) and not leaf(part, "")))
+
+
+def hooked(module: nn.Module) -> bool:
+    """Has a module hooks of its own?"""
+    state = vars(module)
+    return any(state[name] for name in HOOKS)
+
+
+def _regions_of(model: nn.Module, example: tuple[Any, ...], apart: frozenset[nn.Module]) -> tuple[list[Region], list[Untraced]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with kept_attributes(model):  # parts are traced as the example found them
         calls = _record(model, example, mode)
@@ -92,17 +110,26 @@ def _regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region
         region = None
         if why is None:
             try:
-                region = _traced(path, module, call, mode)
+                region = _traced(path, module, call, mode, apart)
             except Exception as error:  # whatever a user's forward raises under tracing
                 why = _reason(error)
         if region is not None:
             found.append(region)
-            met.update(module.modules())
+            belong(path, module)
             return
         parts = list(module.named_children())
         left.append(Untraced(path, type(module).__name__, f"{why}; its parts are looked at by themselves" if parts else why))
         for name, child in parts:
             scan(f"{path}.{name}" if path else name, child)
+
+    def belong(path: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            inner = f"{path}.{name}" if path else name
+            if child in apart:
+                scan(inner, child)
+            elif child not in met:
+                met.add(child)
+                belong(inner, child)
 
     scan("", model)
     return found, left
@@ -234,7 +261,7 @@ def _refused(module: nn.Module, call: Call) -> str | None:
     return None
 
 
-def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> Region:
+def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode, apart: frozenset[nn.Module]) -> Region:
     """Trace a module for the constants that it was called with. Raises what its forward raises."""
     tensors = tuple(name for name, value in call.arguments.items() if isinstance(value, torch.Tensor))
     root = module
@@ -248,7 +275,7 @@ def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> R
         with torch.no_grad(), mode:
             Watched(root, graph, after=facts.__setitem__).run(call.arguments[tensors[0]])
     else:
-        tracer = ShapedTracer({name: call.arguments[name] for name in tensors}, mode)
+        tracer = ShapedTracer({name: call.arguments[name] for name in tensors}, mode, apart)
         with kept_attributes(module) as changed:
             graph = tracer.trace(module, concrete_args={name: value for name, value in call.arguments.items() if name not in tensors} or None)
             if names := changed():
@@ -263,7 +290,7 @@ def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> R
         given = [node.target for node in graph.nodes if node.op == "placeholder"]
         if tuple(given) != tensors:
             raise TypeError(f"its forward takes {', '.join(given)}, and the example gives {', '.join(tensors)}")
-    return Region(path, module, root, graph, call, tensors, {node: value for node, value in facts.items() if isinstance(value, torch.Tensor)}, without_grad)
+    return Region(path, module, root, graph, call, tensors, {node: value for node, value in facts.items() if isinstance(value, torch.Tensor)}, apart, without_grad)
 
 
 ITSELF = "itself"  # the target of a region that is one module of torch

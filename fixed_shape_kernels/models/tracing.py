@@ -6,8 +6,10 @@ hold stays unknown. What a forward creates or draws it creates and draws at each
 
 from __future__ import annotations
 
+import builtins
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +29,38 @@ METHODS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "is
 
 
 class _Known(fx.Proxy):
-    """A value of the trace whose fact, a tensor without data or a tuple of such, answers what does not depend on data.
+    """A value of the trace whose fact, a tensor without data or a tuple of such, answers what does not depend on data."""
 
-    It is an instance of Tensor for a forward that asks, where its fact is one.
-    """
-
-    @property
-    def __class__(self) -> type:
-        return torch.Tensor if isinstance(self.tracer.facts.get(self.node, UNKNOWN), torch.Tensor) else _Known
+    _is_buffer = False  # what `isinstance(value, nn.Buffer)` asks of a tensor
 
     @property
     def _is_param(self) -> bool:
-        """What `isinstance(value, nn.Parameter)` asks."""
+        """What `isinstance(value, nn.Parameter)` asks of a tensor."""
         return self.node.op == "get_attr" and self.node.target in self.tracer.named_parameters
-
-    _is_buffer = False  # what `isinstance(value, nn.Buffer)` asks
 
     def __len__(self) -> int:
         fact = self.tracer.facts.get(self.node, UNKNOWN)
         return len(fact) if isinstance(fact, (torch.Tensor, tuple, list)) else super().__len__()
+
+
+@contextmanager
+def _kinds_known() -> Iterator[None]:
+    """Let `isinstance` say of a value of the trace what it says of the tensor.
+
+    A class that claims to be Tensor's would not do: torch's C++ asks the same way, and then reads a tensor's memory.
+    """
+    plain = builtins.isinstance
+
+    def told(value: Any, kinds: Any) -> bool:
+        if type(value) is _Known and plain(value.tracer.facts.get(value.node, UNKNOWN), torch.Tensor):
+            return plain(value, kinds) or issubclass(torch.Tensor, kinds)
+        return plain(value, kinds)
+
+    builtins.isinstance = told
+    try:
+        yield
+    finally:
+        builtins.isinstance = plain
 
 
 def _property(name: str) -> property:
@@ -94,15 +109,15 @@ class _Created(TorchFunctionMode):
 class ShapedTracer(fx.Tracer):
     """The tracer of one call; `given` are the tensors without data that it is called with, by name.
 
-    Modules of torch are nodes; containers are followed. `facts` has the result of each node without data. A node's `where` is the line of the user's code
+    Modules of torch and those in `apart` are nodes; containers are followed. `facts` has the result of each node without data. A node's `where` is the line of the user's code
     that it comes from. `without_grad` tells that a part of the forward runs without gradients, which the graph does not say.
     """
 
     proxy_buffer_attributes = True  # a buffer is read at each call, as it may have changed
 
-    def __init__(self, given: Mapping[str, torch.Tensor], mode: FakeTensorMode) -> None:
+    def __init__(self, given: Mapping[str, torch.Tensor], mode: FakeTensorMode, apart: Collection[nn.Module] = ()) -> None:
         super().__init__()
-        self.given, self.mode = given, mode
+        self.given, self.mode, self.apart = given, mode, apart
         self.facts: dict[fx.Node, Any] = {}
         self.computing = self.without_grad = False
         self.named_parameters: frozenset[str] = frozenset()
@@ -114,7 +129,7 @@ class ShapedTracer(fx.Tracer):
         self.named_parameters = frozenset(name for name, _ in root.named_parameters())
         self._kinds = [kind for kind in {value.device.type for value in self.given.values()} if is_autocast_available(kind)]
         self._autocast = [torch.is_autocast_enabled(kind) for kind in self._kinds]
-        with torch.enable_grad(), _Created(self):
+        with torch.enable_grad(), _Created(self), _kinds_known():
             return super().trace(root, concrete_args)
 
     def gives_tensors(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -129,6 +144,9 @@ class ShapedTracer(fx.Tracer):
         finally:
             self.computing = False
 
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m in self.apart or super().is_leaf_module(m, module_qualified_name)
+
     def create_arg(self, a: Any) -> Any:
         return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
 
@@ -137,6 +155,8 @@ class ShapedTracer(fx.Tracer):
         self.without_grad |= not torch.is_grad_enabled()
         if [torch.is_autocast_enabled(kind) for kind in self._kinds] != self._autocast:
             raise TypeError("it switches autocast on or off in a part of it")
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            raise TypeError("it keeps what its backward needs in a way of its own, as checkpoints do")
         frame = sys._getframe(1)
         while frame is not None and (frame.f_code.co_filename.startswith((_TORCH, "<")) or frame.f_code.co_filename == __file__):
             frame = frame.f_back

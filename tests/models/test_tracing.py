@@ -103,6 +103,11 @@ def kept(self, x):
     return x + self.kept
 
 
+def recurrent(self, x):
+    self.plain = self.inner(x + self.plain)
+    return self.plain
+
+
 def listed(self, x):
     self.seen.append(x)
     return x * len(self.seen)
@@ -127,7 +132,7 @@ def under_autocast(self, x):
 
 TRACED = (zeros_written_over, copy_written_over, drawn, dropped, buffer_read, buffer_written, kinds_asked, without_gradients)
 LEFT = {
-    counted: "its forward sets number", kept: "its forward sets kept", listed: "its forward sets seen", python_s_dice: "the trace gives other values than the module",
+    counted: "its forward sets number", kept: "its forward sets kept", listed: "its forward sets seen", recurrent: "its forward sets plain", python_s_dice: "the trace gives other values than the module",
     number_taken: "a number is taken out of a tensor", chosen_by_data: "DynamicOutputShape", under_autocast: "switches autocast",
 }  # fmt: skip
 
@@ -146,7 +151,7 @@ def test_what_a_forward_does_beside_its_operators_is_done_at_each_call_or_named(
     if before is not python_s_dice:  # the one that only a comparison tells
         assert [row.why for row in report.rows if row.status == "not traced"] == said
     model.load_state_dict(twin.state_dict())
-    vars(model).update(kept=None, number=0, seen=[])
+    vars(model).update(kept=None, number=0, seen=[], plain=torch.ones(8))
     with torch.no_grad():
         for step in range(3):
             results = []
