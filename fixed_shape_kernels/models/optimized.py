@@ -18,7 +18,7 @@ from ..progress import busy
 from .building import Candidate, build_all, constructed, named, plan_all, shared
 from .chains import chains_of
 from .installed import Call, Optimized
-from .judge import SECONDS, Judge
+from .judge import SECONDS, Judge, first_line
 from .regions import Region, apart_of, kept_state, path_of, regions_of
 from .report import FOUND, REPLACED, NotReplaced, Report, Row
 from .saved import argument, read
@@ -94,7 +94,11 @@ def load_optimized(model: nn.Module, folder: str | Path) -> Optimized:
     for call in index["calls"]:
         arguments = tuple(argument(value, device) for value in call["arguments"])
         missing, built = dict(call["packages"]), []
-        for number, region in enumerate(regions_of(model, arguments, [parts[path] for path in made.apart])[0]):
+        try:
+            regions, _ = regions_of(model, arguments, [parts[path] for path in made.apart])
+        except Exception as error:  # whatever the model raises
+            raise ValueError(f"{folder} was saved for another model: this one fails on its example ({first_line(error)}); optimise again") from error
+        for number, region in enumerate(regions):
             for chain in chains_of(region, name_of(region, number))[0]:
                 chain.spec = at_precision(chain.spec, index["precision"])
                 chain.spec = named(chain)
