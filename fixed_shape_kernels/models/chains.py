@@ -180,6 +180,9 @@ def _chain(region: Region, nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]
     kinds |= {parameter.dtype for node in nodes if node.op == "call_module" for parameter in submodule(region, node.target).parameters()}
     if len(kinds) > 1 or not kinds <= set(PRECISIONS):
         return None, f"its tensors are {' and '.join(sorted(str(kind).removeprefix('torch.') for kind in kinds))}"
+    held = {type(parameter) for node in nodes if node.op == "call_module" for parameter in submodule(region, node.target).parameters()}
+    if foreign := sorted(kind.__name__ for kind in held if kind is not nn.Parameter):
+        return None, f"its parameters are {' and '.join(foreign)}"
     between = [node for node in order if order[nodes[0]] < order[node] < order[nodes[-1]] and node not in inside]
     if any(_reaches(region, node, nodes, takes) for node in between):
         return None, "an operator in place runs in between"

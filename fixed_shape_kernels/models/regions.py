@@ -65,10 +65,25 @@ def path_of(path: str, kind: str = "") -> str:
 def regions_of(model: nn.Module, example: tuple[Any, ...], apart: Sequence[nn.Module | type[nn.Module]] = ()) -> tuple[list[Region], list[Untraced]]:
     """The regions of a model, and what is none, in the order of `named_modules`.
 
-    A module that is in `apart`, or of a class there, or that is no module of torch and has hooks, is a region of its own. The model runs on the example once without data, or with it where its course depends on data.
+    A module that is in `apart`, or of a class there, or that is no module of torch and has hooks, is a region of its own. The model runs on the example once
+    without data, or with it where its course depends on data. Raises ValueError for a model that is wrapped or sharded already, or whose parameters have no
+    shapes yet; what the model raises on the example.
     """
+    _check(model)
     with kept_state(model), _shapes_alone(model):
         return _regions_of(model, example, apart_of(model, apart))
+
+
+def _check(model: nn.Module) -> None:
+    """Raises ValueError for a model that cannot be run on one process's example, without data, and be as before."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(f"{path_of(path)} is wrapped in DistributedDataParallel; optimise the model, then wrap what optimize gives")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise ValueError(f"{name} has no shape yet; call the model once")
+        if type(tensor).__name__ == "DTensor":  # by its name: torch.distributed is not in every torch
+            raise ValueError(f"{name} is a DTensor; optimise the model, then shard it")
 
 
 def apart_of(model: nn.Module, named: Sequence[nn.Module | type[nn.Module]]) -> frozenset[nn.Module]:

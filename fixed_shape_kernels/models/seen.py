@@ -41,7 +41,7 @@ def arguments_of(model: nn.Module, example: tuple[Any, ...], regions: Iterable[R
         def gave(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             found[region] = replace(found[region], result=tree_map(cloned, plain(result)))
 
-        return [region.module.register_forward_pre_hook(called, with_kwargs=True), region.module.register_forward_hook(gave)]
+        return [region.module.register_forward_pre_hook(called, with_kwargs=True), region.module.register_forward_hook(gave, prepend=True)]  # behind the module's other hooks, and before them
 
     handles = [handle for region in regions for handle in watch(region)]
     try:

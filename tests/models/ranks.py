@@ -134,7 +134,21 @@ def compiled(mesh: Any, folder: Path, wrapped: str) -> dict[str, Any]:
     return found | {"replaced": sum(len(report.replaced) for report in reports), "fallbacks": [], "left": sorted({row.why for report in reports for row in report.rows if row.status == "not traced"})}
 
 
+def refused(mesh: Any, folder: Path) -> list[str]:
+    """What `optimize` says to a model that is wrapped already."""
+    torch.manual_seed(0)
+    wrapped, divided, said = DistributedDataParallel(Net()), Net(), []
+    fully_shard(divided, mesh=mesh)
+    for model in (wrapped, divided):
+        try:
+            fsk.optimize(model, data(0), training=True, cache_dir=folder / "packages")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 TASKS = {
+    "refused": refused,
     "replicated": replicated,
     "sharded": lambda mesh, folder: sharded(mesh, folder, parts=False),
     "sharded parts": lambda mesh, folder: sharded(mesh, folder, parts=True),

@@ -25,10 +25,13 @@ def check(row, chains=CHAINS):
 
 def test_two_ranks_train_in_ddp_and_in_fsdp(tmp_path):
     """One start of two processes: replicated, sharded as a whole, and sharded by blocks that `apart` names, or that nobody named."""
-    names = ("replicated", "sharded", "sharded parts", "sharded parts unnamed")
+    names = ("refused", "replicated", "sharded", "sharded parts", "sharded parts unnamed")
     ended = run_ranks(tmp_path, 2, {name: {} for name in names}, worker="tests.models.ranks")
     assert ended.codes == [0, 0], ended.errors
     for rows in ended.results:
+        assert rows.pop("refused") == [
+            "(the model) is wrapped in DistributedDataParallel; optimise the model, then wrap what optimize gives", "front.0.weight is a DTensor; optimise the model, then shard it"
+        ]  # fmt: skip
         for name, row in rows.items():
             check(row)
             unnamed = name.endswith("unnamed")
