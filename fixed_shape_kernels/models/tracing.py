@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _TORCH = str(Path(torch.__file__).parent)
 UNKNOWN = object()  # the fact of what is computed from what nobody knows
 PROPERTIES = ("shape", "dtype", "device", "ndim", "is_cuda", "itemsize", "is_sparse", "layout", "is_quantized", "is_nested")
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}  # what torch takes Python's types for
 METHODS = ("size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex")
 
 
@@ -148,7 +149,7 @@ class ShapedTracer(fx.Tracer):
         return m in self.apart or super().is_leaf_module(m, module_qualified_name)
 
     def create_arg(self, a: Any) -> Any:
-        return a.node if isinstance(a, fx.Proxy) else super().create_arg(a)
+        return a.node if isinstance(a, fx.Proxy) else super().create_arg(NUMBERS.get(a, a) if type(a) is type else a)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)

@@ -69,6 +69,10 @@ def drawn(self, x):
     return x + 10.0 * torch.randn(x.shape)
 
 
+def masked(self, x):
+    return x.masked_fill(~torch.tril(torch.ones(8, 8, dtype=bool)), 0.0).to(float).float()
+
+
 def dropped(self, x):
     return F.dropout(x, 0.5, True)
 
@@ -130,7 +134,7 @@ def under_autocast(self, x):
         return x + (x @ x.T).float()[:, :1]
 
 
-TRACED = (zeros_written_over, copy_written_over, drawn, dropped, buffer_read, buffer_written, kinds_asked, without_gradients)
+TRACED = (zeros_written_over, copy_written_over, masked, drawn, dropped, buffer_read, buffer_written, kinds_asked, without_gradients)
 LEFT = {
     counted: "its forward sets number", kept: "its forward sets kept", listed: "its forward sets seen", recurrent: "its forward sets plain", python_s_dice: "the trace gives other values than the module",
     number_taken: "a number is taken out of a tensor", chosen_by_data: "DynamicOutputShape", under_autocast: "switches autocast",
