@@ -102,19 +102,19 @@ def generate(
 
 def explain(
     spec: SpecLike | Any, *example: Any, precision: str | None = None, prepack: bool = False, targets: str | Iterable[str] = (),
-    device_class: str | None = None, debug: bool = False,
+    device_class: str | None = None, debug: bool = False, apart: Iterable[Any] = (),
 ) -> Any:  # fmt: skip
     """The plan of a spec as text, one part a target: kernels, tiles, memory, floor in milliseconds, and the reasons.
 
     Arguments and errors are those of `generate`. Of a model (a torch.nn.Module, with the arguments of one call behind it) the report
-    that `optimize` would begin with: its chains and their plans, with nothing compiled.
+    that `optimize` would begin with: its chains and their plans, with nothing compiled. `apart` is that of `optimize`.
     """
     if hasattr(spec, "named_modules"):
         from .models import explain_model
 
-        return explain_model(spec, *example, precision=precision)
-    if example:
-        raise TypeError("explain takes further arguments behind a model alone")
+        return explain_model(spec, *example, precision=precision, apart=tuple(apart))
+    if example or apart:
+        raise TypeError("explain takes further arguments, and `apart`, behind a model alone")
     return describe(plan_package(read(spec, precision, prepack), targets, device_class, debug))
 
 

@@ -29,6 +29,8 @@ from .progress import busy
 def package(sources, precision, prepack, targets, device_class, out, version) -> None:
     """Compile specs or generated folders for all their targets into wheels, which need torch and no compiler.
 
+    A folder that save_optimized wrote becomes a wheel of the chains of that model, which needs this product beside torch.
+
     The options on plans (precision, prepack, target, device class) are for specs.
     """
     folders = [Path(source) for source in sources if Path(source).is_dir()]
@@ -39,7 +41,13 @@ def package(sources, precision, prepack, targets, device_class, out, version) ->
     with tempfile.TemporaryDirectory() as temporary:
         folders += [write_package(one, Path(temporary)).folder for one in made]
         for folder in folders:
-            opened = Package(folder)
-            with busy(f"compiling {opened.manifest.name} for {', '.join(opened.manifest.targets)}"):
-                path = make_wheel(opened, out, version)
+            if (folder / "optimized.json").is_file():
+                from .models.wheel import make_model_wheel  # needs torch, which specs do not
+
+                with busy(f"compiling the chains of {folder.name}"):
+                    path = make_model_wheel(folder, out, version)
+            else:
+                opened = Package(folder)
+                with busy(f"compiling {opened.manifest.name} for {', '.join(opened.manifest.targets)}"):
+                    path = make_wheel(opened, out, version)
             click.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")

@@ -78,7 +78,8 @@ def _register_reference(operators, library: torch.library.Library) -> None:
     def backward(ctx, grad_y, *_):
         asked = ctx.needs_input_grad
         count = len(asked) - (len(manifest.state) if ctx.training else 0)
-        operands, masks = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # once: each reading unpacks them, and a checkpoint allows one
+        operands, masks = saved[:count], saved[count:]
         unread = manifest.state[len(manifest.state) - len(asked) + count :]
         operands = (*operands, *(grad_y.new_zeros(entry.shape, dtype=dtype_named(entry.dtype)) for entry in unread))
         made = operators.vector_jacobian(grad_y, *operands, list(masks), ctx.training, list(asked))
@@ -109,14 +110,15 @@ class ByReference(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y):
         asked = ctx.needs_input_grad[3:]
-        x, *parameters = (tensor.detach().requires_grad_(needed) for tensor, needed in zip(ctx.saved_tensors, asked))
+        saved = ctx.saved_tensors
+        x, *parameters = (tensor.detach().requires_grad_(needed) for tensor, needed in zip(saved, asked))
         with torch.enable_grad(), _without_autocast(x.device.type):
             y = torch.func.functional_call(ctx.reference, dict(zip(ctx.names, parameters)), (x,))
         wanted = [tensor for tensor in (x, *parameters) if tensor.requires_grad]
         grads = torch.autograd.grad(y, wanted, grad_y.detach())
         if torch.is_grad_enabled():  # create_graph
             package = type(ctx.reference).__module__.removesuffix(".model")
-            grads = _Final.apply(package, len(grads), *grads, grad_y, *ctx.saved_tensors)
+            grads = _Final.apply(package, len(grads), *grads, grad_y, *saved)
         found = iter(grads)
         return (None, None, None, *(next(found) if needed else None for needed in asked))
 

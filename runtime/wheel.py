@@ -22,6 +22,8 @@ import stat
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -57,15 +59,37 @@ def make_wheel(package: Package, out: Path, version: str | None = None) -> Path:
     where the package cannot become a wheel, ToolchainError and BuildError as any build does.
     """
     manifest = package.manifest
-    _check_possible(package, version)
-    version = version or f"{VERSION}+{'.'.join(sorted(name.replace('_', '') for name in manifest.targets))}"
-    distribution = distribution_name(manifest.name)
-    files = _package_files(package)
+    check_possible(package, version)
+    files = package_files(package, manifest.name, own_runtime=True)
     files.update(_runtime_files(manifest.name))
-    information = f"{distribution.replace('-', '_')}-{version}.dist-info"
-    files.update(_information_files(package, information, distribution, version))
+    documented = ast.get_docstring(ast.parse((package.path / "model.py").read_text(encoding="utf-8"))) or manifest.name
+    about = About(manifest.name, version or default_version(manifest.targets), documented.splitlines()[0].rstrip("."), REQUIRES, _description(package))
+    return write_wheel(files, about, out)
+
+
+@dataclass(frozen=True)
+class About:
+    """What pip reads of a wheel: the name that it is imported by, its version, a line on it, what it requires, and a page."""
+
+    name: str
+    version: str
+    summary: str
+    requires: tuple[str, ...]
+    description: str
+
+
+def default_version(targets: Iterable[str]) -> str:
+    """This product's version, with the targets as its local part."""
+    return f"{VERSION}+{'.'.join(sorted(name.replace('_', '') for name in targets))}"
+
+
+def write_wheel(files: dict[str, bytes], about: About, out: Path) -> Path:
+    """Writes a wheel with these files, by their paths where it is installed, into the folder ``out``; returns its path. Raises PackageError."""
+    distribution = distribution_name(about.name)
+    information = f"{distribution.replace('-', '_')}-{about.version}.dist-info"
+    files = {**files, **_information_files(information, distribution, about)}
     files[f"{information}/RECORD"] = _record(files, f"{information}/RECORD")
-    return _write(files, out / f"{distribution.replace('-', '_')}-{version}-{TAG}.whl")
+    return _write(files, out / f"{distribution.replace('-', '_')}-{about.version}-{TAG}.whl")
 
 
 def distribution_name(name: str) -> str:
@@ -76,8 +100,9 @@ def distribution_name(name: str) -> str:
     return f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}".lstrip("-")
 
 
-def _check_possible(package: Package, version: str | None) -> None:
-    name = package.manifest.name
+def check_possible(package: Package, version: str | None, name: str = "") -> None:
+    """Raises PackageError where a package cannot become a wheel, or a part of one that is imported as ``name``."""
+    name = name or package.manifest.name
     if platform.machine() != "x86_64" or not sys.platform.startswith("linux"):
         raise PackageError(f"wheels are made on and for Linux on x86-64, and this is {sys.platform} on {platform.machine()}.")
     if package.prebuilt is not None:
@@ -91,12 +116,15 @@ def _check_possible(package: Package, version: str | None) -> None:
 # ---- the package ----------------------------------------------------------------------------------------------------
 
 
-def _package_files(package: Package) -> dict[str, bytes]:
-    name = package.manifest.name
+def package_files(package: Package, name: str, own_runtime: bool) -> dict[str, bytes]:
+    """The files of a package and its libraries, built for processors and cards like those that it is for, under the folder ``name``.
+
+    Its modules import the runtime that lies beside them (``own_runtime``), or the installed one. Raises what a build raises.
+    """
     files = {}
     for path in sorted(package.path.glob("*.py")):
         if path.name != "standalone.py":
-            files[f"{name}/{path.name}"] = _with_own_runtime(path)
+            files[f"{name}/{path.name}"] = _with_own_runtime(path) if own_runtime else path.read_bytes()
     if (package.path / "spec.yaml").is_file():
         files[f"{name}/spec.yaml"] = (package.path / "spec.yaml").read_bytes()
     libraries = {}
@@ -180,27 +208,25 @@ def _runtime_files(name: str) -> dict[str, bytes]:
 # ---- what pip reads -------------------------------------------------------------------------------------------------
 
 
-def _information_files(package: Package, folder: str, distribution: str, version: str) -> dict[str, bytes]:
-    manifest = package.manifest
-    documented = ast.get_docstring(ast.parse((package.path / "model.py").read_text(encoding="utf-8"))) or manifest.name
+def _information_files(folder: str, distribution: str, about: About) -> dict[str, bytes]:
     header = [
         "Metadata-Version: 2.1",
         f"Name: {distribution}",
-        f"Version: {version}",
-        f"Summary: {documented.splitlines()[0].rstrip('.')}",
+        f"Version: {about.version}",
+        f"Summary: {about.summary}",
         "License: MIT",
         "Classifier: Operating System :: POSIX :: Linux",
         "Classifier: Programming Language :: Python :: 3",
         f"Requires-Python: {REQUIRES_PYTHON}",
-        *(f"Requires-Dist: {requirement}" for requirement in REQUIRES),
+        *(f"Requires-Dist: {requirement}" for requirement in about.requires),
         "Description-Content-Type: text/markdown",
     ]
     files = {
-        f"{folder}/METADATA": "\n".join([*header, "", _description(package)]).encode(),
+        f"{folder}/METADATA": "\n".join([*header, "", about.description]).encode(),
         f"{folder}/WHEEL": (
             f"Wheel-Version: 1.0\nGenerator: {PRODUCT} {VERSION}\nRoot-Is-Purelib: false\nTag: {TAG}\n".encode()
         ),
-        f"{folder}/top_level.txt": f"{manifest.name}\n".encode(),
+        f"{folder}/top_level.txt": f"{about.name}\n".encode(),
     }
     text = _license()
     if text is not None:

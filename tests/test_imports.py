@@ -55,6 +55,7 @@ LATE = {
     ("runtime/allocation.py", "torch._C._dynamo"): "no public part of torch: missing in some releases",
     ("fixed_shape_kernels/__init__.py", "models"): "whole models need torch, and specs do not",
     ("fixed_shape_kernels/api.py", "models"): "whole models need torch, and specs do not",
+    ("fixed_shape_kernels/packing.py", "models.wheel"): "whole models need torch, and specs do not",
     ("bench/peers.py", "torch._inductor"): "for peers of torch.compile alone",
     ("bench/peers.py", "bench.triton_gemm"): "Triton is not on every machine",
 }

@@ -4,6 +4,7 @@
     tracing.py   torch.fx's trace of a module for the shapes of one call
     chains.py    in such a part: runs of operators that are a spec
     building.py  from a chain to the module that runs it, with the model's own parameters
+    seen.py      what parts are called with and give, and whether their traces give the same
     judge.py     is a generated chain right, and how fast, beside the model's own modules?
     installed.py the forwards that run generated chains, and the model's own otherwise
     optimized.py the calls `optimize`, `explain_model` and `load_optimized`

@@ -17,7 +17,7 @@ from codegen.from_module.worker import read_back
 from codegen.ops import OPERATORS, Kind
 from codegen.spec import Spec
 
-from .regions import ITSELF, Region, submodule
+from .regions import ITSELF, Region, hooked, submodule
 
 MODAL = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)  # compute something else in training
 LONGEST = 24  # operators of a chain
@@ -43,6 +43,13 @@ class Chain:
     modules: dict[str, nn.Module]
     parameters: dict[str, nn.Parameter]
     eager: fx.GraphModule  # the same operators with the region's own modules
+
+    def holder_of(self, name: str) -> tuple[dict[str, nn.Parameter], str]:
+        """The dictionary of the model's module that has a bare parameter, and the name there."""
+        found = next(
+            (module._parameters, last) for module in self.region.module.modules() for last, value in module._parameters.items() if value is self.parameters[name]
+        )  # fmt: skip
+        return found
 
     @property
     def gives(self) -> fx.Node:
@@ -102,7 +109,7 @@ def _foreign(region: Region) -> list[Left]:
     for node in region.graph.nodes:
         if node.op == "call_module" and not _known(region, node):
             module = submodule(region, node.target)
-            if not isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd)) or module.training:
+            if module not in region.apart and (not isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd)) or module.training):
                 met.setdefault(type(module).__name__, []).append(node)
         elif node.op in ("call_function", "call_method") and not _known(region, node) and node in region.facts:
             memory = region.facts[node].untyped_storage()._cdata
@@ -118,7 +125,7 @@ def _foreign(region: Region) -> list[Left]:
 def _known(region: Region, node: fx.Node) -> bool:
     """Is the node of a kind that the grammar has an operator for?"""
     if node.op == "call_module":
-        return type(submodule(region, node.target)) in calls.MODULES
+        return type(submodule(region, node.target)) in calls.MODULES and (node.target == ITSELF or submodule(region, node.target) not in region.apart)
     if node.op not in ("call_function", "call_method"):
         return False
     word = calls.function_name(node)
@@ -173,15 +180,20 @@ def _chain(region: Region, nodes: tuple[fx.Node, ...], order: dict[fx.Node, int]
     kinds |= {parameter.dtype for node in nodes if node.op == "call_module" for parameter in submodule(region, node.target).parameters()}
     if len(kinds) > 1 or not kinds <= set(PRECISIONS):
         return None, f"its tensors are {' and '.join(sorted(str(kind).removeprefix('torch.') for kind in kinds))}"
+    held = {type(parameter) for node in nodes if node.op == "call_module" for parameter in submodule(region, node.target).parameters()}
+    if foreign := sorted(kind.__name__ for kind in held if kind is not nn.Parameter):
+        return None, f"its parameters are {' and '.join(foreign)}"
     between = [node for node in order if order[nodes[0]] < order[node] < order[nodes[-1]] and node not in inside]
     if any(_reaches(region, node, nodes, takes) for node in between):
         return None, "an operator in place runs in between"
+    if any(node.target is torch._C._set_grad_enabled for node in between):
+        return None, "gradients are switched on or off in between"
     for node in nodes:
         source = _overwritten(region, node)
         if source is not None and source not in inside and (source.op == "placeholder" or not set(source.users) <= inside):
             return None, "it writes over a value that others may read"
-        if node.op == "call_module" and (why := _hooked(submodule(region, node.target))):
-            return None, why
+        if node.op == "call_module" and hooked(submodule(region, node.target)):
+            return None, "the module has hooks, which kernels do not call"
     called = [submodule(region, node.target) for node in nodes if node.op == "call_module"]
     if any(module.training != region.module.training for module in called if isinstance(module, MODAL)):
         return None, "the module is in another mode than the one that calls it"
@@ -235,13 +247,6 @@ def _modal(region: Region, nodes: tuple[fx.Node, ...]) -> list[nn.Module]:
     """The modules in training that renew running statistics, of those that nodes call."""
     called = [submodule(region, node.target) for node in nodes if node.op == "call_module"]
     return [module for module in called if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
-
-
-def _hooked(module: nn.Module) -> str | None:
-    state = vars(module)
-    if state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]:
-        return "the module has hooks, which kernels do not call"
-    return None
 
 
 def _as_model(region: Region, nodes: tuple[fx.Node, ...], takes: tuple[fx.Node, ...]) -> tuple[fx.GraphModule, dict[str, nn.Module], dict[str, nn.Parameter]]:

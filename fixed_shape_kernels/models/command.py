@@ -39,6 +39,8 @@ def built(source: str, device: str | None) -> tuple[nn.Module, tuple[Any, ...]]:
         raise click.ClickException(f"{source} gives {type(made).__name__}; expected (model, example), example being a tensor or a tuple of forward's arguments")
     model, example = made
     example = tuple(example) if isinstance(example, (tuple, list)) else (example,)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.ClickException("no CUDA device is usable here; `fsk doctor` says what is missing, and --device cpu or --explain need none")
     if device:
         model, example = model.to(device), tuple(value.to(device) if isinstance(value, torch.Tensor) else value for value in example)
     return model, example

@@ -6,7 +6,7 @@ import inspect
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import fx, nn
 from runtime import GeneratedModule
 
 from .chains import MODAL, Chain
-from .regions import Region, kept_state
+from .regions import HOOKS, Region
 from .report import Report
 
 Built = tuple[Chain, GeneratedModule]
@@ -43,7 +43,7 @@ class Optimized(nn.Module):
     def __init__(self, model: nn.Module, report: Report, training: bool, precision: str | None, widen: Callable[..., Report] | None) -> None:
         super().__init__()
         self.__dict__.update(_model=model, _at_work=threading.local(), _enabled=True, report=report, fallbacks=Counter(), training=model.training)
-        self.__dict__.update(_places={}, trains=training, precision=precision, calls=[], _widen=widen)
+        self.__dict__.update(_places={}, trains=training, precision=precision, calls=[], apart=[], _widen=widen)
         for held in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[held] = model.__dict__[held]
 
@@ -118,12 +118,19 @@ class _Way:
     """A region with its chains for one call: what that call must be like, and the function that runs it."""
 
     def __init__(self, region: Region, chains: Sequence[Built], trains: bool) -> None:
-        self.root, self.mode, self.trains = region.root, region.module.training, trains
-        self.parameters = [parameter for chain, _ in chains for parameter in chain.eager.parameters()]
+        self.root, self.mode, self.trains, self.without_grad = region.root, region.module.training, trains, region.without_grad
+        self.made = [made for _, made in chains]
         self.modal = [region.module, *(module for chain, _ in chains for module in chain.modules.values() if isinstance(module, MODAL))]
         self.expected = [(name, value.shape, value.dtype, value.device) for name in region.tensors if isinstance(value := region.call.arguments[name], torch.Tensor)]
         self.constants = [(name, value) for name, value in region.call.arguments.items() if name not in region.tensors]
         self.run = _compiled(region, chains)
+        inner = _held_in(region, chains)
+        self.links = [(parent._modules, name, child) for parent, name, child in inner]
+        self.hooks = [vars(child)[name] for _, _, child in inner for name in HOOKS]
+
+    def _asked(self, given: Mapping[str, Any]) -> bool:
+        """Does a tensor of the call, or a parameter of a chain, ask for gradients?"""
+        return any(given[name].requires_grad for name, *_ in self.expected) or any(one.requires_grad for made in self.made for one in made.parameters())
 
     def unlike(self, given: Mapping[str, Any]) -> str | None:
         """Why the chains do not serve a call with these arguments; None where they do."""
@@ -141,16 +148,34 @@ class _Way:
             return f"the module is in {'evaluation' if self.mode else 'training'}, or a part of it, and the kernels are for {'training' if self.mode else 'evaluation'}"
         if torch.is_autocast_enabled(self.expected[0][3].type):
             return "autocast is on"
-        if not self.trains and torch.is_grad_enabled() and any(value.requires_grad for value in (*(given[name] for name, *_ in self.expected), *self.parameters)):
+        if any(self.hooks):
+            return "a part of it has hooks by now; name such parts in `apart`"
+        if any(held.get(name) is not child for held, name, child in self.links):
+            return "a part of it is another module by now; name such parts in `apart`"
+        if self.without_grad and torch.is_grad_enabled():
+            return "gradients are asked for, and a part of its forward runs without them"
+        if not self.trains and torch.is_grad_enabled() and self._asked(given):
             return "gradients are asked for, and training=True was not"
         return None
+
+
+def _held_in(region: Region, chains: Sequence[Built]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """The modules that the graph with the chains does not call but holds the operators of: parent, name and the module itself."""
+    ours = {node for chain, _ in chains for node in chain.nodes}
+    called = {region.root.get_submodule(node.target) for node in region.graph.nodes if node.op == "call_module" and node not in ours} | region.apart
+    found, parents = [], [region.module]
+    for parent in parents:
+        children = [(parent, name, child) for name, child in parent.named_children() if child not in called]
+        found += children
+        parents += [child for *_, child in children]
+    return found
 
 
 class _Place:
     """The forward of a region's module, put on the module itself: the first of its ways that serves a call, its own forward elsewhere."""
 
     def __init__(self, owner: Optimized, region: Region) -> None:
-        self.owner, self.module, self.ways = owner, region.module, []
+        self.owner, self.module, self.ways, self.worked = owner, region.module, [], False
         self.original, self.before = region.module.forward, region.module.__dict__.get("forward")
         self.path = region.path or type(region.module).__name__
         self.signature = inspect.signature(self.original)
@@ -170,8 +195,14 @@ class _Place:
             if self.before is not None:
                 self.module.forward = self.before
 
+    def _at_work(self) -> bool:
+        """Is this a call of the optimised module, or one in the backward of such, which computes again what a checkpoint did not keep?"""
+        if torch._C._current_graph_task_id() < 0:
+            self.worked = getattr(self.owner._at_work, "value", False)
+        return self.worked
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self.owner._at_work, "value", False) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._at_work():
             return self.original(*args, **kwargs)
         if kwargs or len(args) != len(self.names):
             bound = self.signature.bind(*args, **kwargs)
@@ -195,7 +226,7 @@ class _Place:
 def _without_ways(module: nn.Module) -> _Place:
     """The place of a copied module, whose forward is that of its class."""
     made = object.__new__(_Place)
-    made.owner, made.module, made.ways = SimpleNamespace(_at_work=None), module, []
+    made.owner, made.module, made.ways, made.worked = SimpleNamespace(_at_work=None), module, [], False
     made.original, made.before = MethodType(type(module).forward, module), None
     return made
 
@@ -208,7 +239,7 @@ def _compiled(region: Region, chains: Sequence[Built]) -> Callable[..., Any]:
     for node in region.graph.nodes:
         if node in last:
             number, chain, made = last[node]
-            copies[node] = graph.call_function(_named(made, f"chain_{number}"), tuple(copies[used] for used in chain.takes))
+            copies[node] = graph.call_function(_named(made, chain, f"chain_{number}"), tuple(copies[used] for used in chain.takes))
         elif node not in inner:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     for node in reversed(list(graph.nodes)):
@@ -220,35 +251,15 @@ def _compiled(region: Region, chains: Sequence[Built]) -> Callable[..., Any]:
     return scope["forward"]
 
 
-def _named(made: GeneratedModule, name: str) -> Callable[..., torch.Tensor]:
-    """A function of its own name, as torch.fx's text needs it."""
+def _named(made: GeneratedModule, chain: Chain, name: str) -> Callable[..., torch.Tensor]:
+    """A function of its own name, as torch.fx's text needs it. Its bare parameters are those that the model has at the call."""
+    bare = [(own, made._parameters, *chain.holder_of(own)) for own in chain.parameters if own in made._parameters]
 
     def call(*tensors: torch.Tensor) -> torch.Tensor:
+        for own, held, holder, last in bare:
+            held[own] = holder[last]
         return made(*tensors)
 
     call.__name__ = call.__qualname__ = name
     call.__module__ = "generated"
     return call
-
-
-def arguments_of(model: nn.Module, example: tuple[Any, ...], regions: Iterable[Region]) -> dict[Region, list[torch.Tensor]]:
-    """The tensors that each region gets while the model runs on the example, by region."""
-    found: dict[Region, list[torch.Tensor]] = {}
-
-    def watch(region: Region) -> Callable[..., None]:
-        signature = inspect.signature(region.module.forward)
-
-        def seen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = signature.bind(*args, **kwargs).arguments
-            found[region] = [given[name].clone() for name in region.tensors]
-
-        return seen
-
-    handles = [region.module.register_forward_pre_hook(watch(region), with_kwargs=True) for region in regions]
-    try:
-        with torch.no_grad(), kept_state(model), torch.random.fork_rng():
-            model(*example)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found

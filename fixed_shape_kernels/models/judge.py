@@ -25,6 +25,7 @@ from .building import Candidate
 from .chains import Chain
 from .regions import Region, Watched, kept_state
 from .report import REPLACED
+from .seen import Seen, same_randomness, traced_otherwise
 
 SECONDS = 0.3  # for the trials of one chain
 SHIFT = 0.75  # standard deviations by which the second data lie beside the example's, and twice as far apart
@@ -63,14 +64,25 @@ class Judge:
         self.min_gain, self.verify, self.training, self.rival, self.known = min_gain, verify, training, rival, known
         self.times: dict[str, Judged] = {}
 
-    def chosen(self, candidates: Sequence[Candidate], arguments: Mapping[Region, Sequence[torch.Tensor]]) -> list[Candidate]:
-        """Those that are right and faster; what was found is noted in the rows. Each region runs once on its arguments, which is what the chains get."""
+    def chosen(self, candidates: Sequence[Candidate], seen: Mapping[Region, Seen]) -> list[Candidate]:
+        """Those that are right and faster; what was found is noted in the rows. Each region runs on its arguments, and that is what the chains get.
+
+        A region whose graph gives something else than the module gave is left alone.
+        """
         chosen: list[Candidate] = []
         regions: dict[Region, list[Candidate]] = {}
         for candidate in candidates:
             regions.setdefault(candidate.chain.region, []).append(candidate)
         bar = steps(candidates, "judging")
         for region, of_region in regions.items():
+            run = lambda *watched, region=region: Watched(region.root, region.graph, *watched).run(*(value.clone() for value in seen[region].arguments))  # noqa: E731
+            with torch.no_grad(), kept_state(region.module), same_randomness(seen[region]):
+                otherwise = traced_otherwise(run(), seen[region])
+            if otherwise:
+                for candidate in of_region:
+                    next(bar, None)
+                    candidate.row.status, candidate.row.why = "not traced", otherwise
+                continue
             waiting = {candidate.chain.nodes[0]: candidate for candidate in of_region}
             wanted = {used for candidate in of_region for used in candidate.chain.takes}
             values: dict[fx.Node, torch.Tensor] = {}
@@ -86,7 +98,7 @@ class Judge:
                     values[node] = value
 
             with torch.no_grad(), kept_state(region.module), torch.random.fork_rng():
-                Watched(region.root, region.graph, reached, computed).run(*(value.clone() for value in arguments[region]))
+                run(reached, computed)
         return chosen
 
     def passes(self, candidate: Candidate, inputs: Sequence[torch.Tensor]) -> bool:

@@ -17,25 +17,26 @@ from codegen.spec import Spec
 from ..progress import busy
 from .building import Candidate, build_all, constructed, named, plan_all, shared
 from .chains import chains_of
-from .installed import Call, Optimized, arguments_of
-from .judge import SECONDS, Judge
-from .regions import Region, kept_state, path_of, regions_of
+from .installed import Call, Optimized
+from .judge import SECONDS, Judge, first_line
+from .regions import Region, apart_of, kept_state, path_of, regions_of
 from .report import FOUND, REPLACED, NotReplaced, Report, Row
 from .saved import argument, read
+from .seen import arguments_of
 
 
-def explain_model(model: nn.Module, *example: Any, precision: str | None = None) -> Report:
+def explain_model(model: nn.Module, *example: Any, precision: str | None = None, apart: Sequence[nn.Module | type[nn.Module]] = ()) -> Report:
     """What `optimize` would try: the chains of a model with their plans and estimates. Nothing is compiled, and no GPU is needed.
 
-    `model` may be on the meta device. Raises what the model raises on the example.
+    `model` may be on the meta device; `apart` is that of `optimize`. Raises what the model raises on the example.
     """
-    report, _ = _found(model, example, precision)
+    report, _ = _found(model, example, precision, apart)
     return report
 
 
 def optimize(
     model: nn.Module, *example: Any, precision: str | None = None, training: bool = False, min_gain: float = 1.05, strict: bool = False, verify: bool = True,
-    cache_dir: str | Path | None = None,
+    cache_dir: str | Path | None = None, apart: Sequence[nn.Module | type[nn.Module]] = (),
 ) -> Optimized:  # fmt: skip
     """A module that runs `model` with generated kernels in the place of those of its chains where they are right and faster.
 
@@ -43,14 +44,15 @@ def optimize(
     itself runs as before. Each chain is compared with float64 on the example's data and on shifted ones (`verify`), timed beside the model's own modules,
     and used where it is `min_gain` times as fast. `precision` is tf32 or nothing: the rest follows from the tensors. With `training` chains are used
     where gradients are asked for, too: those are compared as well, and a forward is timed with its backward. A call with other shapes, types or constants runs the model's own modules, and is warned of once.
-    Sources are kept in `cache_dir`, by default build/models. With `strict` NotReplaced is raised where a chain stays as it was.
+    `apart` are parts of the model, or classes of such, that stay modules that are called, since they will be sharded, checkpointed or hooked: no chain goes
+    beyond one. Parts that have hooks are apart anyway. Sources are kept in `cache_dir`, by default build/models. With `strict` NotReplaced is raised where a chain stays as it was.
 
     Raises what the model raises on the example, ValueError for a wrong argument.
     """
     if precision not in (None, "tf32"):
         raise ValueError(f"precision: {precision!r}; tf32 or None, as the type of the tensors says the rest")
     def widen(*call: Any) -> Report:
-        report, candidates = _found(model, call, precision)
+        report, candidates = _found(model, call, precision, apart)
         build_all(candidates, Path(cache_dir or "build/models"))
         built = [candidate for candidate in candidates if candidate.model is not None]
         chosen = Judge(min_gain, verify, training).chosen(built, arguments_of(model, call, {candidate.chain.region for candidate in built}))
@@ -65,6 +67,7 @@ def optimize(
         return report
 
     made = Optimized(model, Report(type(model).__name__, ""), training, precision, widen)
+    made.apart.extend(path for path, part in model.named_modules() if part in apart_of(model, apart))
     made.__dict__["report"] = widen(*example)
     return made
 
@@ -83,11 +86,19 @@ def load_optimized(model: nn.Module, folder: str | Path) -> Optimized:
         raise ValueError(f"{folder} was saved for {', '.join(wrong)}; optimise again")
     report = Report(**{**{key: value for key, value in index["report"].items() if key != "summary"}, "rows": [Row(**row) for row in index["report"]["rows"]]})
     made = Optimized(model, report, index["trains"], index["precision"], None)
+    made.apart.extend(index["apart"])
+    parts = dict(model.named_modules())
+    if gone := [path for path in made.apart if path not in parts]:
+        raise ValueError(f"{folder} was saved for another model: this one has no part {', '.join(gone)}; optimise again")
     found = []
     for call in index["calls"]:
         arguments = tuple(argument(value, device) for value in call["arguments"])
         missing, built = dict(call["packages"]), []
-        for number, region in enumerate(regions_of(model, arguments)[0]):
+        try:
+            regions, _ = regions_of(model, arguments, [parts[path] for path in made.apart])
+        except Exception as error:  # whatever the model raises
+            raise ValueError(f"{folder} was saved for another model: this one fails on its example ({first_line(error)}); optimise again") from error
+        for number, region in enumerate(regions):
             for chain in chains_of(region, name_of(region, number))[0]:
                 chain.spec = at_precision(chain.spec, index["precision"])
                 chain.spec = named(chain)
@@ -118,12 +129,12 @@ def at_precision(spec: Spec, precision: str | None) -> Spec:
     return replace(spec, precision=PRECISIONS["tf32"]) if precision == "tf32" and spec.precision.name == "fp32" else spec
 
 
-def _found(model: nn.Module, example: tuple[Any, ...], precision: str | None) -> tuple[Report, list[Candidate]]:
+def _found(model: nn.Module, example: tuple[Any, ...], precision: str | None, apart: Sequence[nn.Module | type[nn.Module]]) -> tuple[Report, list[Candidate]]:
     """The chains of a model with their plans, and a report that has a row for each and for what is left alone."""
     device = device_of(model, example)
     report = Report(type(model).__name__, kind_of(device))
     with busy("finding chains"):
-        regions, left = regions_of(model, example)
+        regions, left = regions_of(model, example, apart)
         report.rows += [Row(path_of(one.path, one.kind), one.kind, "not traced", one.why) for one in left]
         return report, candidates_of(report, regions, precision, device)
 

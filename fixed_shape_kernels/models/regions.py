@@ -6,7 +6,8 @@ The whole model is one region where it can be traced. Where it cannot, the reaso
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from codegen.from_module.calls import MODULES
 from .tracing import ShapedTracer
 
 CONSTANTS = (bool, int, float, str, type(None))
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Region:
     call: Call
     tensors: tuple[str, ...]  # the names of the arguments that are tensors
     facts: dict[fx.Node, torch.Tensor] = field(default_factory=dict)  # results without data; those alone that are tensors
+    apart: frozenset[nn.Module] = frozenset()  # modules whose calls stay calls
+    without_grad: bool = False  # a part of the forward runs without gradients, which the graph does not say
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,50 @@ def path_of(path: str, kind: str = "") -> str:
     return path or f"({kind or 'the model'})"
 
 
-def regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region], list[Untraced]]:
+def regions_of(model: nn.Module, example: tuple[Any, ...], apart: Sequence[nn.Module | type[nn.Module]] = ()) -> tuple[list[Region], list[Untraced]]:
     """The regions of a model, and what is none, in the order of `named_modules`.
 
-    The model runs on the example once without data, or with it where its course depends on data.
+    A module that is in `apart`, or of a class there, or that is no module of torch and has hooks, is a region of its own. The model runs on the example once
+    without data, or with it where its course depends on data. Raises ValueError for a model that is wrapped or sharded already, or whose parameters have no
+    shapes yet; what the model raises on the example.
     """
+    _check(model)
     with kept_state(model), _shapes_alone(model):
-        return _regions_of(model, example)
+        return _regions_of(model, example, apart_of(model, apart))
 
 
-def _regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region], list[Untraced]]:
+def _check(model: nn.Module) -> None:
+    """Raises ValueError for a model that cannot be run on one process's example, without data, and be as before."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(f"{path_of(path)} is wrapped in DistributedDataParallel; optimise the model, then wrap what optimize gives")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise ValueError(f"{name} has no shape yet; call the model once")
+        if type(tensor).__name__ == "DTensor":  # by its name: torch.distributed is not in every torch
+            raise ValueError(f"{name} is a DTensor; optimise the model, then shard it")
+
+
+def apart_of(model: nn.Module, named: Sequence[nn.Module | type[nn.Module]]) -> frozenset[nn.Module]:
+    """The parts of a model whose calls stay calls: those named, and those with hooks. Raises ValueError for what is no part of it."""
+    kinds, parts = tuple(one for one in named if isinstance(one, type)), [one for one in named if not isinstance(one, type)]
+    inside = list(model.modules())[1:]
+    if wrong := [one for one in parts if not any(one is part for part in inside)] + [kind for kind in kinds if not any(isinstance(part, kind) for part in inside)]:
+        raise ValueError(f"apart: {type(wrong[0]).__name__ if isinstance(wrong[0], nn.Module) else wrong[0]} is no part of the model; expected modules inside it, or classes of such")
+    leaf = fx.Tracer().is_leaf_module
+    return frozenset(part for part in inside if isinstance(part, kinds) or any(part is one for one in parts) or (hooked(part) and not leaf(part, "")))
+
+
+def hooked(module: nn.Module) -> bool:
+    """Has a module hooks of its own?"""
+    state = vars(module)
+    return any(state[name] for name in HOOKS)
+
+
+def _regions_of(model: nn.Module, example: tuple[Any, ...], apart: frozenset[nn.Module]) -> tuple[list[Region], list[Untraced]]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    calls = _record(model, example, mode)
+    with kept_attributes(model):  # parts are traced as the example found them
+        calls = _record(model, example, mode)
     found: list[Region] = []
     left: list[Untraced] = []
     met: set[nn.Module] = set()
@@ -89,17 +125,26 @@ def _regions_of(model: nn.Module, example: tuple[Any, ...]) -> tuple[list[Region
         region = None
         if why is None:
             try:
-                region = _traced(path, module, call, mode)
+                region = _traced(path, module, call, mode, apart)
             except Exception as error:  # whatever a user's forward raises under tracing
                 why = _reason(error)
         if region is not None:
             found.append(region)
-            met.update(module.modules())
+            belong(path, module)
             return
         parts = list(module.named_children())
         left.append(Untraced(path, type(module).__name__, f"{why}; its parts are looked at by themselves" if parts else why))
         for name, child in parts:
             scan(f"{path}.{name}" if path else name, child)
+
+    def belong(path: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            inner = f"{path}.{name}" if path else name
+            if child in apart:
+                scan(inner, child)
+            elif child not in met:
+                met.add(child)
+                belong(inner, child)
 
     scan("", model)
     return found, left
@@ -179,6 +224,43 @@ def kept_state(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
+@contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
+    """Give the attributes of a model's modules back what they are now, at the end of the block; inside it, the names of those that changed."""
+    before = [(path, module, [(name, value, _held_in(value)) for name, value in vars(module).items()]) for path, module in model.named_modules()]
+
+    def changed() -> list[str]:
+        found = []
+        for path, module, attributes in before:
+            now, known = vars(module), {name for name, *_ in attributes}
+            names = [name for name in now if name not in known and not name.startswith("_tensor_constant")]  # those are torch.fx's own, and its graphs read them
+            names += [name for name, value, held in attributes if now.get(name) is not value or (held is not None and not _same_items(held, _held_in(value)))]
+            found += [f"{path}.{name}" if path else name for name in names]
+        return found
+
+    try:
+        yield changed
+    finally:
+        for _, module, attributes in before:
+            now, known = vars(module), {name for name, *_ in attributes}
+            for name in [name for name in now if name not in known and not name.startswith("_tensor_constant")]:
+                del now[name]
+            for name, value, held in attributes:
+                now[name] = value
+                if held is not None and not _same_items(held, _held_in(value)):
+                    value.clear()
+                    value.update(held if isinstance(value, dict) else (item for _, item in held)) if isinstance(value, (dict, set)) else value.extend(item for _, item in held)
+
+
+def _held_in(value: Any) -> list[tuple[Any, Any]] | None:
+    """The items of a container, None of whatever else."""
+    return list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, (list, set, deque)) else None
+
+
+def _same_items(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
+    return len(one) == len(other) and all(a is c and b is d or (a == c and b is d) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
 def _refused(module: nn.Module, call: Call) -> str | None:
     """Why a module is no region, before it is traced; None where it may be one."""
     if call.times > 1:
@@ -194,11 +276,12 @@ def _refused(module: nn.Module, call: Call) -> str | None:
     return None
 
 
-def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> Region:
+def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode, apart: frozenset[nn.Module]) -> Region:
     """Trace a module for the constants that it was called with. Raises what its forward raises."""
     tensors = tuple(name for name, value in call.arguments.items() if isinstance(value, torch.Tensor))
     root = module
     facts: dict[fx.Node, Any] = {}
+    without_grad = False
     if fx.Tracer().is_leaf_module(module, ""):
         if len(tensors) != 1:
             raise TypeError("a module of torch with several inputs")
@@ -207,9 +290,12 @@ def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> R
         with torch.no_grad(), mode:
             Watched(root, graph, after=facts.__setitem__).run(call.arguments[tensors[0]])
     else:
-        tracer = ShapedTracer({name: call.arguments[name] for name in tensors}, mode)
-        graph = tracer.trace(module, concrete_args={name: value for name, value in call.arguments.items() if name not in tensors} or None)
-        facts = tracer.facts
+        tracer = ShapedTracer({name: call.arguments[name] for name in tensors}, mode, apart)
+        with kept_attributes(module) as changed:
+            graph = tracer.trace(module, concrete_args={name: value for name, value in call.arguments.items() if name not in tensors} or None)
+            if names := changed():
+                raise TypeError(f"its forward sets {', '.join(names[:3])}")
+        facts, without_grad = tracer.facts, tracer.without_grad
         checks = [node for node in graph.nodes if node.op == "placeholder" and node.target not in tensors]  # of constants: fx compares them in the graph
         for node in checks:
             checks += [user for user in node.users if user not in checks]
@@ -219,7 +305,7 @@ def _traced(path: str, module: nn.Module, call: Call, mode: FakeTensorMode) -> R
         given = [node.target for node in graph.nodes if node.op == "placeholder"]
         if tuple(given) != tensors:
             raise TypeError(f"its forward takes {', '.join(given)}, and the example gives {', '.join(tensors)}")
-    return Region(path, module, root, graph, call, tensors, {node: value for node, value in facts.items() if isinstance(value, torch.Tensor)})
+    return Region(path, module, root, graph, call, tensors, {node: value for node, value in facts.items() if isinstance(value, torch.Tensor)}, apart, without_grad)
 
 
 ITSELF = "itself"  # the target of a region that is one module of torch

@@ -11,7 +11,7 @@ import torch
 
 from .installed import Optimized
 
-FORMAT = 2
+FORMAT = 3
 INDEX = "optimized.json"
 
 
@@ -30,7 +30,7 @@ def save_optimized(opt: Optimized, folder: str | Path) -> Path:
         shutil.copytree(package, folder / package.name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     index = {
         "format": FORMAT, "torch": torch.__version__, "model": type(opt._model).__name__, "training": opt._model.training, "trains": opt.trains, "precision": opt.precision,
-        "calls": calls, "report": json.loads(opt.report.to_json()),
+        "apart": opt.apart, "calls": calls, "report": json.loads(opt.report.to_json()),
     }  # fmt: skip
     (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     return folder

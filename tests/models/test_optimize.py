@@ -317,6 +317,9 @@ def test_tf32_is_held_to_its_model(tmp_path):
     model, x = nn.Sequential(nn.Linear(16, 8), nn.GELU()).eval(), torch.randn(4, 16)
     (row,) = all_of(model, x, precision="tf32", cache_dir=tmp_path).report.rows
     assert (row.status, row.precision) == ("replaced", "tf32") and row.error < 1e-6
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).train()  # its running statistics are held to that model, too
+    (row,) = all_of(model, torch.randn(2, 3, 6, 6), precision="tf32", training=True, cache_dir=tmp_path).report.rows
+    assert (row.status, row.precision) == ("replaced", "tf32"), row.why
     with pytest.raises(ValueError, match="precision: 'fp64'"):
         fsk.optimize(model, x, precision="fp64")
 

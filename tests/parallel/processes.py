@@ -25,8 +25,8 @@ class Ended:
     seconds: float
 
 
-def run_ranks(folder: Path, count: int, tasks: dict[str, dict[str, Any]], device: str = "cpu", limit_s: float = 240.0) -> Ended:
-    """Run tasks of tests.parallel.worker on `count` ranks; results are by task. What still runs after `limit_s` seconds is killed."""
+def run_ranks(folder: Path, count: int, tasks: dict[str, dict[str, Any]], device: str = "cpu", limit_s: float = 240.0, worker: str = "tests.parallel.worker") -> Ended:
+    """Run tasks of the module `worker` on `count` ranks; results are by task. What still runs after `limit_s` seconds is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "task.json"
     path.write_text(json.dumps({"device": device, "tasks": tasks}))
@@ -38,7 +38,7 @@ def run_ranks(folder: Path, count: int, tasks: dict[str, dict[str, Any]], device
     for rank in range(count):
         environment = os.environ | {name: str(value) for name, value in shared.items()} | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         with open(folder / f"stderr.{rank}", "w") as errors:
-            processes.append(subprocess.Popen([sys.executable, "-m", "tests.parallel.worker", str(path)], env=environment, stderr=errors, cwd=folder))
+            processes.append(subprocess.Popen([sys.executable, "-m", worker, str(path)], env=environment, stderr=errors, cwd=folder))
     try:
         for process in processes:
             process.wait(max(0.1, limit_s - (time.monotonic() - begun)))
