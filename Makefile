@@ -14,7 +14,8 @@ fleet = $(call python,run) $(if $(TORCHRUN),-m torch.distributed.run $(TORCHRUN)
 specs = $(if $(SPEC),"$(SPEC)") $(SPECS)
 need-spec = @test -n '$(strip $(SPEC)$(SPECS))' || { echo "make $@ needs a spec: make $@ SPEC=specs/default.yaml (shipped: $$(cd codegen && echo specs/*.yaml))" >&2; exit 2; }
 prepack = $(if $(filter-out 0,$(PREPACK)),--prepack)
-plan-options = $(if $(PRECISION),--precision $(PRECISION)) $(prepack) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device-class $(DEVICE))
+algebra = $(if $(filter 0,$(ALGEBRA)),--no-algebra)
+plan-options = $(if $(PRECISION),--precision $(PRECISION)) $(prepack) $(algebra) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device-class $(DEVICE))
 write-options = $(if $(OUT),--out "$(OUT)") $(if $(filter-out 0,$(DEBUG)),--debug) $(if $(filter-out 0,$(FORCE)),--force)
 
 help: ## this list
@@ -23,7 +24,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "Each is a command of fsk (pip install .; or python -m fixed_shape_kernels), whose --help has more options."
-	@echo "Variables: SPEC or SPECS (a list), PRECISION=fp32|tf32|fp16|bf16, PREPACK=1, TARGETS=\"cpu sm_80 sm_90a\", DEVICE=h100|a100|..., OUT=generated, DEBUG=1, FORCE=1, PYTHON=python3; for evidence, tune and sweep TORCHRUN=\"--nproc-per-node 8\""
+	@echo "Variables: SPEC or SPECS (a list), PRECISION=fp32|tf32|fp16|bf16, PREPACK=1, ALGEBRA=0, TARGETS=\"cpu sm_80 sm_90a\", DEVICE=h100|a100|..., OUT=generated, DEBUG=1, FORCE=1, PYTHON=python3; for evidence, tune and sweep TORCHRUN=\"--nproc-per-node 8\""
 
 demo: ## generate specs/default.yaml, build it, run it beside PyTorch
 	$(call fsk,run) demo $(if $(SPEC),"$(SPEC)") $(plan-options) $(if $(OUT),--out "$(OUT)")
@@ -38,7 +39,7 @@ test-all: ## what `make test` leaves out and needs no GPU: every source compiled
 test-gpu: ## the tests marked gpu, on a machine with a GPU
 	$(call python,test) -m pytest -m gpu
 
-generate: ## emit the packages of SPEC or SPECS (PRECISION=, PREPACK=1, TARGETS=, DEVICE=, OUT=, DEBUG=1, FORCE=1)
+generate: ## emit the packages of SPEC or SPECS (PRECISION=, PREPACK=1, ALGEBRA=0, TARGETS=, DEVICE=, OUT=, DEBUG=1, FORCE=1)
 	$(need-spec)
 	$(call fsk,emit) generate $(specs) $(plan-options) $(write-options)
 

@@ -25,7 +25,8 @@ def regenerate(spec: Spec, device: DeviceClass | None) -> str:
     path = shlex.quote(f"generated/{spec.package}/spec.yaml" if spec.path.startswith(ELSEWHERE) else spec.path)
     precision = "" if spec.precision.name == "fp32" else f" PRECISION={spec.precision.name}"
     prepack = " PREPACK=1" if spec.prepack_asked else ""
-    return f"make generate SPEC={path}{precision}{prepack}" + (f" DEVICE={device.name}" if device else "")
+    algebra = " ALGEBRA=0" if spec.algebra_asked else ""
+    return f"make generate SPEC={path}{precision}{prepack}{algebra}" + (f" DEVICE={device.name}" if device else "")
 
 
 def header_lines(plan: Plan, kernel: Kernel) -> list[str]:
@@ -60,6 +61,7 @@ def explanation(plan: Plan) -> dict[str, Any]:
         "target": plan.target.name,
         "device_class": plan.device.name,
         "why": list(plan.why),
+        **({"algebra": list(plan.algebra)} if plan.algebra else {}),
         "kernels": [
             {
                 "name": kernel.function(plan.target), "file": kernel.file(plan.target), "summary": kernel.summary, "blocks": kernel.blocks or None,

@@ -15,6 +15,10 @@ class Refusal(Exception):
     """A valid spec that this target or device class has no kernel for; the message says why and what to do."""
 
 
+class LeftToRival(Refusal):
+    """A spec that another target for the same cards serves as well or better."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One translation unit. Subclasses add the numbers their template reads.
@@ -117,7 +121,7 @@ class Floor:
 class Plan:
     """Everything that rendering needs for one target. `why` holds the planner's reasons, one sentence each.
 
-    `training` are the steps of training where they differ from those of evaluation, `steps`.
+    `training` are the steps of training where they differ from those of evaluation, `steps`. `algebra` names the passes that rewrote the chain.
     """
 
     spec: Spec
@@ -128,6 +132,7 @@ class Plan:
     floor: Floor
     why: tuple[str, ...]
     training: tuple[Launch | Library, ...] = ()
+    algebra: tuple[str, ...] = ()
 
     @property
     def launches(self) -> tuple[Launch, ...]:

@@ -1,0 +1,52 @@
+"""The table of passes, and what applies them to a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from codegen.algebra.identity import identity
+from codegen.algebra.merge import merge
+from codegen.algebra.rewriting import Declined, Rewriting
+from codegen.algebra.row_sum import row_sum
+from codegen.spec import Spec
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A row: the pass's name, its meaning in a line, and the function that makes its first rewrite, or gives None where there is none.
+
+    The function raises Declined where the rewrite would hold and there is a reason against it.
+    """
+
+    name: str
+    summary: str
+    apply: Callable[[Rewriting], Rewriting | None]
+
+
+PASSES: tuple[Pass, ...] = (
+    Pass("identity", "steps that give what they take are left out: reductions and windows over one value, bounds that cannot bite", identity),
+    Pass("merge", "two bounds one behind the other become one, and two max or average poolings without padding", merge),
+    Pass("row_sum", "a sum or mean over all features of a linear is x times the column sums of W, plus the sum of b", row_sum),
+)
+
+
+def rewrite(spec: Spec, training: bool = False) -> Rewriting:
+    """The chain of a spec in one mode, rewritten by each pass as often as it finds something; as written where the spec says `algebra: false`."""
+    found = Rewriting(spec, training)
+    if not spec.algebra:
+        return found
+    changed = True
+    while changed:
+        changed = False
+        for row in PASSES:
+            try:
+                while (made := row.apply(found)) is not None:
+                    found, changed = made, True
+            except Declined as reason:
+                entry = (row.name, str(reason))
+                found = replace(found, declined=tuple(dict.fromkeys((*found.declined, entry))))
+    return found
+
+
+__all__ = ["PASSES", "Pass", "rewrite"]
