@@ -25,7 +25,7 @@ from bench.subject import EXACT_VALUES, Subject, built_target, construct, emit, 
 from codegen.ir.fused_form import departure, fused
 from codegen.numerics import PRECISIONS
 from codegen.ops import Kind
-from codegen.plan.floor import producer_flop
+from codegen.ir.flop import producer_flop
 from codegen.spec import Spec
 from codegen.targets import TARGETS
 

@@ -44,7 +44,7 @@ def splice(spec: Spec, first: int, last: int, middle: Sequence[Step]) -> Spec | 
     for at, step in enumerate(steps):
         tap = None if step.tap is None else place[step.tap]
         other = inputs[step.reads] if step.reads else made[tap].output_shape if tap is not None else step.operand[1] if step.owned else None
-        output = result_shape(step.operator, step.values, shape, other)
+        output = shape if step.operator.kind is Kind.NORM else result_shape(step.operator, step.values, shape, other)  # of one value a channel too, in evaluation
         made.append(replace(step, index=at, tap=tap, owner=place.get(step.owner), input_shape=shape, output_shape=output))
         shape = output
     return replace(spec, chain=tuple(made))

@@ -55,7 +55,7 @@ class ByRanges:
 class Derived:
     """A tensor of float32 that is derived at each call: under `key` the rewritten chain reads it, in the place of a parameter or of x.
 
-    `source`, the key of a parameter or "x", has `source_shape`.
+    `source` is the key of a parameter, or "x"; `source_shape` is the shape under which it is read, which may be another than its own.
     """
 
     key: str

@@ -97,9 +97,8 @@ def _through(step: Step, fold: str, count: int, summed: Callable[..., tuple[str,
     size = math.prod(shape)
     if size == 1 and fold == "mean":
         return step
-    flat = [new_step("view", sizes=(size,))] if shape != (size,) else []
     end = new_step("mul", value=float(count)) if size == 1 else new_step(fold, dim=0, keepdim=True)
-    return _taking(step.operator.name, summed(key, shape, *flat, end))
+    return _taking(step.operator.name, summed(key, (size,), end))
 
 
 def _times(number: float, count: int) -> float:

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 
 from codegen.algebra.identity import identity
 from codegen.algebra.merge import merge
+from codegen.algebra.pooled_rows import pooled_rows
+from codegen.algebra.pooled_taps import pooled_taps
 from codegen.algebra.rewriting import Declined, Rewriting
 from codegen.algebra.row_sum import row_sum
+from codegen.algebra.summed_input import summed_input
 from codegen.spec import Spec
 
 
@@ -28,6 +31,9 @@ PASSES: tuple[Pass, ...] = (
     Pass("identity", "steps that give what they take are left out: reductions and windows over one value, bounds that cannot bite", identity),
     Pass("merge", "two bounds one behind the other become one, and two max or average poolings without padding", merge),
     Pass("row_sum", "a sum or mean over all features of a linear is x times the column sums of W, plus the sum of b", row_sum),
+    Pass("pooled_rows", "an average pooling over the features of a linear is a linear of pooled rows of W and a pooled b", pooled_rows),
+    Pass("summed_input", "a sum or mean over whole spatial axes behind a convolution is a product with sums of x over those axes", summed_input),
+    Pass("pooled_taps", "an average pooling behind a convolution is a convolution of summed taps, where that takes fewer products", pooled_taps),
 )
 
 

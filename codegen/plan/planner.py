@@ -40,10 +40,16 @@ def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False
     decision = tuned.decide(spec, target, name) if device and forced is None else None
     if decision and decision.choice is None:
         raise Refusal(decision.why)
-    found = plan_rewritten(Request(spec, TARGETS[target], DEVICES[name], debug, decision.choice if decision else forced), planned)
-    if refused := _library_beyond(spec, found):
-        raise Refusal(f"library: {spec.library} leaves {', '.join(refused)} to no one: {target} has no kernel for it here")
+    found = plan_rewritten(Request(spec, TARGETS[target], DEVICES[name], debug, decision.choice if decision else forced), _allowed_plan)
     return replace(found, why=(decision.why, *found.why)) if decision else found
+
+
+def _allowed_plan(request: Request, may_leave: bool, training: bool | None) -> Plan:
+    """`planned`, within what the spec's `library` allows. Raises Refusal."""
+    found = planned(request, may_leave, training)
+    if refused := _library_beyond(request.spec, found):
+        raise Refusal(f"library: {request.spec.library} leaves {', '.join(refused)} to no one: {request.target.name} has no kernel for it here")
+    return found
 
 
 def _library_beyond(spec: Spec, found: Plan) -> tuple[str, ...]:
@@ -53,9 +59,12 @@ def _library_beyond(spec: Spec, found: Plan) -> tuple[str, ...]:
     return tuple(name for name in operations if not allowed(name))
 
 
-def planned(request: Request, may_leave: bool = True) -> Plan:
-    """The plan of a request, its chain as it is. Raises Refusal; LeftToRival, unless it may not, where all kernels would be those of a rival target."""
-    return _fused(request) if departure(request.spec.chain) is None else _in_parts(request, may_leave)
+def planned(request: Request, may_leave: bool = True, training: bool | None = None) -> Plan:
+    """The plan of a request, its chain as it is; of one mode alone where `training` says which.
+
+    Raises Refusal; LeftToRival, unless it may not, where all kernels would be those of a rival target.
+    """
+    return _fused(request) if departure(request.spec.chain) is None else _in_parts(request, may_leave, training)
 
 
 def _fused(request: Request) -> Plan:
@@ -70,11 +79,11 @@ def _fused(request: Request) -> Plan:
     return replace(found, why=(*found.why, *_reasons(request, ways, rival)))
 
 
-def _in_parts(request: Request, may_leave: bool) -> Plan:
+def _in_parts(request: Request, may_leave: bool, training: bool | None) -> Plan:
     """The plan of a chain that no one fused plan computes. Raises Refusal."""
     spec, target, device = request.spec, request.target, request.device
     parts = parts_of(spec, lambda part: _part(replace(request, spec=part)))
-    found = plan_parts(spec, target, device, parts, functools.partial(Plan, spec, target, device, floor=floor(spec, device)))
+    found = plan_parts(spec, target, device, parts, functools.partial(Plan, spec, target, device, floor=floor(spec, device)), training)
     rival = target.rival
     if rival is not None and may_leave and all(kernel.portable for part in parts if part.plan for kernel in part.plan.kernels):
         reasons = "".join(f"; {reason}" for part in parts for reason in part.why)

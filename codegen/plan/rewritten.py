@@ -12,52 +12,55 @@ from codegen.plan.model import Buffer, Launch, LeftToRival, Library, Plan, Refus
 from codegen.plan.route import Request
 
 Step = Launch | Library
-Planned = Callable[[Request, bool], Plan]
+Planned = Callable[[Request, bool, bool | None], Plan]
 
 
 def plan_rewritten(request: Request, planned: Planned) -> Plan:
     """The plan of a request, its chain rewritten in each of its modes. Raises Refusal.
 
-    `planned` plans a request as it is; its flag says whether a target may be left to its rival. A rewriting that the target has no kernels for is not
-    made, and the plan says so.
+    `planned` plans a request as it is: its flags say whether a target may be left to its rival, and which mode alone is wanted. A rewriting that the target
+    has no kernels for is not made, and the plan says so.
     """
     spec = request.spec
-    evaluation = rewrite(spec)
-    if not spec.has_modes:
-        return _plan_mode(request, evaluation, planned, True)
-    training = rewrite(spec, training=True)
-    if not evaluation.applied and not training.applied:
-        found = planned(request, True)
-        return replace(found, why=(*found.why, *dict.fromkeys((*evaluation.why, *training.why))))
-    modes, reasons = [], []
-    for mode in (evaluation, training):
+    modes = [rewrite(spec, training) for training in ((False, True) if spec.has_modes else (False,))]
+    if not any(mode.applied for mode in modes):
+        found = planned(request, True, None)
+        return replace(found, why=(*found.why, *dict.fromkeys(reason for mode in modes for reason in mode.why)))
+    if len(modes) == 1 or (modes[0].spec, modes[0].derived) == (modes[1].spec, modes[1].derived):
+        return _plan_mode(request, modes[0], planned, True, None)
+    found, reasons = [], []
+    for mode in modes:
         try:
-            modes.append(_plan_mode(request, mode, planned, True))
+            found.append(_plan_mode(request, mode, planned, True, mode.training))
         except LeftToRival as reason:
             reasons.append(reason)
-    if not modes:
+    if not found:
         raise reasons[0]
     if reasons:  # a target that serves one mode serves both
-        modes = [_plan_mode(request, mode, planned, False) for mode in (evaluation, training)]
-    return _both(*modes)
+        found = [_plan_mode(request, mode, planned, False, mode.training) for mode in modes]
+    return _both(*found)
 
 
-def _plan_mode(request: Request, rewriting: Rewriting, planned: Planned, may_leave: bool) -> Plan:
-    if not rewriting.applied:
-        found = planned(request, may_leave)
-        return replace(found, why=(*found.why, *rewriting.why))
+def _plan_mode(request: Request, rewriting: Rewriting, planned: Planned, may_leave: bool, training: bool | None) -> Plan:
     try:
-        return _rewritten(request, rewriting, planned, may_leave)
+        return _rewritten(request, rewriting, planned, may_leave, training) if rewriting.applied else _as_written(request, planned, may_leave, training, rewriting.why)
     except LeftToRival:
         raise
     except Refusal as reason:
-        found = planned(request, may_leave)
-        return replace(found, why=(*found.why, f"algebra, not {' and '.join(rewriting.names)}: no kernel of this target serves the rewritten chain: {reason}"))
+        if not rewriting.applied:
+            raise
+        text = f"algebra, not {' and '.join(rewriting.names)}: no kernel of this target serves the rewritten chain: {reason}"
+        return _as_written(request, planned, may_leave, training, (text,))
 
 
-def _rewritten(request: Request, rewriting: Rewriting, planned: Planned, may_leave: bool) -> Plan:
+def _as_written(request: Request, planned: Planned, may_leave: bool, training: bool | None, why: tuple[str, ...]) -> Plan:
+    found = planned(request, may_leave, training)
+    return replace(found, why=(*found.why, *why))
+
+
+def _rewritten(request: Request, rewriting: Rewriting, planned: Planned, may_leave: bool, training: bool | None) -> Plan:
     spec, inner = request.spec, rewriting.spec
-    found = planned(replace(request, spec=inner), may_leave)
+    found = planned(replace(request, spec=inner), may_leave, training)
     derived, between = plan_derived(spec, rewriting.derived, request.target, request.device)
     names = {tensor.key: tensor.buffer for tensor in rewriting.derived}
     buffers = (*(Buffer(tensor.buffer, tensor.shape, "float32") for tensor in rewriting.derived), *between, *found.buffers)
@@ -67,25 +70,23 @@ def _rewritten(request: Request, rewriting: Rewriting, planned: Planned, may_lea
         if isinstance(step, Library):
             other = {"precision": inner.precision.name} if inner.precision != spec.precision else {}
             return replace(step, arguments=arguments, options={**step.options, **other})
-        return replace(step, names=arguments, part=step.part or inner, prepares=() if any(name in names for name in step.arguments) else step.prepares)
+        return replace(step, names=arguments, part=step.part or found.spec, prepares=() if any(name in names for name in step.arguments) else step.prepares)
 
-    least = floor(inner, request.device)
-    moved = floor(spec, request.device)
+    least, moved = floor(inner, request.device), floor(spec, request.device)
+    training_steps = (*derived, *map(known, found.training)) if found.training else ()
     return replace(
-        found, spec=spec, steps=(*derived, *map(known, found.steps)), training=tuple(derived) * bool(found.training) + tuple(map(known, found.training)), buffers=buffers,
-        floor=replace(least, bytes=moved.bytes, memory_ms=moved.memory_ms), why=(*rewriting.why, *found.why), algebra=rewriting.names,
+        found, spec=spec, steps=(*derived, *map(known, found.steps)), training=training_steps, buffers=buffers, floor=replace(least, bytes=moved.bytes, memory_ms=moved.memory_ms),
+        why=(*rewriting.why, *found.why), algebra=rewriting.names,
     )  # fmt: skip
 
 
 def _both(evaluation: Plan, training: Plan) -> Plan:
-    """One plan of two that were made for a mode each. What only evaluation has keeps apart by its names."""
+    """One plan of two that were made for a mode each. What evaluation has is kept apart by its names."""
     steps = _apart(evaluation)
-    buffers = {buffer.name: buffer for buffer in (*(replace(buffer, name=_own(buffer.name)) for buffer in evaluation.buffers), *training.buffers)}
-    used = {name for step in (*steps, *training.training) for name in step.arguments}
+    buffers = (*(replace(buffer, name=_own(buffer.name)) for buffer in evaluation.buffers), *training.buffers)
     reasons = (*evaluation.why, *(f"in training: {reason}" for reason in training.why if reason not in evaluation.why))
     return replace(
-        evaluation, steps=steps, training=training.training, buffers=tuple(buffer for name, buffer in buffers.items() if name in used), why=reasons,
-        algebra=tuple(dict.fromkeys((*evaluation.algebra, *training.algebra))),
+        evaluation, steps=steps, training=training.steps, buffers=buffers, why=reasons, algebra=tuple(dict.fromkeys((*evaluation.algebra, *training.algebra))),
     )  # fmt: skip
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from codegen.algebra import ByChain, Derived
+from codegen.algebra import ByChain, ByTaps, Derived
 from codegen.ir.chain import segments_of
 from codegen.ir.operand import c_identifier
+from codegen.plan.derived.kernel import ranges_kernel, taps_kernel
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.segments.route import plan_segment
 from codegen.spec import Input, Spec
@@ -28,6 +29,12 @@ def plan_derived(spec: Spec, derived: Sequence[Derived], target: Target, device:
 def _made(spec: Spec, tensor: Derived, target: Target, device: DeviceClass) -> Iterator[tuple[Launch, list[Buffer]]]:
     if isinstance(tensor.how, ByChain):
         yield from _by_chain(spec, tensor, target, device)
+        return
+    if isinstance(tensor.how, ByTaps):
+        kernel = taps_kernel(tensor, spec.precision, target)
+    else:
+        kernel = ranges_kernel(tensor, spec.precision, target, device)
+    yield Launch(kernel, part=spec, names=(tensor.source, tensor.buffer)), []
 
 
 def _by_chain(spec: Spec, tensor: Derived, target: Target, device: DeviceClass) -> Iterator[tuple[Launch, list[Buffer]]]:
