@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from codegen.algebra.identity import identity
 from codegen.algebra.merge import merge
@@ -39,7 +39,8 @@ PASSES: tuple[Pass, ...] = (
 
 def rewrite(spec: Spec, training: bool = False) -> Rewriting:
     """The chain of a spec in one mode, rewritten by each pass as often as it finds something; as written where the spec says `algebra: false`."""
-    found = Rewriting(spec, training)
+    plain = spec if type(spec) is Spec else Spec(**{field.name: getattr(spec, field.name) for field in fields(Spec)})  # the rewritten chain may have another form
+    found = Rewriting(plain, training)
     if not spec.algebra:
         return found
     changed = True
@@ -55,4 +56,9 @@ def rewrite(spec: Spec, training: bool = False) -> Rewriting:
     return found
 
 
-__all__ = ["PASSES", "Pass", "rewrite"]
+def passes_of(spec: Spec) -> tuple[str, ...]:
+    """The passes that rewrite the chain of a spec in any of its modes."""
+    return tuple(dict.fromkeys(name for training in ((False, True) if spec.has_modes else (False,)) for name in rewrite(spec, training).names))
+
+
+__all__ = ["PASSES", "Pass", "passes_of", "rewrite"]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from codegen.algebra import Rewriting, rewrite
+from codegen.ir.fused_form import departure
 from codegen.plan.derived.route import plan_derived
 from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Launch, LeftToRival, Library, Plan, Refusal
@@ -42,14 +43,18 @@ def plan_rewritten(request: Request, planned: Planned) -> Plan:
 
 
 def _plan_mode(request: Request, rewriting: Rewriting, planned: Planned, may_leave: bool, training: bool | None) -> Plan:
+    if not rewriting.applied:
+        return _as_written(request, planned, may_leave, training, rewriting.why)
+    passes = " and ".join(rewriting.names)
+    if departure(request.spec.chain) is None and (reason := departure(rewriting.spec.chain)):
+        text = f"algebra, not {passes}: the chain as written is one fused plan, and what is left is none: {reason}"
+        return _as_written(request, planned, may_leave, training, (text,))
     try:
-        return _rewritten(request, rewriting, planned, may_leave, training) if rewriting.applied else _as_written(request, planned, may_leave, training, rewriting.why)
+        return _rewritten(request, rewriting, planned, may_leave, training)
     except LeftToRival:
         raise
     except Refusal as reason:
-        if not rewriting.applied:
-            raise
-        text = f"algebra, not {' and '.join(rewriting.names)}: no kernel of this target serves the rewritten chain: {reason}"
+        text = f"algebra, not {passes}: no kernel of this target serves the rewritten chain: {reason}"
         return _as_written(request, planned, may_leave, training, (text,))
 
 

@@ -70,7 +70,7 @@ def test_problems_are_verified_timed_and_gone_on_with(folder, tmp_path):
 
     (folder / "45_two_products.yaml").write_text(GOOD.replace("sigmoid", "tanh"))
     assert call(folder, results, work, "--verify-only").exit_code == 0
-    changed = store.find(LEVEL2, results, "cpu", problem=45, precision="fp32")
+    changed = store.find(LEVEL2, results, "cpu", problem=45, precision="fp32", algebra=False)
     assert changed["key"] != right["key"] and "ours_ms" not in changed, "times of other sources leave the record"
     text = page(results)
     assert "| 45 | two_products | yes |" in text and text.index("| 45 |") < text.index("Listed apart") < text.index("| 80 | again")
@@ -201,8 +201,8 @@ def test_the_harness_judges_each_file_once(folder, tmp_path, monkeypatch):
         told.truncate(0)
         assert level2.run_harness(level, chosen, work_tree(tmp_path / "kb", tmp_path), tmp_path / "work", 60.0, timing=timing)
         assert told.getvalue().count("correct") == expected
-        assert timing or expected == 0 or store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32")["harness"]["ms"] is None
-    made = store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32")
+        assert timing or expected == 0 or store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32", algebra=False)["harness"]["ms"] is None
+    made = store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32", algebra=False)
     assert made["harness"]["verdict"] == "correct" and made["harness"]["ms"] == 1.0 and made["harness"]["tf32_reference"] is False
     assert made["speedup_torch"] == 2.0 and "correct, 1 / 2" in page(tmp_path)
 
@@ -230,6 +230,6 @@ def test_a_reference_of_tf32_that_disagrees_is_asked_again_with_fp32(tmp_path, m
         level = level2.Level(machine, torch.device("cuda"), tmp_path, Console(file=io.StringIO()), None, 60.0, 0.1, tmp_path / "packages")
         assert level2.run_harness(level, problem, tmp_path, tmp_path / "work", 60.0, timing=timing)
         assert asked == [False, True]
-    found = store.find(LEVEL2, tmp_path, "h200", problem=5, precision="fp32")["harness"]
+    found = store.find(LEVEL2, tmp_path, "h200", problem=5, precision="fp32", algebra=False)["harness"]
     assert found["verdict"] == "wrong" and found["tf32_reference"] and found[level2.EXACT]["verdict"] == "correct"
     assert "1 more beside a reference that keeps fp32" in page(tmp_path) and "correct beside fp32, 1 / 3 |" in page(tmp_path)
