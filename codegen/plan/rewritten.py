@@ -64,7 +64,7 @@ def _as_written(request: Request, planned: Planned, may_leave: bool, training: b
 
 
 def _rewritten(request: Request, rewriting: Rewriting, planned: Planned, may_leave: bool, training: bool | None) -> Plan:
-    spec, inner = request.spec, rewriting.spec
+    spec, inner = request.spec, replace(rewriting.spec, singles=tuple(tensor.key for tensor in rewriting.derived) if request.spec.precision.itemsize == 2 else ())
     found = planned(replace(request, spec=inner), may_leave, training)
     derived, between = plan_derived(spec, rewriting.derived, request.target, request.device)
     names = {tensor.key: tensor.buffer for tensor in rewriting.derived}

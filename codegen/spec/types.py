@@ -123,6 +123,7 @@ class Spec:
     prepack: bool = False
     prepack_asked: bool = False  # on the command line, not in the file
     algebra: bool = True  # may plans compute another chain that gives the same for all weights and inputs?
+    singles: tuple[str, ...] = ()  # keys of operands of arithmetic that are float32 whatever the precision: tensors that a rewritten chain derives
     algebra_asked: bool = False  # `algebra` is the command line's, not the file's
     defaults: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()

@@ -100,6 +100,20 @@ def test_nan_and_infinities_stay_in_their_places(tmp_path, name, precision):
 
 
 @needs_gxx
+@pytest.mark.parametrize("target", ["cpu", pytest.param("sm_80", marks=pytest.mark.emulated)])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_sums_over_features_are_not_rounded_to_16_bits(tmp_path, precision, target):
+    """Column sums and what stands between them and the result stay float32, so that the error is that of the result's own rounding."""
+    errors = []
+    for chain in build_segments(tmp_path, drawn(tmp_path, "row_sum", 12, precision, seed=7), target):
+        assert "row_sum" in chain.plan.algebra and {buffer.dtype for buffer in chain.plan.buffers if "derived" in buffer.name} == {"float32"}
+        sources = chain.sources()
+        exact = chain.pytorch(sources, torch.float64)["y"]
+        errors.append(error_of(chain.kernels(sources)["y"], exact) - 1.05 * error_of(chain.pytorch(sources)["y"], exact))
+    assert max(errors) <= 2.0 ** -{"fp16": 11, "bf16": 8}[precision] and sum(errors) <= 0.0
+
+
+@needs_gxx
 @pytest.mark.representative
 def test_the_kernels_for_sm_80_give_the_same(tmp_path):
     specs = [spec for name in NAMES for spec in drawn(tmp_path, name, 2, seed=3)]

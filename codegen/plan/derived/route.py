@@ -8,6 +8,7 @@ from dataclasses import replace
 from codegen.algebra import ByChain, ByTaps, Derived
 from codegen.ir.chain import segments_of
 from codegen.ir.operand import c_identifier
+from codegen.numerics import FP32
 from codegen.plan.derived.kernel import ranges_kernel, taps_kernel
 from codegen.plan.model import Buffer, Launch
 from codegen.plan.segments.route import plan_segment
@@ -42,6 +43,8 @@ def _by_chain(spec: Spec, tensor: Derived, target: Target, device: DeviceClass) 
     part = _part(spec, tensor)
     for segment in segments_of(part, 0, len(part.chain), False):
         name = f"derive_{c_identifier(tensor.key)}" + (f"_{segment.first}" if segment.first else "")
+        if segment.last == len(part.chain):
+            segment = replace(segment, gives=replace(segment.gives, storage=FP32))
         kernels, between = plan_segment(part, segment, name, target, device)
         if segment.last < len(part.chain):
             between = [*between, Buffer(f"{tensor.buffer}:{segment.gives.name}", segment.gives.shape, segment.gives.storage.dtype)]
