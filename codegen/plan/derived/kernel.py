@@ -107,8 +107,7 @@ def taps_kernel(tensor: Derived, precision: Precision, target: Target) -> TapsKe
         *(Constant(f"k{word}", str(size), f"the source's taps along the {word.lower()}") for word, size in zip(AXES, sizes, strict=True)),
         *(Constant(f"kResult{word}", str(len(found)), f"the result's taps along the {word.lower()}") for word, found in zip(AXES, sums, strict=True)),
         Constant("kScale", float_literal(how.scale), "what a sum is multiplied by", "float"),
-        Constant("kThreads", str(THREADS), "threads of a block"),
-        Constant("kBlocks", str(blocks), "kOutputs / kThreads" + rounded(outputs % THREADS != 0)),
+        *_grid(target, THREADS, blocks, "kOutputs / kThreads" + rounded(outputs % THREADS != 0)),
     ]
     masks = tuple(tuple(sum(1 << tap for tap in listed) for listed in found) for found in sums)
     return TapsKernel(
@@ -134,23 +133,31 @@ def ranges_kernel(tensor: Derived, precision: Precision, target: Target, device:
     threads = THREADS if keeps else max(32, min(PLANE_THREADS, 1 << (runs - 1).bit_length()))
     blocks = -(-runs // threads) if keeps else planes
     numbers = [
-        Constant("kPlanes", str(planes), "samples x channels"),
-        *(Constant(f"k{word}", str(size), f"places along the {word.lower()} that is summed") for word, size in zip(AXES, sizes, strict=True)),
+        *(Constant(f"k{word}", str(size), f"places along the {word.lower()} that is summed") for word, size in zip(AXES[1:], sizes[1:], strict=True)),
         Constant("kPlaces", str(math.prod(sizes)), "places that are summed"),
         Constant("kKept", str(kept), "places that stay"),
         Constant("kRanges", str(how.count), "sums of each"),
-        Constant("kRun", str(width), f"values of a run: {width * precision.itemsize} bytes"),
-        Constant("kPiece", str(min(kept, PIECE)), "places that stay, at a time"),
-        Constant("kRuns", str(runs), "runs of neighbouring values" + ("" if keeps else " of a plane")),
-        Constant("kThreads", str(threads), "threads of a block"),
-        Constant("kWarps", str(threads // 32), "kThreads / 32"),
-        Constant("kBlocks", str(blocks), "kRuns / kThreads" + rounded(runs % threads != 0) if keeps else "kPlanes: one block a plane"),
     ]
+    if target.language == "cpp":
+        numbers += [Constant("kPlanes", str(planes), "samples x channels"), Constant("kPiece", str(min(kept, PIECE)), "places that stay, at a time")]
+    else:
+        numbers += [
+            Constant("kRun", str(width), f"values of a run: {width * precision.itemsize} bytes"),
+            Constant("kRuns", str(runs), "runs of neighbouring values" + ("" if keeps else " of a plane")),
+            Constant("kWarps", str(threads // 32), "kThreads / 32"),
+            *_grid(target, threads, blocks, "kRuns / kThreads" + rounded(runs % threads != 0) if keeps else "samples x channels: one block a plane"),
+        ]
     return RangesKernel(
         name=f"derive_{c_identifier(tensor.key)}", template=_template("ranges", target), arguments=("x", "y"), constants=tuple(numbers),
         summary=f"sums of {tensor.source} over {how.count} range{'s' if how.count > 1 else ''} of places", **_launched(target, threads, blocks), precision=precision, ragged=keeps and runs % threads != 0, parallel=math.prod(tensor.source_shape) >= PARALLEL_VALUES,
         ranges=ranges, sizes=sizes, width=width, keeps=keeps,
     )  # fmt: skip
+
+
+def _grid(target: Target, threads: int, blocks: int, why: str) -> list[Constant]:
+    """The constants of a launch; none of a C++ function."""
+    found = [Constant("kThreads", str(threads), "threads of a block"), Constant("kBlocks", str(blocks), why)]
+    return [] if target.language == "cpp" else found
 
 
 def _launched(target: Target, threads: int, blocks: int) -> dict[str, int]:
