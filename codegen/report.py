@@ -29,12 +29,12 @@ def regenerate(spec: Spec, device: DeviceClass | None) -> str:
     return f"make generate SPEC={path}{precision}{prepack}{algebra}" + (f" DEVICE={device.name}" if device else "")
 
 
-def header_lines(plan: Plan, kernel: Kernel) -> list[str]:
-    """The comment at the top of a source: what it computes, by which plan, and how to make it again."""
+def header_lines(plan: Plan, kernel: Kernel, package: Spec) -> list[str]:
+    """The comment at the top of a source: what it computes, by which plan, and how to make it again. `package` is the spec of the whole chain."""
     spec = plan.spec
     device = plan.device if plan.device.name != plan.target.default_device else None
     lines = [
-        *_wrapped(f"{spec.package}: {kernel.summary}"),
+        *_wrapped(f"{package.package}: {kernel.summary}"),
         "",
         *(line for step in spec.chain for line in _wrapped(f"{describe(step)}{f'  # {step.name}' if step.name else ''}", "  ")),
         f"  x {spec.input_shape} -> y {spec.output_shape}, {spec.precision.name}",
@@ -44,7 +44,7 @@ def header_lines(plan: Plan, kernel: Kernel) -> list[str]:
     ]
     if kernel.blocks:
         lines.append(f"  {kernel.blocks} blocks of {kernel.threads} threads, {kernel.smem_bytes} bytes of shared memory")
-    lines += ["", f"Generated from {spec.path}; do not edit.", f"Again: {regenerate(spec, device)}"]
+    lines += ["", f"Generated from {package.path}; do not edit.", f"Again: {regenerate(package, device)}"]
     return lines
 
 

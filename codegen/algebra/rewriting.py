@@ -67,7 +67,7 @@ class Derived:
     @property
     def buffer(self) -> str:
         """Its name in a plan."""
-        return f"derived:{self.key}"
+        return "derived:" + self.key.replace(".", ":")
 
 
 @dataclass(frozen=True)

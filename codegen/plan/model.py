@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from codegen.ir.apply import Constant
-from codegen.spec import Spec
+from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
 
 
@@ -93,7 +93,7 @@ class Library:
     """A step that runs torch's own operator, `operation` as the operator table calls it.
 
     The arguments are the value, parameters (None where one is left out), then a second value; `also` names further results: new running
-    statistics, a dropout's mask.
+    statistics, a dropout's mask. `computes` is the chain's step, where the chain is planned in parts.
     """
 
     operation: str
@@ -101,6 +101,7 @@ class Library:
     out: str
     options: dict[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
+    computes: Step | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

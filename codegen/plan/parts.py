@@ -135,7 +135,7 @@ def library_step(spec: Spec, step: Step, training: bool) -> Library:
     for hidden in (operator.takes, operator.gives, "num_features", "track_running_stats"):
         options.pop(hidden, None)
     name = "view" if operator.kind is Kind.SHAPE else operator.name
-    return Library(name, tuple(arguments), value_name(spec, step.index), options, also)
+    return Library(name, tuple(arguments), value_name(spec, step.index), options, also, step)
 
 
 def plan_parts(spec: Spec, target: Target, device: DeviceClass, parts: tuple[Part, ...], whole: Callable[..., Plan], training: bool | None = None) -> Plan:

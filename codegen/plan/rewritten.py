@@ -70,12 +70,17 @@ def _rewritten(request: Request, rewriting: Rewriting, planned: Planned, may_lea
     names = {tensor.key: tensor.buffer for tensor in rewriting.derived}
     buffers = (*(Buffer(tensor.buffer, tensor.shape, "float32") for tensor in rewriting.derived), *between, *found.buffers)
 
+    fresh = set(names)  # of every call: what is made of it cannot be prepared
+
     def known(step: Step) -> Step:
         arguments = tuple(names.get(name, name) for name in step.arguments)
         if isinstance(step, Library):
             other = {"precision": inner.precision.name} if inner.precision != spec.precision else {}
             return replace(step, arguments=arguments, options={**step.options, **other})
-        return replace(step, names=arguments, part=step.part or found.spec, prepares=() if any(name in names for name in step.arguments) else step.prepares)
+        if step.prepares and fresh.intersection(step.arguments):
+            fresh.update(step.prepares)
+            step = replace(step, prepares=())
+        return replace(step, names=arguments, part=step.part or found.spec)
 
     least, moved = floor(inner, request.device), floor(spec, request.device)
     training_steps = (*derived, *map(known, found.training)) if found.training else ()
