@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from codegen.algebra.chain import NEW, chain_on, end_of, joined_axes, new_step, number_of, one_each, splice
 from codegen.algebra.rewriting import Declined, Derived, Rewriting
+from codegen.ir.operand import c_identifier
 from codegen.numerics import FP32, ConstantError, constant
 from codegen.ops import Shape
 from codegen.spec import Spec, Step
@@ -60,10 +61,14 @@ def _rewritten(spec: Spec, producer: Step, fold: Step) -> tuple[Spec, tuple[Deri
     name, count = fold.operator.name, producer.values["out_features"]
     last = len(producer.output_shape) - 1
     derived: list[Derived] = []
+    taken = {c_identifier(key) for key, _ in spec.parameters}
 
     def summed(key: str, shape: Shape, *steps: Step) -> tuple[str, Shape]:
         how = chain_on(shape, *steps)
-        made = Derived(f"{key}.{name}", end_of(how), key, shape, how)
+        own = f"{key}.{name}"
+        while c_identifier(own) in taken:
+            own += "_"
+        made = Derived(own, end_of(how), key, shape, how)
         if made not in derived:
             derived.append(made)
         return made.key, made.shape

@@ -17,6 +17,7 @@ from codegen.plan import Library, plan
 from codegen.render import render
 from codegen.spec import Spec, load_spec
 from codegen.spec.writer import resolved_yaml
+from codegen.standalone import render_standalone
 from tests.codegen.algebra_draw import DRAWS, MISSES
 from tests.codegen.segment_chains import SegmentChain, build_segments, error_of, same_places, segment_spec
 from tests.fsk import fsk, words
@@ -241,3 +242,30 @@ def test_a_backward_keeps_its_files_apart_from_a_rewritten_forward(tmp_path, tar
     assert not {kernel.file(forward.target) for kernel in forward.kernels} & {kernel.file(backward.target) for kernel in backward.kernels}
     as_written = make_package(replace(spec, algebra=False), (target,)).backward_plans[0]
     assert [f"written_{kernel.name}" for kernel in as_written.kernels] == [kernel.name for kernel in backward.kernels]
+
+
+@pytest.mark.parametrize("name", ["row_sum", "pooled_rows", "summed_input", "pooled_taps"])
+def test_standalone_derives_what_the_chain_reads(tmp_path, name):
+    """Its text is Python whatever the keys are called, and at tf32 products with derived tensors are float32's."""
+    for spec in drawn(tmp_path, name, 3, seed=8):
+        for precision in ("fp32", "tf32"):
+            package = make_package(spec.with_precision(precision), ("sm_80",))
+            text = render_standalone(package, render(package))
+            compile(text, "standalone.py", "exec")
+            assert "derived_" in text and "True)" not in "".join(line for line in text.splitlines() if "aten.cudnn" in line and "derived" in line)
+            assert precision == "fp32" or " _product(derived" not in text
+
+
+def test_derived_tensors_have_names_of_their_own(tmp_path):
+    bare = {"linear": {"name": "weight", "in_features": 8, "out_features": 6, "bias": False, "init": "randn"}}
+    spec = segment_spec(tmp_path, [4, 8], [bare, {"sum": {"dim": 1, "keepdim": True}}, {"add": {"name": "weight_sum", "shape": [1]}}])
+    (tensor,) = rewrite(spec).derived
+    assert tensor.key == "weight.sum_" and len(render(make_package(spec, ("cpu",)))) > 4
+
+
+def test_what_is_derived_at_each_call_is_not_prepared(tmp_path):
+    chain = [{"linear": {"name": "fc", "in_features": 1024, "out_features": 2048}}, {"unsqueeze": {"dim": 1}}, {"avg_pool1d": {"kernel_size": 2}}, {"squeeze": {"dim": 1}}, "relu"]
+    spec = replace(segment_spec(tmp_path, [512, 1024], chain), prepack=True)
+    assert plan(replace(spec, algebra=False), "sm_90a").prepared
+    made = plan(spec, "sm_90a")
+    assert "pooled_rows" in made.algebra and not made.prepared
