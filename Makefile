@@ -14,7 +14,8 @@ fleet = $(call python,run) $(if $(TORCHRUN),-m torch.distributed.run $(TORCHRUN)
 specs = $(if $(SPEC),"$(SPEC)") $(SPECS)
 need-spec = @test -n '$(strip $(SPEC)$(SPECS))' || { echo "make $@ needs a spec: make $@ SPEC=specs/default.yaml (shipped: $$(cd codegen && echo specs/*.yaml))" >&2; exit 2; }
 prepack = $(if $(filter-out 0,$(PREPACK)),--prepack)
-plan-options = $(if $(PRECISION),--precision $(PRECISION)) $(prepack) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device-class $(DEVICE))
+algebra = $(if $(filter 0,$(ALGEBRA)),--no-algebra)
+plan-options = $(if $(PRECISION),--precision $(PRECISION)) $(prepack) $(algebra) $(foreach t,$(TARGETS),--target $(t)) $(if $(DEVICE),--device-class $(DEVICE))
 write-options = $(if $(OUT),--out "$(OUT)") $(if $(filter-out 0,$(DEBUG)),--debug) $(if $(filter-out 0,$(FORCE)),--force)
 
 help: ## this list
@@ -23,7 +24,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo "Each is a command of fsk (pip install .; or python -m fixed_shape_kernels), whose --help has more options."
-	@echo "Variables: SPEC or SPECS (a list), PRECISION=fp32|tf32|fp16|bf16, PREPACK=1, TARGETS=\"cpu sm_80 sm_90a\", DEVICE=h100|a100|..., OUT=generated, DEBUG=1, FORCE=1, PYTHON=python3; for evidence, tune and sweep TORCHRUN=\"--nproc-per-node 8\""
+	@echo "Variables: SPEC or SPECS (a list), PRECISION=fp32|tf32|fp16|bf16, PREPACK=1, ALGEBRA=0, TARGETS=\"cpu sm_80 sm_90a\", DEVICE=h100|a100|..., OUT=generated, DEBUG=1, FORCE=1, PYTHON=python3; for evidence, tune and sweep TORCHRUN=\"--nproc-per-node 8\""
 
 demo: ## generate specs/default.yaml, build it, run it beside PyTorch
 	$(call fsk,run) demo $(if $(SPEC),"$(SPEC)") $(plan-options) $(if $(OUT),--out "$(OUT)")
@@ -38,7 +39,7 @@ test-all: ## what `make test` leaves out and needs no GPU: every source compiled
 test-gpu: ## the tests marked gpu, on a machine with a GPU
 	$(call python,test) -m pytest -m gpu
 
-generate: ## emit the packages of SPEC or SPECS (PRECISION=, PREPACK=1, TARGETS=, DEVICE=, OUT=, DEBUG=1, FORCE=1)
+generate: ## emit the packages of SPEC or SPECS (PRECISION=, PREPACK=1, ALGEBRA=0, TARGETS=, DEVICE=, OUT=, DEBUG=1, FORCE=1)
 	$(need-spec)
 	$(call fsk,emit) generate $(specs) $(plan-options) $(write-options)
 
@@ -63,23 +64,23 @@ package: ## a wheel of SPEC that needs only torch: no compiler, no runtime (TARG
 	$(need-spec)
 	$(call fsk,run) package $(specs) $(plan-options) $(if $(OUT),--out "$(OUT)") $(if $(VERSION),--version "$(VERSION)")
 
-from-module: ## the spec of a PyTorch file in KernelBench's form, whose code is run (MODULE=path/to/file.py[:Model] or a folder, NAME=, OUT=, PRECISION=, GENERATE=1, FORCE=1, JOBS=)
+from-module: ## the spec of a PyTorch file in KernelBench's form, whose code is run (MODULE=path/to/file.py[:Model] or a folder, NAME=, OUT=, PRECISION=, ALGEBRA=0, GENERATE=1, FORCE=1, JOBS=)
 	@test -n '$(MODULE)' || { echo "make $@ needs a file or a folder: make $@ MODULE=path/to/file.py[:Model]" >&2; exit 2; }
 	$(call fsk,run) from-module "$(MODULE)" $(if $(NAME),--name $(NAME)) $(if $(OUT),--out "$(OUT)") $(if $(PRECISION),--precision $(PRECISION)) \
-		$(if $(filter-out 0,$(GENERATE)),--generate) $(if $(filter-out 0,$(FORCE)),--force) $(if $(JOBS),--jobs $(JOBS))
+		$(algebra) $(if $(filter-out 0,$(GENERATE)),--generate) $(if $(filter-out 0,$(FORCE)),--force) $(if $(JOBS),--jobs $(JOBS))
 
 compile-all: ## compile the full matrix of shapes, precisions and targets with nvcc (minutes)
 	$(call python,test) -m tests.compile_matrix
 
 bench-options = $(if $(PRECISION),--precision $(PRECISION)) $(if $(TARGETS),--target "$(strip $(TARGETS))") $(if $(ON),--device $(ON))
 
-verify: ## is SPEC's model right? against float64 and PyTorch, on ordinary and adversarial data (PRECISION=, PREPACK=1, TARGETS= one, ON=cpu|cuda)
+verify: ## is SPEC's model right? against float64 and PyTorch, on ordinary and adversarial data (PRECISION=, PREPACK=1, ALGEBRA=0, TARGETS= one, ON=cpu|cuda)
 	$(need-spec)
-	$(call fsk,run) verify $(specs) $(bench-options) $(prepack)
+	$(call fsk,run) verify $(specs) $(bench-options) $(prepack) $(algebra)
 
-bench: ## time SPEC's model beside PyTorch and other peers (BACKWARD=1: forward and backward; PEERS=evidence|autotuned|all or names, PRECISION=, PREPACK=1, TARGETS= one, ON=)
+bench: ## time SPEC's model beside PyTorch and other peers (BACKWARD=1: forward and backward; PEERS=evidence|autotuned|all or names, PRECISION=, PREPACK=1, ALGEBRA=0, TARGETS= one, ON=)
 	$(need-spec)
-	$(call fsk,run) bench $(specs) $(bench-options) $(prepack) $(if $(filter-out 0,$(BACKWARD)),--backward) $(if $(PEERS),--peers "$(PEERS)")
+	$(call fsk,run) bench $(specs) $(bench-options) $(prepack) $(algebra) $(if $(filter-out 0,$(BACKWARD)),--backward) $(if $(PEERS),--peers "$(PEERS)")
 
 evidence: ## verify and time every shipped package on this card; writes bench/results/<gpu>/ (PREPACK=1, BUDGET= seconds; run again to go on)
 	$(fleet) evidence $(specs) $(bench-options) $(prepack) $(if $(BUDGET),--budget-s $(BUDGET))
@@ -96,8 +97,8 @@ sweep: ## COUNT=100 random specs (SEED=0, SMALL=1 for a CPU): right? how fast be
 	$(fleet) sweep $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(filter-out 0,$(SMALL)),--small) \
 		$(if $(ON),--device $(ON)) $(foreach t,$(TARGETS),--target $(t)) $(if $(BUDGET),--budget-s $(BUDGET))
 
-kernelbench: ## KernelBench's harness over our files (CHECKOUT=path; LEVEL=2: all problems of the level, also verified and timed by us; HARNESS=0: that alone; PROBLEM=, PRECISION=, BUDGET= seconds)
-	$(call fsk,run) kernelbench $(if $(LEVEL),--level $(LEVEL)) $(if $(CHECKOUT),--checkout "$(CHECKOUT)") $(if $(filter 0,$(HARNESS)),--no-harness) $(foreach p,$(PROBLEM),--problem $(p)) \
+kernelbench: ## KernelBench's harness over our files (CHECKOUT=path; LEVEL=2: all problems of the level, also verified and timed by us; HARNESS=0: that alone; ALGEBRA=0: chains as written; PROBLEM=, PRECISION=, BUDGET= seconds)
+	$(call fsk,run) kernelbench $(if $(LEVEL),--level $(LEVEL)) $(if $(CHECKOUT),--checkout "$(CHECKOUT)") $(if $(filter 0,$(HARNESS)),--no-harness) $(algebra) $(foreach p,$(PROBLEM),--problem $(p)) \
 		$(foreach p,$(PRECISION),--precision $(p)) $(if $(ON),--device $(ON)) $(if $(BUDGET),--budget-s $(BUDGET))
 
 rekey: ## give records today's keys where the machine code is that of the commit FROM= (FROM=HEAD~1)

@@ -38,6 +38,7 @@ def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
 @click.argument("spec", default="specs/default.yaml")
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision.")
 @click.option("--prepack", is_flag=True, help="With prepared weights whatever the spec says.")
+@click.option("--no-algebra", "algebra", flag_value=False, default=True, help="The chain as written, operator by operator, whatever the spec says.")
 @click.option(
     "--target",
     "targets",
@@ -67,14 +68,15 @@ def main(
     spec: str,
     precision: str | None,
     prepack: bool,
+    algebra: bool,
     targets: tuple[str, ...],
     device_class: str | None,
     out: Path,
     seconds: float,
 ) -> None:
     """Generate SPEC, build it for this machine, and run ModelNew beside the PyTorch reference."""
-    loaded = load_spec(spec, precision, prepack)
-    folder = generate(spec, precision, targets, device_class, out, prepack)
+    loaded = load_spec(spec, precision, prepack, algebra)
+    folder = generate(spec, precision, targets, device_class, out, prepack, algebra)
     click.echo(
         f"wrote {folder}: " + ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in (".cu", ".cpp", ".py")))
     )
@@ -84,6 +86,7 @@ def main(
         shlex.quote(spec),
         *(f"{option} {value}" for option, value in options if value),
         *(["--prepack"] if prepack else []),
+        *([] if algebra else ["--no-algebra"]),
     ]
     program = click.get_current_context().find_root().info_name
     click.echo(f"The sources lie in {folder}/; the plan: {program} explain {' '.join(words)}")

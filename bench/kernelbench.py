@@ -69,12 +69,12 @@ def reference_path(run: Run, checkout: Path, work: Path) -> Path:
     return path
 
 
-def whole_level(checkout, problems, precisions, results, work, budget_s, timeout_s, force, own, timing, judging, folder, device, seconds) -> None:
+def whole_level(checkout, problems, precisions, results, work, budget_s, timeout_s, force, own, timing, judging, folder, device, seconds, algebra) -> None:
     """Both phases of a level, or one: our own where `own`, the harness's where there is a `checkout`."""
     where = choose_device(device)
     if checkout is not None and where.type != "cuda":
         raise click.ClickException("the harness needs a CUDA GPU; --no-harness verifies and times on the CPU")
-    chosen = level2.problems_in(folder, problems, precisions)
+    chosen = level2.problems_in(folder, problems, precisions, algebra)
     console = Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not sys.stdout.isatty())
     deadline = time.time() + budget_s if budget_s else None
     level = level2.Level(describe(where), where, results, console, deadline, timeout_s, seconds, work / "packages")
@@ -105,12 +105,13 @@ def whole_level(checkout, problems, precisions, results, work, budget_s, timeout
 @click.option("--no-harness", is_flag=True, help="Of a level: verify and time by ourselves alone.")
 @click.option("--harness-only", is_flag=True, help="Of a level: the harness alone.")
 @click.option("--verdicts", is_flag=True, help="Of a level: the harness's verdicts alone, several runs at once on a card, without times.")
+@click.option("--no-algebra", "algebra", flag_value=False, default=True, help="Of a level: chains as written. Their records stand beside those of rewritten ones.")
 @click.option("--verify-only", is_flag=True, help="Of a level: verify by ourselves, time nothing.")
 @click.option("--specs", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Of a level: the folder of its specs, <number>_<name>.yaml.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Of a level: where to run; else the GPU where one is visible.")
 @click.option("--seconds", default=1.0, show_default=True, help="Of a level: time for our own trials of one problem.")
 @click.option("--prepare-only", is_flag=True, help="Write the standalone files, references and stubs, print the command lines and run nothing.")
-def main(checkout, level, problems, shapes, precisions, results, work, budget_s, timeout_s, force, warm, no_harness, harness_only, verdicts, verify_only, folder, device, seconds, prepare_only) -> None:
+def main(checkout, level, problems, shapes, precisions, results, work, budget_s, timeout_s, force, warm, no_harness, harness_only, verdicts, algebra, verify_only, folder, device, seconds, prepare_only) -> None:
     """Run KernelBench's run_and_check.py on standalone.py of the nine systems, or of a whole level, and record what it says."""
     if level:
         if (harness_only or verdicts) and (no_harness or verify_only):
@@ -120,7 +121,7 @@ def main(checkout, level, problems, shapes, precisions, results, work, budget_s,
             raise click.UsageError("the harness needs --checkout; --no-harness verifies and times without it")
         whole_level(
             work_tree(checkout.resolve(), work.resolve()) if needs_harness else None, tuple(problems), precisions or ("fp32",), results, work, budget_s, timeout_s, force,
-            not (harness_only or verdicts), not verify_only, verdicts, folder or level2.SPECS, device, seconds,
+            not (harness_only or verdicts), not verify_only, verdicts, folder or level2.SPECS, device, seconds, algebra,
         )  # fmt: skip
         return
     if checkout is None:

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from bench.machine import Machine, cards
 from bench.store import LEVEL2, RESULTS, Record
 from bench.sweep.draw import footprint
 from bench.sweep.summary import geometric_mean
+from codegen.algebra import passes_of
 from codegen.plan import Refusal
 from codegen.spec import Spec, SpecError, load_spec
 from runtime.resources import usable_cores
@@ -44,12 +46,13 @@ TIMES = ("ours_ms", "spread", "peers", "failed", "best_torch", "speedup_torch")
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem at a precision: its number, its spec's file, the benchmark's name of it."""
+    """A problem at a precision: its number, its spec's file, the benchmark's name of it, and whether passes of algebra may rewrite its chain."""
 
     number: int
     path: str
     name: str
     precision: str
+    algebra: bool = True
 
     @property
     def job(self) -> str:
@@ -62,11 +65,29 @@ class Problem:
 
     @property
     def spec(self) -> Spec:
-        """Raises SpecError."""
-        return load_spec(self.path, self.precision)
+        """As written where algebra is off and would change it. Raises SpecError."""
+        return load_spec(self.path, self.precision, algebra=self.spec_algebra)
+
+    @property
+    def spec_algebra(self) -> bool:
+        """The spec's `algebra`: false where it is off and would change the chain."""
+        return self.algebra or not self.rewritable
+
+    @cached_property
+    def rewritable(self) -> bool:
+        """Does any pass of algebra rewrite its chain? False of a spec that cannot be read."""
+        try:
+            return bool(passes_of(load_spec(self.path, self.precision)))
+        except SpecError:
+            return False
+
+    @property
+    def identity(self) -> Record:
+        """What tells its record from others'. What no pass rewrites has one record, of the chain as written."""
+        return {"problem": self.number, "precision": self.precision, "algebra": self.algebra and self.rewritable}
 
 
-def problems_in(folder: Path, numbers: tuple[int, ...], precisions: tuple[str, ...]) -> list[Problem]:
+def problems_in(folder: Path, numbers: tuple[int, ...], precisions: tuple[str, ...], algebra: bool = True) -> list[Problem]:
     """The problems that `folder` has specs for, by number; only `numbers` where there are any. Files of smaller shapes (..._small.yaml) are left out.
 
     Raises click.ClickException where there is none, or two of one number.
@@ -85,7 +106,12 @@ def problems_in(folder: Path, numbers: tuple[int, ...], precisions: tuple[str, .
         wanted = f"no spec of problem {', '.join(map(str, missing))}" if missing else "no spec called <number>_<name>.yaml"
         raise click.ClickException(f"{folder} has {wanted}; name a folder of level-2 specs with --specs")
     chosen = sorted(numbers or files)
-    return [Problem(n, str(files[n]), files[n].stem.split("_", 1)[1], precision) for precision in precisions for n in chosen]
+    return [Problem(n, str(files[n]), files[n].stem.split("_", 1)[1], precision, algebra) for precision in precisions for n in chosen]
+
+
+def _key(record: Record) -> tuple:
+    """A record's identity; one that says nothing of algebra is of a chain as written."""
+    return LEVEL2.key({"algebra": False} | record)
 
 
 @dataclass
@@ -104,18 +130,18 @@ class Level:
     def __post_init__(self) -> None:
         known = store.read(LEVEL2, self.results, self.machine.slug)
         # Those of another card or torch are no evidence beside these, and leave the file with the first new one.
-        self.records = {LEVEL2.key(r): r for r in known if (r["gpu"], r["torch"]) == (self.machine.gpu, self.machine.torch)}
+        self.records = {_key(r): r for r in known if (r["gpu"], r["torch"]) == (self.machine.gpu, self.machine.torch)}
 
     def record(self, problem: Problem) -> Record:
         """The record of a problem; of one that has none the beginning of it."""
-        return self.records.get((problem.number, problem.precision), {"problem": problem.number, "precision": problem.precision})
+        return self.records.get(_key(problem.identity), problem.identity)
 
     def keep(self, problem: Problem, changes: Record, without: tuple[str, ...] = ()) -> Record:
         """Renew a problem's record on disk; fields in `without` leave it, and with a new key the list of earlier ones."""
         without += ("same_code_as",) if "key" in changes else ()
         before = {field: value for field, value in self.record(problem).items() if field not in without}
-        facts = {"name": problem.name, "class": class_of(problem.number), "algebra": False, **self.machine.facts}
-        self.records[problem.number, problem.precision] = record = before | facts | changes
+        facts = {"name": problem.name, "class": class_of(problem.number), **problem.identity, **self.machine.facts}
+        self.records[_key(problem.identity)] = record = before | facts | changes
         store.replace(LEVEL2, self.results, self.machine.slug, self.records.values())
         return record
 
@@ -151,12 +177,13 @@ def measure_all(level: Level, problems: list[Problem], timing: bool = True, forc
             return refused(problem, "build", result["failure"])
         built[problem] = result
 
-    jobs = {problem: {"path": problem.path, "precision": problem.precision} for problem in problems}
+    asked = lambda p: {"path": p.path, "precision": p.precision, "algebra": p.spec_algebra}  # noqa: E731
+    jobs = {problem: asked(problem) for problem in problems}
     target = None if cuda else "cpu"
     complete = level.run("build", jobs, max(1, usable_cores() - 1), level.deadline, (), made, target=target, out=str(level.out), capability=capability)
     level.console.print(f"{len(built)} of {len(problems)} built in {time.time() - began:.0f} s")
 
-    jobs = {p: {"path": p.path, "precision": p.precision, "folder": b["folder"], "target": target} for p, b in built.items()}
+    jobs = {p: asked(p) | {"folder": b["folder"], "target": target} for p, b in built.items()}
     current = lambda p: level.record(p).get("key") == built[p]["key"] and "families" in level.record(p)  # noqa: E731
     unknown = sorted((p for p in built if force or not current(p)), key=lambda p: -footprint(p.spec))
     places = max(1, len(on))

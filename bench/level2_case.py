@@ -38,9 +38,9 @@ FIELDS = {"eager": "eager", "eager in a CUDA graph": "graph", "compile": "compil
 
 
 def build(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
-    """Emit and compile. Returns what is known of the package: folder, target, key, library_steps, flop, bytes."""
+    """Emit and compile. Returns what is known of the package: folder, target, key, library_steps, flop, bytes, passes of algebra."""
     capability = setting["capability"] and tuple(setting["capability"])
-    emitted = emit(job["path"], job["precision"], setting["target"], Path(setting["out"]))
+    emitted = emit(job["path"], job["precision"], setting["target"], Path(setting["out"]), algebra=job["algebra"])
     target = target_for(emitted, capability, setting["target"])
     package = Package(emitted.folder)
     ensure_built(plan_build(package, package.target(target), capability))
@@ -48,7 +48,7 @@ def build(job: Mapping[str, Any], setting: Mapping[str, Any]) -> Result:
     return {
         "package": emitted.spec.package, "path": emitted.spec.named, "folder": str(emitted.folder), "target": target, "key": evidence_key(entry),
         "library_steps": [step["library"] for step in entry["steps"] if "library" in step], "kernels": sum("launch" in step for step in entry["steps"]),
-        "flop": floor["flop"], "bytes": floor["bytes"],
+        "flop": floor["flop"], "bytes": floor["bytes"], "passes": emitted.manifest["plan"][target].get("algebra", []),
     }  # fmt: skip
 
 
@@ -58,11 +58,11 @@ def evidence_key(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()
 
 
-def todays_key(path: str, precision: str, target: str, card: str = "") -> str | None:
+def todays_key(path: str, precision: str, target: str, card: str = "", algebra: bool = True) -> str | None:
     """The evidence key of what is emitted now for a spec; None where there is no such spec or target any more, or where a `card` (a device class) now runs
-    another target of it."""
+    another target of it. Without `algebra` it is that of the chain as written."""
     try:
-        targets = present_manifest(path, precision).get("targets", {})
+        targets = present_manifest(path, precision, algebra=algebra).get("targets", {})
     except (OSError, SpecError, Refusal):
         return None
     served = DEVICES[card].targets if card in DEVICES and target != "cpu" else (target,)
@@ -72,7 +72,7 @@ def todays_key(path: str, precision: str, target: str, card: str = "") -> str | 
 
 def _model(job: Mapping[str, Any], setting: Mapping[str, Any]) -> tuple[Emitted, nn.Module, torch.device]:
     device, folder = choose_device(setting["device"]), Path(job["folder"])
-    emitted = Emitted(load_spec(job["path"], job["precision"]), folder, load_package(folder))
+    emitted = Emitted(load_spec(job["path"], job["precision"], algebra=job["algebra"]), folder, load_package(folder))
     return emitted, construct(emitted, device, job["target"]), device
 
 

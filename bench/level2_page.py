@@ -10,7 +10,7 @@ import jinja2
 from bench import store
 from bench.level2 import EXACT, geometric_mean, speedups
 from bench.level2_case import todays_key
-from bench.level2_classes import CLASSES, MEANINGS, ORDINARY
+from bench.level2_classes import CLASSES, MEANINGS, ORDINARY, class_of
 from bench.store import LEVEL2, Record
 from bench.tables import TEMPLATES
 from codegen.numerics import PRECISIONS
@@ -34,14 +34,19 @@ def _card(records: list[Record], card: str) -> dict[str, Any] | None:
 
 
 def _part(precision: str, records: list[Record], card: str) -> dict[str, Any]:
-    """What the page says of one precision on one card."""
-    rows = [_row(record, card) for record in sorted(records, key=lambda record: record["problem"])]
+    """What the page says of one precision on one card: of the chains as written, and beside them of those that algebra rewrites."""
+    listed = [_row(record, card) for record in sorted(records, key=lambda record: record["problem"])]
+    rows, rewritten = ([row for row in listed if bool(row["algebra"]) == algebra] for algebra in (False, True))
+    changed = {row["problem"]: row for row in rewritten if row["current"] and row["verified"] and row["speedup_torch"]}
     current = [row for row in rows if row["current"]]
     ordinary = list(speedups(current))
     over = lambda peer: geometric_mean(list(speedups(current, lambda r: r["peers"][peer] / r["ours_ms"] if r.get("ours_ms") and r["peers"].get(peer) else None)))  # noqa: E731
+    with_algebra = list(speedups([changed.get(row["problem"], row) for row in current]))
     present = {row["problem"] for row in rows}
     return {
-        "precision": precision, "records": rows, "verified": sum(row["verified"] for row in current), "timed": sum(row["ours_ms"] is not None for row in current), "earlier": len(rows) - len(current),
+        "precision": precision, "records": rows, "verified": sum(row["verified"] for row in current), "timed": sum(row["ours_ms"] is not None for row in current), "earlier": sum(not row["current"] for row in listed),
+        "rewritten": [row | {"written": next((other for other in rows if other["problem"] == row["problem"]), None)} for row in rewritten],
+        "mean_algebra": geometric_mean(with_algebra) if any(class_of(number) == ORDINARY for number in changed) else None,
         "ordinary": len(ordinary), "mean": geometric_mean(ordinary), "mean_eager": over("eager"), "mean_compile": over("compile"),
         "below": sum(ratio < LEAST for ratio in ordinary), "harness": sum(row["harness"] is not None for row in rows),
         "correct": sum((row["harness"] or {}).get("verdict") == "correct" for row in rows), "beside_fp32": sum(_beside_fp32(row["harness"]) == "correct" for row in rows),
@@ -58,7 +63,7 @@ def _spans(numbers: list[int]) -> str:
 
 def _row(record: Record, card: str) -> dict[str, Any]:
     """A record with every field that the page shows; None for what was not measured."""
-    shown = dict.fromkeys(("error", "eager_error", "library_steps", "kernels", "ours_ms", "speedup_torch", "harness"))
+    shown = dict.fromkeys(("algebra", "passes", "error", "eager_error", "library_steps", "kernels", "ours_ms", "speedup_torch", "harness"))
     problems = "; ".join(f"{family}: {', '.join(found)}" for family, found in record.get("problems", {}).items())
     failed = "; ".join(f"{name} could not be run: {why}" for name, why in record.get("failed", {}).items())
     outside, wrong = record.get("reference_outside"), (record.get("harness") or {}).get("verdict") == "wrong"
@@ -69,7 +74,7 @@ def _row(record: Record, card: str) -> dict[str, Any]:
 
 def _is_current(record: Record, card: str) -> bool:
     """Whether a record is of what the card runs today; one without a key measured nothing."""
-    return "key" not in record or record["key"] == todays_key(record["path"], record["precision"], record["target"], card)
+    return "key" not in record or record["key"] == todays_key(record["path"], record["precision"], record["target"], card, bool(record.get("algebra")))
 
 
 def _environment() -> jinja2.Environment:

@@ -23,12 +23,13 @@ def generate(
     device: str | None = None,
     out: Path = Path("generated"),
     prepack: bool = False,
+    algebra: bool = True,
 ) -> Path:
     """Emit one spec for a measurement, over the package of another spec of that name; returns the package's folder.
 
     Raises SpecError or Refusal.
     """
-    package = make_package(load_spec(spec, precision, prepack), targets, device)
+    package = make_package(load_spec(spec, precision, prepack, algebra), targets, device)
     refuse_foreign(out / package.spec.package)
     return write_package(package, out, force=True).folder
 

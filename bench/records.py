@@ -124,9 +124,9 @@ class Status:
         return self.state == "verified"
 
 
-def present_manifest(spec_path: str, precision: str, prepack: bool = False) -> dict[str, Any]:
+def present_manifest(spec_path: str, precision: str, prepack: bool = False, algebra: bool = True) -> dict[str, Any]:
     """The manifest of a package as its spec emits it today. Raises SpecError or Refusal."""
-    return json.loads(render(make_package(load_spec(spec_path, precision, prepack)))["manifest.json"])
+    return json.loads(render(make_package(load_spec(spec_path, precision, prepack, algebra)))["manifest.json"])
 
 
 def present_keys(spec_path: str, precision: str, prepack: bool = False, batch: int | None = None) -> dict[str, str]:

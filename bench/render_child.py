@@ -1,11 +1,12 @@
 """Renders packages with the `codegen` that PYTHONPATH names, which may be another commit's: `python -P render_child.py JOBS.json OUT`.
 
-JOBS.json maps a folder's name to {spec, text, precision, prepack, device}. Of each package OUT/<folder> gets its files, standalone.py where it has
+JOBS.json maps a folder's name to {spec, text, precision, prepack, device, algebra}. Of each package OUT/<folder> gets its files, standalone.py where it has
 one, or error.txt. The program imports nothing else of ours, and of `codegen` only the steps from a spec to files.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -23,7 +24,8 @@ def files_of(job: dict, folder: Path) -> dict[str, str]:
         folder.with_name(f"{folder.name}.specs").mkdir()
         path = folder.with_name(f"{folder.name}.specs") / job["spec"]
         path.write_text(job["text"], encoding="utf-8")
-    package = make_package(load_spec(path, job["precision"], job["prepack"]), (), job["device"])
+    written = {} if job.get("algebra", True) or "algebra" not in inspect.signature(load_spec).parameters else {"algebra": False}  # an earlier version rewrites nothing
+    package = make_package(load_spec(path, job["precision"], job["prepack"], **written), (), job["device"])
     files = render(package)
     try:
         return files | {"standalone.py": render_standalone(package, files)}

@@ -96,6 +96,7 @@ def show_backward(console: Console, package: str, precision: str, gpu: str, made
 @click.argument("specs", nargs=-1, required=True)
 @click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)), help="Precision (repeatable); else the spec's own.")
 @click.option("--prepack", is_flag=True, help="With prepared weights whatever the spec says (package <name>_prepacked).")
+@click.option("--no-algebra", "algebra", flag_value=False, default=True, help="The chain as written, operator by operator, whatever the spec says.")
 @click.option("--target", type=click.Choice(list(TARGETS)), help="Time this target; else the best one for the device.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]))
 @click.option("--peers", default="evidence", show_default=True, help=f"Groups ({', '.join(GROUPS)}) or peers ({', '.join(CHOICES)}), with commas.")
@@ -105,12 +106,14 @@ def show_backward(console: Console, package: str, precision: str, gpu: str, made
 @click.option("--verify", "verifying", is_flag=True, help="Verify first, for the record.")
 @click.option("--backward", is_flag=True, help="Time a forward and its backward together, beside the peers that train; with --results the forward first "
               "where its record is missing or old.")  # fmt: skip
-def main(specs, precisions, prepack, target, device, peers, seconds, out, results, verifying, backward) -> None:
+def main(specs, precisions, prepack, algebra, target, device, peers, seconds, out, results, verifying, backward) -> None:
     """Time the generated models of SPECS beside PyTorch and other peers."""
     console = Console(width=None if sys.stdout.isatty() else 180)
+    if results and not algebra:
+        raise click.UsageError("--results keeps records of what the specs ask for; --no-algebra is for a look at the other plan")
     names = chosen_peers(peers)
     where = choose_device("cpu" if target == "cpu" else device)
-    made = [emit(path, p, target_to_emit(path, where, target), out, prepack) for path in specs for p in precisions or (None,)]
+    made = [emit(path, p, target_to_emit(path, where, target), out, prepack, algebra) for path in specs for p in precisions or (None,)]
     for emitted in made if backward else ():
         needs_backward(emitted, where)
     machine, ceilings = describe(where), measure_ceilings(where)

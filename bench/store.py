@@ -55,7 +55,7 @@ class Kind:
 EVIDENCE = Kind("evidence", ("spec", "precision", "batch", "weights", "asked_target"), ("batch", "asked_target"))
 SANITIZE = Kind("sanitize", ("spec", "precision", "target", "tool"))
 KERNELBENCH = Kind("kernelbench", ("shapes", "problem", "precision"))
-LEVEL2 = Kind("level2", ("problem", "precision"))  # one of KernelBench's level-2 problems
+LEVEL2 = Kind("level2", ("problem", "precision", "algebra"), ("algebra",))  # one of KernelBench's level-2 problems; `algebra`: is its chain rewritten?
 SWEEP = Kind("sweep", ("small", "seed", "index"))
 PARALLEL = Kind("parallel", ("spec", "precision", "ranks"))  # of a chain divided among ranks; in the folder of the card with their number, as in h200-x2
 MODELS = Kind("models", ("model", "precision"))  # a whole model with kernels in the place of its chains

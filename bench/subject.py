@@ -93,15 +93,15 @@ class Emitted:
         return self.manifest["plan"][target]["floor"]
 
 
-def emit(spec_path: str, precision: str | None = None, target: str | None = None, out: Path = Path("generated"), prepack: bool = False) -> Emitted:
+def emit(spec_path: str, precision: str | None = None, target: str | None = None, out: Path = Path("generated"), prepack: bool = False, algebra: bool = True) -> Emitted:
     """Generate a package and import it. With a `target` only that is emitted, into build/, and `out` stays as it is. `prepack` asks for
-    prepared weights whatever the spec says.
+    prepared weights whatever the spec says; without `algebra` no chain is rewritten.
 
     Raises SpecError or Refusal.
     """
-    spec = load_spec(spec_path, precision, prepack)
+    spec = load_spec(spec_path, precision, prepack, algebra)
     if target is None:
-        folder = generate(spec_path, precision, out=out, prepack=prepack)
+        folder = generate(spec_path, precision, out=out, prepack=prepack, algebra=algebra)
     else:
         folder = Path("build/bench").absolute() / target / spec.package
         write_if_different(folder, render(make_package(spec, (target,))))

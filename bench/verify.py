@@ -25,7 +25,7 @@ from bench.subject import EXACT_VALUES, Subject, built_target, construct, emit, 
 from codegen.ir.fused_form import departure, fused
 from codegen.numerics import PRECISIONS
 from codegen.ops import Kind
-from codegen.plan.floor import producer_flop
+from codegen.ir.flop import producer_flop
 from codegen.spec import Spec
 from codegen.targets import TARGETS
 
@@ -260,6 +260,7 @@ def _share(errors: Errors) -> str:
 @click.argument("specs", nargs=-1, required=True)
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Override the spec's precision.")
 @click.option("--prepack", is_flag=True, help="With prepared weights whatever the spec says (package <name>_prepacked).")
+@click.option("--no-algebra", "algebra", flag_value=False, default=True, help="The chain as written, operator by operator, whatever the spec says.")
 @click.option("--target", type=click.Choice(list(TARGETS)), help="Verify this target; else the best one for the device.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run; else the GPU where one is visible.")
 @click.option("--family", "families", multiple=True, type=click.Choice(list(FAMILIES)), help="Only this family of data (repeatable).")
@@ -267,13 +268,13 @@ def _share(errors: Errors) -> str:
 @click.option("--seed", default=1, show_default=True)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Also write the findings here.")
-def main(specs, precision, prepack, target, device, families, repeats, seed, out, json_path) -> None:
+def main(specs, precision, prepack, algebra, target, device, families, repeats, seed, out, json_path) -> None:
     """Verify the generated models of SPECS (YAML files). Exit code 1 says that one is wrong, 2 that a spec is."""
     console = Console(width=None if sys.stdout.isatty() else 180)
     where = choose_device("cpu" if target == "cpu" else device)
     results = {}
     for path in specs:
-        emitted = emit(path, precision, target_to_emit(path, where, target), out, prepack)
+        emitted = emit(path, precision, target_to_emit(path, where, target), out, prepack, algebra)
         ours = construct(emitted, where, target)
         for size in emitted.sizes:
             subject = Subject(size, ours, where)

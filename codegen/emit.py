@@ -47,22 +47,25 @@ def write_package(package: Package, out: Path, standalone: bool = False, force: 
     return Written(folder, tuple(files), tuple(write_if_different(folder, files)))
 
 
-def read_spec_or_package(path: str, precision: str | None = None, prepack: bool = False) -> Spec:
+def read_spec_or_package(path: str, precision: str | None = None, prepack: bool = False, algebra: bool = True) -> Spec:
     """The spec at `path`. The spec.yaml of a package, unchanged, is the spec that the package was generated from: what it emits is the same."""
-    spec = load_spec(path, precision, prepack)
+    spec = load_spec(path, precision, prepack, algebra)
     folder = Path(spec.named).parent
     record = record_of(folder) if Path(spec.named).name == "spec.yaml" else None
     if record is None:
         return spec
     spec_of_package, command = record
-    asked = "PREPACK=1" in command
+    asked, without = "PREPACK=1" in command, "ALGEBRA=0" in command
     device = next((name for name in re.findall(r" DEVICE=(\w+)", command) if name in DEVICES), None)
     try:
         plain = load_spec(path)
-        files = render(make_package(replace(plain, path=spec_of_package, prepack_asked=asked and plain.prepack), (), device))
+        files = render(make_package(replace(plain, path=spec_of_package, prepack_asked=asked and plain.prepack, algebra_asked=without and not plain.algebra), (), device))
     except (SpecError, Refusal):
         return spec
     present = [name for name in files if name != "manifest.json" and (folder / name).is_file()]  # the manifest has the targets of a command line, too
     if any((folder / name).read_text(encoding="utf-8") != files[name] for name in present):
         return spec
-    return replace(spec, path=spec_of_package, prepack_asked=spec.prepack and (spec.prepack_asked or asked))
+    return replace(
+        spec, path=spec_of_package, prepack_asked=spec.prepack and (spec.prepack_asked or asked),
+        algebra_asked=not spec.algebra and (spec.algebra_asked or without),
+    )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from codegen.ir.chain import chain_of
@@ -63,10 +63,16 @@ class Package:
                 made.append(plan_backward_cuda(form, least.target, least.device))
             except Refusal:  # the head has no norm kernel that runs it again
                 pass
-        return tuple(made)
+        return tuple(map(_apart, made)) if any(plan.algebra for plan in self.plans) else tuple(made)
 
     def plan_for(self, target: str) -> Plan | None:
         return next((plan for plan in self.plans if plan.target.name == target), None)
+
+
+def _apart(backward: Plan) -> Plan:
+    """A backward beside a rewritten forward: of the chain as written it computes again what it needs, by kernels with names of their own."""
+    renamed = (replace(step, kernel=replace(step.kernel, name=f"written_{step.kernel.name}")) if isinstance(step, Launch) else step for step in backward.steps)
+    return replace(backward, steps=tuple(renamed))
 
 
 def source_key(sources: dict[str, str], flags: tuple[str, ...], target: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from codegen.torch_text import input_texts, module_lines, parameters, reference_
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def _header(plan: Plan, kernel: Kernel) -> str:
-    return "\n".join(f"// {line}".rstrip() for line in header_lines(plan, kernel)) + "\n"
+def _header(package: Spec, plan: Plan, kernel: Kernel) -> str:
+    return "\n".join(f"// {line}".rstrip() for line in header_lines(plan, kernel, package)) + "\n"
 
 
 def environment() -> jinja2.Environment:
@@ -40,7 +41,7 @@ def environment() -> jinja2.Environment:
     )  # fmt: skip
     env.filters.update(c_identifier=c_identifier, indent_lines=lambda text, width: textwrap.indent(text, " " * width))
     env.globals.update(
-        constants=place, header=_header, range=range, min=min, max=max, zip=zip, enumerate=enumerate, repr=repr,
+        constants=place, range=range, min=min, max=max, zip=zip, enumerate=enumerate, repr=repr,
     )  # fmt: skip
     return env
 
@@ -52,9 +53,10 @@ def render_kernel(plan: Plan, kernel: Kernel) -> str:
     """The source text of one kernel of `plan`."""
     language = plan.target.language
     part = next((step.part for step in plan.launches if step.kernel is kernel), None)
+    header = partial(_header, plan.spec)
     plan = plan if part is None else replace(plan, spec=part)
     text = _ENVIRONMENT.get_template(kernel.template).render(
-        plan=plan, kernel=kernel, spec=plan.spec, target=plan.target, functions=lambda names: definitions(names, language)
+        plan=plan, kernel=kernel, spec=plan.spec, target=plan.target, header=header, functions=lambda names: definitions(names, language)
     )
     return _tidy(wrapped(with_constants(kernel, text)))
 

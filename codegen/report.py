@@ -25,15 +25,16 @@ def regenerate(spec: Spec, device: DeviceClass | None) -> str:
     path = shlex.quote(f"generated/{spec.package}/spec.yaml" if spec.path.startswith(ELSEWHERE) else spec.path)
     precision = "" if spec.precision.name == "fp32" else f" PRECISION={spec.precision.name}"
     prepack = " PREPACK=1" if spec.prepack_asked else ""
-    return f"make generate SPEC={path}{precision}{prepack}" + (f" DEVICE={device.name}" if device else "")
+    algebra = " ALGEBRA=0" if spec.algebra_asked else ""
+    return f"make generate SPEC={path}{precision}{prepack}{algebra}" + (f" DEVICE={device.name}" if device else "")
 
 
-def header_lines(plan: Plan, kernel: Kernel) -> list[str]:
-    """The comment at the top of a source: what it computes, by which plan, and how to make it again."""
+def header_lines(plan: Plan, kernel: Kernel, package: Spec) -> list[str]:
+    """The comment at the top of a source: what it computes, by which plan, and how to make it again. `package` is the spec of the whole chain."""
     spec = plan.spec
     device = plan.device if plan.device.name != plan.target.default_device else None
     lines = [
-        *_wrapped(f"{spec.package}: {kernel.summary}"),
+        *_wrapped(f"{package.package}: {kernel.summary}"),
         "",
         *(line for step in spec.chain for line in _wrapped(f"{describe(step)}{f'  # {step.name}' if step.name else ''}", "  ")),
         f"  x {spec.input_shape} -> y {spec.output_shape}, {spec.precision.name}",
@@ -43,7 +44,7 @@ def header_lines(plan: Plan, kernel: Kernel) -> list[str]:
     ]
     if kernel.blocks:
         lines.append(f"  {kernel.blocks} blocks of {kernel.threads} threads, {kernel.smem_bytes} bytes of shared memory")
-    lines += ["", f"Generated from {spec.path}; do not edit.", f"Again: {regenerate(spec, device)}"]
+    lines += ["", f"Generated from {package.path}; do not edit.", f"Again: {regenerate(package, device)}"]
     return lines
 
 
@@ -60,6 +61,7 @@ def explanation(plan: Plan) -> dict[str, Any]:
         "target": plan.target.name,
         "device_class": plan.device.name,
         "why": list(plan.why),
+        **({"algebra": list(plan.algebra)} if plan.algebra else {}),
         "kernels": [
             {
                 "name": kernel.function(plan.target), "file": kernel.file(plan.target), "summary": kernel.summary, "blocks": kernel.blocks or None,

@@ -57,7 +57,7 @@ def render_standalone(package: Package, files: dict[str, str]) -> str:
     statements = [line for part in parts for run in part.forwards for line in (*run.steps, *run.training)]
     return render_template(
         "model/standalone.py.j2", spec=spec, package=package, parts=parts, modules=module_lines(spec), inputs=[given.name for given in spec.inputs],
-        kernels=any(part.sources for part in parts), functional=any("F." in line for line in statements), products=any("_product(" in line for line in statements),
+        kernels=any(part.sources for part in parts), functional=any("F." in line for line in statements), products=[name for name in ("_product", "_single_product") if any(f" {name}(" in line for line in statements)],
         needed=_needed(TARGETS[targets[-1]]), names=[name for name, _ in spec.args], signature=parameters(spec),
         result=_variable("y", spec), local=lambda name: local_name(spec, name), half=spec.precision.itemsize == 2, parameters=[key for key, _ in spec.parameters], init_args=tuple(value for _, value in spec.args),
         sizes_text=f"up to {spec.batch}" if spec.pad_batch else " or ".join(filter(None, (", ".join(map(str, spec.batches[:-1])), str(spec.batch)))),
@@ -137,7 +137,7 @@ def _statement(step: Launch | Library, plan: Plan) -> str:
     out = _variable(step.out, plan.spec)
     if step.operation in PRODUCTS:
         return f"{out} = {_product(step, plan)}"
-    own = next(other for other in plan.spec.chain if value_name(plan.spec, other.index) == step.out)
+    own = step.computes or next(other for other in plan.spec.chain if value_name(plan.spec, other.index) == step.out)
     if own.operator.kind is Kind.PRODUCER:
         raise Refusal(f"standalone.py has no text of {step.operation} in the arithmetic that the precision promises; load the package instead")
     second = next((_tensor(name, plan) for name in step.arguments[1:] if name is not None), None)
@@ -149,10 +149,11 @@ def _product(step: Library, plan: Plan) -> str:
     """The expression of a producer by torch's library, in exactly the arithmetic that the precision promises: what cuDNN takes from a switch is an
     argument here, and `_product`, which the file defines, sees to that of matrix products."""
     x, weight, bias = (_tensor(name, plan) for name in step.arguments)
-    tf32 = plan.spec.precision.name == "tf32"
+    precision = step.options.get("precision", plan.spec.precision.name)
+    tf32 = precision == "tf32"
     if step.operation == "linear":
         if departure(plan.spec.chain) is not None:
-            return f"_product({x}, {weight}, {bias})"
+            return f"_{'' if precision == plan.spec.precision.name else 'single_'}product({x}, {weight}, {bias})"
         return f"torch.mm({x}, {weight}.t())" if bias == "None" else f"torch.addmm({bias}, {x}, {weight}.t())"
     o = {key: list(value) if isinstance(value, tuple) else value for key, value in step.options.items()}
     flat = step.operation.endswith("1d")

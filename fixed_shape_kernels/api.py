@@ -32,7 +32,7 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def read(spec: SpecLike, precision: str | None = None, prepack: bool = False) -> Spec:
+def read(spec: SpecLike, precision: str | None = None, prepack: bool = False, algebra: bool = True) -> Spec:
     """Read and check a spec of any form.
 
     Raises SpecError, whose lines of a mapping are those of the mapping written as YAML, and TypeError where a mapping
@@ -43,19 +43,19 @@ def read(spec: SpecLike, precision: str | None = None, prepack: bool = False) ->
             text = yaml.dump(dict(spec), Dumper=_Plain, sort_keys=False)
         except (yaml.YAMLError, RecursionError) as error:
             raise TypeError(f"a spec holds numbers, words, lists and mappings alone: {error.args[0]}") from None
-        return _from_text(text, precision, prepack)
+        return _from_text(text, precision, prepack, algebra)
     if isinstance(spec, str) and "\n" in spec:
-        return _from_text(spec, precision, prepack)
-    return read_spec_or_package(str(spec), precision, prepack)
+        return _from_text(spec, precision, prepack, algebra)
+    return read_spec_or_package(str(spec), precision, prepack, algebra)
 
 
-def _from_text(text: str, precision: str | None, prepack: bool) -> Spec:
+def _from_text(text: str, precision: str | None, prepack: bool, algebra: bool) -> Spec:
     """The spec in YAML text. Sources name it as one from elsewhere, so that its package's spec.yaml makes it again."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "given.yaml"
         path.write_text(text, encoding="utf-8", errors="surrogatepass")  # the reader refuses what is no text
         try:
-            spec = load_spec(path, precision, prepack)
+            spec = load_spec(path, precision, prepack, algebra)
         except SpecError as error:
             raise SpecError(GIVEN, error.problems) from None
     return replace(spec, path=f"{ELSEWHERE}{spec.name}.yaml", named=GIVEN)
@@ -82,13 +82,14 @@ def _known(name: str, table: Mapping[str, Any], what: str) -> None:
 
 
 def generate(
-    spec: SpecLike, *, precision: str | None = None, prepack: bool = False, targets: str | Iterable[str] = (),
-    device_class: str | None = None,
+    spec: SpecLike, *, precision: str | None = None, prepack: bool = False, algebra: bool = True,
+    targets: str | Iterable[str] = (), device_class: str | None = None,
     out: str | Path = "generated", standalone: bool = False, debug: bool = False, force: bool = False,
 ) -> Path:  # fmt: skip
     """Write the package of a spec into a folder of its name under `out`, and return that folder.
 
-    `precision` (fp32, tf32, fp16, bf16) and `prepack` override the spec's own. `targets` names what to emit for, else
+    `precision` (fp32, tf32, fp16, bf16) and `prepack` override the spec's own; without `algebra` no chain is
+    rewritten. `targets` names what to emit for, else
     the spec's own, else all that serve it. `device_class` is the class of card to plan for, else each target's default.
     `standalone` adds standalone.py, which imports nothing of ours; `debug` bounds the waits of sm_90a. A folder that
     holds something else is replaced only with `force`.
@@ -96,13 +97,13 @@ def generate(
     Raises SpecError for a wrong spec, TypeError for a mapping that is none, Refusal where no kernel serves it or the
     folder holds something else, ValueError for an unknown name, OSError where nothing can be written.
     """
-    package = plan_package(read(spec, precision, prepack), targets, device_class, debug)
+    package = plan_package(read(spec, precision, prepack, algebra), targets, device_class, debug)
     return write_package(package, Path(out), standalone, force).folder
 
 
 def explain(
-    spec: SpecLike | Any, *example: Any, precision: str | None = None, prepack: bool = False, targets: str | Iterable[str] = (),
-    device_class: str | None = None, debug: bool = False, apart: Iterable[Any] = (),
+    spec: SpecLike | Any, *example: Any, precision: str | None = None, prepack: bool = False, algebra: bool = True,
+    targets: str | Iterable[str] = (), device_class: str | None = None, debug: bool = False, apart: Iterable[Any] = (),
 ) -> Any:  # fmt: skip
     """The plan of a spec as text, one part a target: kernels, tiles, memory, floor in milliseconds, and the reasons.
 
@@ -115,7 +116,7 @@ def explain(
         return explain_model(spec, *example, precision=precision, apart=tuple(apart))
     if example or apart:
         raise TypeError("explain takes further arguments, and `apart`, behind a model alone")
-    return describe(plan_package(read(spec, precision, prepack), targets, device_class, debug))
+    return describe(plan_package(read(spec, precision, prepack, algebra), targets, device_class, debug))
 
 
 def describe(package: Package) -> str:

@@ -28,6 +28,10 @@ _PLAN_OPTIONS = (
         "--prepack", is_flag=True, help="Prepared weights whatever the spec says; the package is then <name>_prepacked."
     ),
     click.option(
+        "--no-algebra", "algebra", flag_value=False, default=True,
+        help="The chain as written, operator by operator, whatever the spec says.",
+    ),
+    click.option(
         "--target", "targets", multiple=True, type=click.Choice(list(TARGETS)), help="Only this target (repeatable)."
     ),
     click.option(
@@ -72,6 +76,7 @@ def planned(
     specs: tuple[str, ...],
     precision: str | None,
     prepack: bool,
+    algebra: bool,
     targets: tuple[str, ...],
     device_class: str | None,
     debug: bool = False,
@@ -83,7 +88,7 @@ def planned(
     if not specs:
         raise click.UsageError(f"name at least one spec; shipped: {', '.join(shipped())}")
     return [
-        api.plan_package(api.read(spec, precision, prepack), targets, device_class, debug)
+        api.plan_package(api.read(spec, precision, prepack, algebra), targets, device_class, debug)
         for spec in steps(specs, "planning")
     ]
 
@@ -97,18 +102,18 @@ def _write(packages: list[Package], out: Path | None, debug: bool, force: bool, 
 @click.argument("specs", nargs=-1)
 @plan_options
 @_write_options
-def generate(specs, precision, prepack, targets, device_class, out, debug, force) -> None:
+def generate(specs, precision, prepack, algebra, targets, device_class, out, debug, force) -> None:
     """Emit the packages of SPECS (YAML files; `specs/default.yaml` finds the shipped one)."""
-    _write(planned(specs, precision, prepack, targets, device_class, debug), out, debug, force)
+    _write(planned(specs, precision, prepack, algebra, targets, device_class, debug), out, debug, force)
 
 
 @click.command(context_settings=SETTINGS)
 @click.argument("specs", nargs=-1)
 @plan_options
 @click.option("--debug", is_flag=True, help="The plan of the sources that `fsk generate --debug` writes.")
-def explain(specs, precision, prepack, targets, device_class, debug) -> None:
+def explain(specs, precision, prepack, algebra, targets, device_class, debug) -> None:
     """Print the plans of SPECS and write nothing: kernels, tiles, memory, the floor, and why."""
-    for package in planned(specs, precision, prepack, targets, device_class, debug):
+    for package in planned(specs, precision, prepack, algebra, targets, device_class, debug):
         click.echo(api.describe(package))
 
 
@@ -116,9 +121,9 @@ def explain(specs, precision, prepack, targets, device_class, debug) -> None:
 @click.argument("specs", nargs=-1)
 @plan_options
 @_write_options
-def standalone(specs, precision, prepack, targets, device_class, out, debug, force) -> None:
+def standalone(specs, precision, prepack, algebra, targets, device_class, out, debug, force) -> None:
     """Emit the packages of SPECS, each with standalone.py.
 
     That is one file, which imports nothing of ours and compiles its CUDA text itself.
     """
-    _write(planned(specs, precision, prepack, targets, device_class, debug), out, debug, force, standalone=True)
+    _write(planned(specs, precision, prepack, algebra, targets, device_class, debug), out, debug, force, standalone=True)

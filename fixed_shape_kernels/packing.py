@@ -26,7 +26,7 @@ from .progress import busy
     help="Folder for the wheels.",
 )
 @click.option("--version", help="Version of the wheels.  [default: this product's, with the targets as its local part]")
-def package(sources, precision, prepack, targets, device_class, out, version) -> None:
+def package(sources, precision, prepack, algebra, targets, device_class, out, version) -> None:
     """Compile specs or generated folders for all their targets into wheels, which need torch and no compiler.
 
     A folder that save_optimized wrote becomes a wheel of the chains of that model, which needs this product beside torch.
@@ -35,9 +35,9 @@ def package(sources, precision, prepack, targets, device_class, out, version) ->
     """
     folders = [Path(source) for source in sources if Path(source).is_dir()]
     specs = tuple(source for source in sources if not Path(source).is_dir())
-    if folders and (precision or prepack or targets or device_class):
+    if folders and (precision or prepack or not algebra or targets or device_class):
         raise click.UsageError(f"{folders[0]} is generated already; the options on plans are for specs")
-    made = planned(specs, precision, prepack, targets, device_class) if specs else []
+    made = planned(specs, precision, prepack, algebra, targets, device_class) if specs else []
     with tempfile.TemporaryDirectory() as temporary:
         folders += [write_package(one, Path(temporary)).folder for one in made]
         for folder in folders:

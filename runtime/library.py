@@ -222,6 +222,6 @@ def _single_on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch
 def call_of(name: str, options: Options, precision: str) -> Callable[..., Made]:
     """The function of the operator `name` with these options: (value, parameters..., second value...) -> y, or a tuple that y starts."""
     if name in PRODUCERS:
-        return PRODUCERS[name](options, precision)
+        return PRODUCERS[name](options, options.get("precision", precision))
     call = CALLS[name](options)
     return _single_on_cpu(call) if name in SINGLE_ON_CPU else call

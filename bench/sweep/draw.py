@@ -17,7 +17,7 @@ import yaml
 
 from codegen.numerics import PRECISIONS
 from codegen.ops import FILLS, OPERATORS, REQUIRED, Argument, Kind, Operator, Shape, ShapeError
-from codegen.plan.floor import producer_flop as flop_of
+from codegen.ir.flop import producer_flop as flop_of
 from codegen.spec import Spec, SpecError, load_spec
 from codegen.spec.types import result_shape
 

@@ -131,11 +131,12 @@ def jobs_of(targets: tuple[str, ...], name: str | None, out: Path) -> tuple[Job,
 @click.option("--name", help="The spec's name, and its package's; of one file.  [default: the file's name without its number]")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("."), help="Folder for the specs.  [default: the current one]")
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="Write this precision into the spec.  [default: none, which means fp32]")
+@click.option("--no-algebra", "algebra", flag_value=False, default=True, help="Write `algebra: false` into the spec: the chain as written, operator by operator.")
 @click.option("--generate", is_flag=True, help="Also emit the package into generated/.")
 @click.option("--no-check", is_flag=True, help="Do not compare initial weights and outputs with the file's Model.")
 @click.option("--force", is_flag=True, help="Replace a spec, and with --generate a package, of the same name.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Files that are read at a time; each takes up to 3 GB.")
-def main(targets, name, out, precision, generate, no_check, force, jobs) -> None:
+def main(targets, name, out, precision, algebra, generate, no_check, force, jobs) -> None:
     """Write the spec of a PyTorch layer: FILE.py defines Model (an nn.Module), get_inputs() and get_init_inputs(), as KernelBench's problems do.
     Of several files, or of a FOLDER's, it ends with how many became specs, and why the others did not.
 
@@ -143,7 +144,7 @@ def main(targets, name, out, precision, generate, no_check, force, jobs) -> None
     process without a GPU, which protects nothing. Use it on files that you trust.
     """
     listed = jobs_of(targets, name, out)
-    requests = [{"path": str(job.path.resolve()), "model": job.model, "name": job.name, "precision": precision, "check": not no_check} for job in listed]
+    requests = [{"path": str(job.path.resolve()), "model": job.model, "name": job.name, "precision": precision, "algebra": algebra, "check": not no_check} for job in listed]
     refused: list[Job] = []
     with ThreadPoolExecutor(jobs) as pool:
         for job, found in zip(listed, pool.map(_asked if len(listed) > 1 else ask, requests), strict=True):

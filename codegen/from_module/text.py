@@ -48,6 +48,7 @@ class Layer:
     unused: tuple[Entry, ...] = ()
     ignored: tuple[str, ...] = ()
     created: tuple[str, ...] = ()
+    algebra: bool = True
 
 
 def references(entries: list[Entry], arguments: Arguments, defaults: Arguments) -> dict[tuple[int, str], str]:
@@ -126,6 +127,8 @@ def spec_text(layer: Layer, init_line: int) -> Text:
     ]
     if layer.precision:
         rows.append((f"precision: {layer.precision}", 0))
+    if not layer.algebra:
+        rows.append(("algebra: false", 0))
     rows += [(row, entries[0].line) for row in _inputs(layer, batch)]
     for key, listed in (("args", layer.arguments), ("defaults", layer.defaults)):
         if listed:

@@ -39,11 +39,11 @@ class Answer:
     checked: str = ""
 
 
-def answer(path: str, model: str, name: str, precision: str | None, check: bool) -> Answer:
-    """The spec of the class `model` in the file at `path`, under `name`. Seeds torch's generator and puts it back."""
+def answer(path: str, model: str, name: str, precision: str | None, check: bool, algebra: bool = True) -> Answer:
+    """The spec of the class `model` in the file at `path`, under `name`; without `algebra` it says so. Seeds torch's generator and puts it back."""
     with torch.random.fork_rng(devices=[]):
         try:
-            return _Reading(path, model, name, precision).answer(check)
+            return _Reading(path, model, name, precision, algebra).answer(check)
         except Refused as refused:
             return Answer(faults=tuple(refused.faults))
 
@@ -51,8 +51,8 @@ def answer(path: str, model: str, name: str, precision: str | None, check: bool)
 class _Reading:
     """One file on its way to a spec."""
 
-    def __init__(self, path: str, model: str, name: str, precision: str | None) -> None:
-        self.path, self.name, self.precision = path, name, precision
+    def __init__(self, path: str, model: str, name: str, precision: str | None, algebra: bool) -> None:
+        self.path, self.name, self.precision, self.algebra = path, name, precision, algebra
         self.source = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
         self.model, self.get_inputs, get_init_inputs = members(import_file(path), model)
         self.init = call(get_init_inputs, path)
@@ -101,7 +101,7 @@ class _Reading:
         found = graph.trace(meta, self.path, self.source, [given.shape for given in drawn])
         if not found.entries and not found.faults:
             found.faults.append(Fault(0, "forward applies no operator"))
-        layer = Layer(self.name, Path(self.path).name, self.precision, tuple(drawn), tuple(arguments), tuple(self.defaults), tuple(found.entries))
+        layer = Layer(self.name, Path(self.path).name, self.precision, tuple(drawn), tuple(arguments), tuple(self.defaults), tuple(found.entries), algebra=self.algebra)
         return layer, found, meta
 
     def sketch(self, layer: Layer) -> Spec | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from codegen.ir.flop import producer_flop
 from codegen.ops import Kind
 from codegen.plan.model import Floor
-from codegen.spec import Spec, Step
+from codegen.spec import Spec
 from codegen.targets import DeviceClass
 
 
@@ -24,9 +25,3 @@ def floor(spec: Spec, device: DeviceClass, products: int = 1, rate: float | None
     compute = flop * products / (rate * 1e9) if rate else 0.0
     memory = moved / (device.hbm * 1e6) if device.hbm else 0.0
     return Floor(flop, moved, compute, memory)
-
-
-def producer_flop(step: Step) -> float:
-    """Multiply-adds of a producer times two: each result's products, or of a transposed convolution each input value's."""
-    weight = math.prod(step.parameters[0].shape[1:])
-    return 2.0 * weight * math.prod(step.input_shape if "transpose" in step.operator.name else step.output_shape)

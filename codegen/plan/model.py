@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from codegen.ir.apply import Constant
-from codegen.spec import Spec
+from codegen.spec import Spec, Step
 from codegen.targets import DeviceClass, Target
 
 
 class Refusal(Exception):
     """A valid spec that this target or device class has no kernel for; the message says why and what to do."""
+
+
+class LeftToRival(Refusal):
+    """A spec that another target for the same cards serves as well or better."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Library:
     """A step that runs torch's own operator, `operation` as the operator table calls it.
 
     The arguments are the value, parameters (None where one is left out), then a second value; `also` names further results: new running
-    statistics, a dropout's mask.
+    statistics, a dropout's mask. `computes` is the chain's step, where the chain is planned in parts.
     """
 
     operation: str
@@ -97,6 +101,7 @@ class Library:
     out: str
     options: dict[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
+    computes: Step | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ class Floor:
 class Plan:
     """Everything that rendering needs for one target. `why` holds the planner's reasons, one sentence each.
 
-    `training` are the steps of training where they differ from those of evaluation, `steps`.
+    `training` are the steps of training where they differ from those of evaluation, `steps`. `algebra` names the passes that rewrote the chain.
     """
 
     spec: Spec
@@ -128,6 +133,7 @@ class Plan:
     floor: Floor
     why: tuple[str, ...]
     training: tuple[Launch | Library, ...] = ()
+    algebra: tuple[str, ...] = ()
 
     @property
     def launches(self) -> tuple[Launch, ...]:

@@ -135,16 +135,17 @@ def library_step(spec: Spec, step: Step, training: bool) -> Library:
     for hidden in (operator.takes, operator.gives, "num_features", "track_running_stats"):
         options.pop(hidden, None)
     name = "view" if operator.kind is Kind.SHAPE else operator.name
-    return Library(name, tuple(arguments), value_name(spec, step.index), options, also)
+    return Library(name, tuple(arguments), value_name(spec, step.index), options, also, step)
 
 
-def plan_parts(spec: Spec, target: Target, device: DeviceClass, parts: tuple[Part, ...], whole: Callable[..., Plan]) -> Plan:
-    """The plan of a chain in parts; `whole` makes the Plan from steps and buffers."""
+def plan_parts(spec: Spec, target: Target, device: DeviceClass, parts: tuple[Part, ...], whole: Callable[..., Plan], training: bool | None = None) -> Plan:
+    """The plan of a chain in parts, of one mode alone where `training` says which; `whole` makes the Plan from steps and buffers."""
     fused = [buffer for number, part in enumerate(parts) if part.plan for buffer in _buffers(spec, number, part)]
-    modes = [_Mode(spec, target, device, training) for training in ((False, True) if spec.has_modes else (False,))]
+    wanted = ((False, True) if spec.has_modes else (False,)) if training is None else (training,)
+    modes = [_Mode(spec, target, device, mode) for mode in wanted]
     steps = [tuple(mode.steps(parts)) for mode in modes]
     buffers = {buffer.name: buffer for buffer in (*fused, *(buffer for mode in modes for buffer in mode.buffers))}
-    return whole(steps=steps[0], training=steps[1] if spec.has_modes else (), buffers=tuple(buffers.values()), why=tuple(_why(spec, parts, modes)))
+    return whole(steps=steps[0], training=steps[1] if len(steps) > 1 else (), buffers=tuple(buffers.values()), why=tuple(_why(spec, parts, modes)))
 
 
 class _Mode:

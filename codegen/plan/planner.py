@@ -13,8 +13,9 @@ from codegen.ir.fused_form import departure, fused
 from codegen.ops import OPERATORS, Kind
 from codegen.plan import tuned
 from codegen.plan.floor import floor
-from codegen.plan.model import Library, Plan, Refusal
+from codegen.plan.model import LeftToRival, Library, Plan, Refusal
 from codegen.plan.parts import parts_of, plan_parts
+from codegen.plan.rewritten import plan_rewritten
 from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.stages.route import cut, plan_stages
 from codegen.plan.table import ROUTES
@@ -39,10 +40,16 @@ def plan(spec: Spec, target: str, device: str | None = None, debug: bool = False
     decision = tuned.decide(spec, target, name) if device and forced is None else None
     if decision and decision.choice is None:
         raise Refusal(decision.why)
-    found = planned(Request(spec, TARGETS[target], DEVICES[name], debug, decision.choice if decision else forced))
-    if refused := _library_beyond(spec, found):
-        raise Refusal(f"library: {spec.library} leaves {', '.join(refused)} to no one: {target} has no kernel for it here")
+    found = plan_rewritten(Request(spec, TARGETS[target], DEVICES[name], debug, decision.choice if decision else forced), _allowed_plan)
     return replace(found, why=(decision.why, *found.why)) if decision else found
+
+
+def _allowed_plan(request: Request, may_leave: bool, training: bool | None) -> Plan:
+    """`planned`, within what the spec's `library` allows. Raises Refusal."""
+    found = planned(request, may_leave, training)
+    if refused := _library_beyond(request.spec, found):
+        raise Refusal(f"library: {request.spec.library} leaves {', '.join(refused)} to no one: {request.target.name} has no kernel for it here")
+    return found
 
 
 def _library_beyond(spec: Spec, found: Plan) -> tuple[str, ...]:
@@ -52,9 +59,12 @@ def _library_beyond(spec: Spec, found: Plan) -> tuple[str, ...]:
     return tuple(name for name in operations if not allowed(name))
 
 
-def planned(request: Request) -> Plan:
-    """The plan of a request. Raises Refusal."""
-    return _fused(request) if departure(request.spec.chain) is None else _in_parts(request)
+def planned(request: Request, may_leave: bool = True, training: bool | None = None) -> Plan:
+    """The plan of a request, its chain as it is; of one mode alone where `training` says which.
+
+    Raises Refusal; LeftToRival, unless it may not, where all kernels would be those of a rival target.
+    """
+    return _fused(request) if departure(request.spec.chain) is None else _in_parts(request, may_leave, training)
 
 
 def _fused(request: Request) -> Plan:
@@ -69,15 +79,15 @@ def _fused(request: Request) -> Plan:
     return replace(found, why=(*found.why, *_reasons(request, ways, rival)))
 
 
-def _in_parts(request: Request) -> Plan:
+def _in_parts(request: Request, may_leave: bool, training: bool | None) -> Plan:
     """The plan of a chain that no one fused plan computes. Raises Refusal."""
     spec, target, device = request.spec, request.target, request.device
     parts = parts_of(spec, lambda part: _part(replace(request, spec=part)))
-    found = plan_parts(spec, target, device, parts, functools.partial(Plan, spec, target, device, floor=floor(spec, device)))
+    found = plan_parts(spec, target, device, parts, functools.partial(Plan, spec, target, device, floor=floor(spec, device)), training)
     rival = target.rival
-    if rival is not None and all(kernel.portable for part in parts if part.plan for kernel in part.plan.kernels):
+    if rival is not None and may_leave and all(kernel.portable for part in parts if part.plan for kernel in part.plan.kernels):
         reasons = "".join(f"; {reason}" for part in parts for reason in part.why)
-        raise Refusal(f"none of this target's kernels serves a part of the chain, and {rival} has the same steps{reasons}")
+        raise LeftToRival(f"none of this target's kernels serves a part of the chain, and {rival} has the same steps{reasons}")
     return found
 
 
@@ -163,7 +173,7 @@ def _rival(request: Request, route: Route, offer: Offer) -> tuple[str, float] | 
     found = ways_of(replace(request, spec=replace(request.spec, gemm=None), target=TARGETS[rival]))
     other, name = min(way.ms * way.across for _, way in found.leading), f"{rival}'s kernels or torch's {_product(request)}"
     if other < offer.ms * offer.across:
-        raise Refusal(f"{_title(request, route)} would take {offer.ms:.3f} ms, estimated, against {other:.3f} ms with {name}")
+        raise LeftToRival(f"{_title(request, route)} would take {offer.ms:.3f} ms, estimated, against {other:.3f} ms with {name}")
     return name, other
 
 

@@ -46,6 +46,7 @@ A spec is one YAML file: what a layer computes and for which exact shapes.
 | `math` | forces an arithmetic: {maths} |
 | `gemm` | `library` (torch's GEMM in front of our norm kernel) or `generated`, which also keeps every target from being left to a faster one; default: the planner's choice |
 | `library` | what torch's library may compute where no kernel of ours does: `allow` (default) anything, `producers` only products and convolutions, `forbid` nothing. A target whose plan needs more is refused, with the operators; gradients are not asked |
+| `algebra` | `false`: the chain is computed operator by operator, as written. Default `true`: where another chain gives the same result for all weights and inputs, up to rounding, plans compute that one; `fsk explain` names each rewrite. Gradients are those of the chain as written. `--no-algebra` on the command line turns it off too |
 | `prepack` | `true`: at fp32 and tf32, `sm_90a` multiplies with a split copy of a linear's weights, which the model keeps and renews (docs/runtime.md, "Prepared weights"); elsewhere it changes nothing; default `false`; `PREPACK=1` on the command line asks for it too |
 
 A value in the chain, by itself or in a list, is a literal or the name of an entry in `args`. `name` is the attribute that holds an operator's parameters: `state_dict` has

@@ -17,19 +17,22 @@ from codegen.spec.yaml_reader import Node, Problem, YamlError, read
 from codegen.targets import TARGETS
 
 LIBRARY = ("allow", "producers", "forbid")  # what torch's library may compute
-_TOP = ("name", "batch", "precision", "input", "inputs", "args", "defaults", "chain", "targets", "math", "gemm", "library", "prepack", "pad_batch", "unused", "ignored", "created")
+_TOP = ("name", "batch", "precision", "input", "inputs", "args", "defaults", "chain", "targets", "math", "gemm", "library", "algebra", "prepack", "pad_batch", "unused", "ignored", "created")
 _INPUT_VALUES = ("rand", "randn")
 HOLDERS = {"parameter": PARAMETER, **{name: row for name, row in OPERATORS.items() if row.kind in (Kind.PRODUCER, Kind.NORM)}}  # of what `unused` lists
 SPATIAL = ("length", "depth", "height", "width")
 
 
-def load_spec(path: str | Path, precision: str | None = None, prepack: bool = False) -> Spec:
-    """Read and validate a spec file; `precision` overrides the file's, `prepack` asks for prepared weights where the file does not.
+def load_spec(path: str | Path, precision: str | None = None, prepack: bool = False, algebra: bool = True) -> Spec:
+    """Read and validate a spec file; `precision` overrides the file's, `prepack` asks for prepared weights where the file does not, and
+    without `algebra` no chain is rewritten.
 
     Raises SpecError (all problems at once).
     """
     found, shown = resolve(str(path))
     spec = replace(read_spec(found, named(found, shown), precision), path=shown)
+    if not algebra and spec.algebra:
+        spec = replace(spec, algebra=False, algebra_asked=True)
     return replace(spec, prepack=True, prepack_asked=True) if prepack and not spec.prepack else spec
 
 
@@ -144,6 +147,7 @@ class _Reader(ChainReader):
         library = self.word(nodes["library"], "library", LIBRARY) if "library" in nodes else None
         if library == "forbid" and gemm == "library":
             self.fault(nodes["library"], "library: forbid contradicts gemm: library")
+        algebra = self.flag(nodes["algebra"], "algebra") if "algebra" in nodes else True
         prepack = self.flag(nodes["prepack"], "prepack") if "prepack" in nodes else False
         chain = self.chain(nodes["chain"], batch, given) if "chain" in nodes else ()
         unused = self.unused(nodes["unused"], batch) if "unused" in nodes else ()
@@ -161,7 +165,7 @@ class _Reader(ChainReader):
         ranged = len(batches) > 1 or pad_batch
         spec = Spec(
             name=name, path=source_text(self.shown), named=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], inputs=self.listed(given, chain), args=tuple(self.args.items()), chain=chain,
-            targets=targets, math=math_choice, gemm=gemm, library=None if library == "allow" else library, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
+            targets=targets, math=math_choice, gemm=gemm, library=None if library == "allow" else library, algebra=algebra, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
             batches=batches if ranged else (), pad_batch=pad_batch, targets_at=self.targets_at, unused=unused, ignored=ignored, created=created,
         )  # fmt: skip
         self.check_sizes(spec, nodes)

@@ -122,6 +122,9 @@ class Spec:
     library: str | None = None  # "forbid" or "producers"; None: torch's library may compute whatever no kernel of ours takes
     prepack: bool = False
     prepack_asked: bool = False  # on the command line, not in the file
+    algebra: bool = True  # may plans compute another chain that gives the same for all weights and inputs?
+    singles: tuple[str, ...] = ()  # keys of operands of arithmetic that are float32 whatever the precision: tensors that a rewritten chain derives
+    algebra_asked: bool = False  # `algebra` is the command line's, not the file's
     defaults: tuple[str, ...] = ()
     batches: tuple[int, ...] = ()
     pad_batch: bool = False

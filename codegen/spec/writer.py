@@ -34,6 +34,8 @@ def resolved(spec: Spec) -> dict[str, Any]:
     for key in ("targets", "math", "gemm", "library"):
         if getattr(spec, key) is not None:
             data[key] = _plain(getattr(spec, key))
+    if not spec.algebra:
+        data["algebra"] = False
     for key in ("prepack", "pad_batch"):
         if getattr(spec, key):
             data[key] = True

@@ -70,7 +70,7 @@ def test_problems_are_verified_timed_and_gone_on_with(folder, tmp_path):
 
     (folder / "45_two_products.yaml").write_text(GOOD.replace("sigmoid", "tanh"))
     assert call(folder, results, work, "--verify-only").exit_code == 0
-    changed = store.find(LEVEL2, results, "cpu", problem=45, precision="fp32")
+    changed = store.find(LEVEL2, results, "cpu", problem=45, precision="fp32", algebra=False)
     assert changed["key"] != right["key"] and "ours_ms" not in changed, "times of other sources leave the record"
     text = page(results)
     assert "| 45 | two_products | yes |" in text and text.index("| 45 |") < text.index("Listed apart") < text.index("| 80 | again")
@@ -201,8 +201,8 @@ def test_the_harness_judges_each_file_once(folder, tmp_path, monkeypatch):
         told.truncate(0)
         assert level2.run_harness(level, chosen, work_tree(tmp_path / "kb", tmp_path), tmp_path / "work", 60.0, timing=timing)
         assert told.getvalue().count("correct") == expected
-        assert timing or expected == 0 or store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32")["harness"]["ms"] is None
-    made = store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32")
+        assert timing or expected == 0 or store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32", algebra=False)["harness"]["ms"] is None
+    made = store.find(LEVEL2, tmp_path, "h200", problem=45, precision="fp32", algebra=False)
     assert made["harness"]["verdict"] == "correct" and made["harness"]["ms"] == 1.0 and made["harness"]["tf32_reference"] is False
     assert made["speedup_torch"] == 2.0 and "correct, 1 / 2" in page(tmp_path)
 
@@ -230,6 +230,38 @@ def test_a_reference_of_tf32_that_disagrees_is_asked_again_with_fp32(tmp_path, m
         level = level2.Level(machine, torch.device("cuda"), tmp_path, Console(file=io.StringIO()), None, 60.0, 0.1, tmp_path / "packages")
         assert level2.run_harness(level, problem, tmp_path, tmp_path / "work", 60.0, timing=timing)
         assert asked == [False, True]
-    found = store.find(LEVEL2, tmp_path, "h200", problem=5, precision="fp32")["harness"]
+    found = store.find(LEVEL2, tmp_path, "h200", problem=5, precision="fp32", algebra=False)["harness"]
     assert found["verdict"] == "wrong" and found["tf32_reference"] and found[level2.EXACT]["verdict"] == "correct"
     assert "1 more beside a reference that keeps fp32" in page(tmp_path) and "correct beside fp32, 1 / 3 |" in page(tmp_path)
+
+
+def test_rewritten_chains_stand_beside_those_as_written(folder, tmp_path):
+    """What no pass rewrites has one record; any other has two, and the headline is that of chains as written."""
+    (folder / "14_row_sum.yaml").write_text("name: row_sum\nbatch: 16\nchain:\n  - linear: {name: a, in_features: 24, out_features: 16}\n  - sum\n")
+    ours = {(p.number, p.identity["algebra"], p.spec.algebra) for algebra in (True, False) for p in level2.problems_in(folder, (), ("fp32",), algebra)}
+    assert ours == {(14, True, True), (14, False, False), (45, False, True)}, "as it is where nothing would be rewritten"
+    path = str(folder / "14_row_sum.yaml")
+    assert todays_key(path, "fp32", "cpu") != todays_key(path, "fp32", "cpu", "", False)
+    rows = [
+        record(algebra=algebra, passes=["row_sum"] if algebra else [], path=path, target="cpu", key=todays_key(path, "fp32", "cpu", "", algebra), problem=14, **timed(ratio))
+        for algebra, ratio in ((False, 2.0), (True, 32.0))
+    ]  # fmt: skip
+    store.replace(LEVEL2, tmp_path, "cpu", [*rows, record(1, algebra=False, **timed(2.0))])
+    assert len(store.read(LEVEL2, tmp_path, "cpu")) == 3
+    text = page(tmp_path)
+    assert "2 of 100 problems have a record" in text and "Over the 2 ordinary ones that are both: 2.000 times" in text
+    assert "With algebra, where a chain has any: 8.000 times as fast." in text and "| 14 | chain | row_sum | yes |" in text and "| **2.00x** | **32.00x** |" in text
+
+
+@pytest.mark.slow
+def test_a_chain_is_measured_rewritten_and_as_written(tmp_path):
+    specs = tmp_path / "specs"
+    specs.mkdir()
+    (specs / "14_row_sum.yaml").write_text("name: row_sum\nbatch: 16\nchain:\n  - linear: {name: a, in_features: 24, out_features: 16}\n  - sum\n")
+    results, work = tmp_path / "results", tmp_path / "work"
+    for more in ((), ("--no-algebra",)):
+        made = call(specs, results, work, "--verify-only", *more)
+        assert made.exit_code == 0, made.output
+    rewritten, written = sorted(store.read(LEVEL2, results, "cpu"), key=lambda found: not found["algebra"])
+    assert (rewritten["algebra"], rewritten["passes"], rewritten["library_steps"]) == (True, ["row_sum"], [])
+    assert (written["algebra"], written["passes"], written["library_steps"]) == (False, [], ["linear"]) and written["key"] != rewritten["key"]

@@ -64,6 +64,12 @@ def conv(data: dict, precision: str, route: Route) -> Callable[[Path], Plan]:
     return planned
 
 
+def summed(axes: list[int]) -> Callable[[Path], Plan]:
+    """The plan of a mean over axes of a transposed convolution, for which x and the filters are summed first."""
+    up = {"conv_transpose3d": {"name": "up", "in_channels": 3, "out_channels": 8, "kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1}}
+    return lambda folder: plan(segment_spec(folder, [2, 3, 6, 7, 8], [up, {"mean": {"dim": axes}}]), "sm_80", "h100")
+
+
 def backward(chain: list, size: tuple[int, int] | None) -> Callable[[Path], Plan]:
     """The plan of a chain's CUDA backward."""
     return lambda folder: plan_backward_cuda(make_spec(folder, chain, 7, "fp16", size), TARGETS["sm_80"], DEVICES["a100"])
@@ -103,6 +109,9 @@ REPRESENTATIVES: dict[tuple[str, str], Callable[[Path], Plan]] = {
     ("segments/partial.cu.j2", ""): segment("batch_norm"),
     ("segments/merge.cu.j2", ""): segment("batch_norm"),
     ("segments/windows.cu.j2", ""): segment("max_pool3d"),
+    ("derived/taps.cu.j2", ""): summed([2]),
+    ("derived/ranges.cu.j2", "planes"): summed([2, 3, 4]),
+    ("derived/ranges.cu.j2", "leading axes"): summed([2]),
     ("conv_gemm/conv_gemm.cu.j2", ""): conv(WINDOWS, "fp16", CONV_GEMM),
     ("conv_gemm/channels_last.cu.j2", ""): conv(WINDOWS, "fp16", CONV_GEMM),
     ("conv_sm80/conv.cu.j2", ""): conv(FAMILY["odd_width"], "fp16", CONV_SM80),

@@ -8,7 +8,7 @@ added up one by one in double precision, then the slabs in their order, so that 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Apply, Constant, applies
 from codegen.ir.operand import c_identifier
@@ -126,7 +126,7 @@ def plan_backward(spec: FusedSpec, target: Target, device: DeviceClass) -> Plan:
     kernel, sums_bytes = cpu_backward(head)
     launches, buffers = (Launch(kernel),), (Buffer(SUMS, bytes=sums_bytes),) if sums_bytes else ()
     if stages:
-        launches, others = back_through_stages(spec, plan(spec, target.name), launches[0], target)
+        launches, others = back_through_stages(spec, plan(replace(spec, algebra=False), target.name), launches[0], target)
         buffers = (*others, *buffers)
     why = ("what the derivatives need is computed again from the producer's result: that is all that a forward saves",)
     return Plan(spec, target, device, launches, buffers, floor(spec, device), why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from codegen.ir.fused_form import FusedSpec
-from codegen.plan.floor import producer_flop
+from codegen.ir.flop import producer_flop
 from codegen.plan.norm.cost import norm_ms
 from codegen.plan.norm.flat import split_groups
 from codegen.plan.shared.fitted import CONV_PRODUCTS, LEVEL2_PEERS, LIBRARY_SHAPES, MACHINE, SWEEP, Fitted

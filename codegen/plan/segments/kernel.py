@@ -64,6 +64,7 @@ class SegmentKernel(Kernel):
     """
 
     precision: Precision
+    stored: Precision  # the type of the result
     before: Program
     after: Program
     core: str = ""
@@ -114,26 +115,27 @@ class SegmentKernel(Kernel):
     def programs(self) -> tuple[Program, ...]:
         return (self.before, self.after)
 
-    def _parameters(self, types: tuple[str, str], restrict: str = "") -> list[str]:
-        storage, count = types
+    def _parameters(self, types: tuple[str, str, str], restrict: str = "") -> list[str]:
+        storage, count, result = types
         listed = [f"const {'float' if tensor.statistics else storage}* {restrict}{tensor.pointer}" for tensor in self.tensors]
         if self.reads_partial:
             listed.append(f"const float* {restrict}partial")
         if self.running:
             listed += [f"const {storage}* {restrict}running_mean", f"const {storage}* {restrict}running_variance"]
             listed += [f"const {count}* {restrict}batches"] if self.running.momentum is None else []
-        listed += [f"float* {restrict}{self.writes}"] if self.writes != "output" else [f"{storage}* {restrict}output"]
+        listed += [f"float* {restrict}{self.writes}"] if self.writes != "output" else [f"{result}* {restrict}output"]
         if self.running:
             listed += [f"{storage}* {restrict}new_mean", f"{storage}* {restrict}new_variance"]
         return listed
 
     def parameters(self, restrict: str = "") -> list[str]:
         """C parameters in CUDA."""
-        return self._parameters((self.precision.c_type, "int64_t"), restrict)
+        return self._parameters((self.precision.c_type, "int64_t", self.stored.c_type), restrict)
 
     @property
     def cpu_parameters(self) -> list[str]:
-        return self._parameters(("std::uint16_t" if self.precision.itemsize == 2 else "float", "std::int64_t"))
+        storage, result = ("std::uint16_t" if precision.itemsize == 2 else "float" for precision in (self.precision, self.stored))
+        return self._parameters((storage, "std::int64_t", result))
 
     @property
     def names(self) -> list[str]:

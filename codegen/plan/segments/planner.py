@@ -29,13 +29,13 @@ class Planner:
         self.core = segment.core
         self.core_name = core_name(segment.core) if segment.core else ""
         self.folds = segment.core is not None and segment.core.operator.kind in (Kind.REDUCTION, Kind.POOL)
-        self.result = segment.gives.name
+        self.result, self.stored = segment.gives.name, segment.gives.storage
         self.count = math.prod(segment.shape)
         self.sms = max(1, device.sms)
 
     @property
     def widest(self) -> int:
-        return VECTOR_BYTES // self.precision.itemsize
+        return VECTOR_BYTES // max(self.precision.itemsize, self.stored.itemsize)
 
     def before(self, width: int) -> Program:
         return self._before(width).program()
@@ -77,7 +77,7 @@ class Planner:
         return SegmentKernel(
             name=f"{self.name}_{more.pop('label', kind)}", template=template,
             arguments=(*(tensor.argument for tensor in tensors), *extra, *state, *outputs), constants=constants,
-            summary=f"{summary_of(self.segment)}: {more.pop('story')}", precision=self.precision, before=before, after=after, tensors=tensors,
+            summary=f"{summary_of(self.segment)}: {more.pop('story')}", precision=self.precision, stored=self.stored, before=before, after=after, tensors=tensors,
             core=self.core_name, statistic=statistic_of(self.core_name) if self.core_name else "", folds=self.folds, **more,
         )  # fmt: skip
 

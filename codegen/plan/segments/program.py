@@ -201,7 +201,7 @@ class Statements:
 
     def learned(self, key: str, shape: Shape, whole: Shape) -> str:
         """The C name of a parameter's value, of which `shape` is the form that meets a value of shape `whole`."""
-        return self.read(Tensor(key, f"p_{c_identifier(key)}"), shape, whole)
+        return self.read(Tensor(key, f"p_{c_identifier(key)}", statistics=key in self.spec.singles), shape, whole)
 
     def _evaluate(self, step: Step) -> None:
         """Normalise by running statistics."""

@@ -4,8 +4,6 @@
 
 #include "hopper_gemm.h"
 
-#define __constant__
-
 namespace emulation {
 
 const bool shifts = (any_row = true, true);

@@ -1,0 +1,1 @@
+"""Kernels that derive tensors of a rewritten chain from a parameter or x, at each call."""
