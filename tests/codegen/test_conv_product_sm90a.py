@@ -182,15 +182,13 @@ def test_phases_with_most_taps_come_first(tmp_path):
     assert counts == [12, 6, 6, 3] and sum(counts) == 27
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("batch", [1, 24, 66])  # one turn, whole ones, and a last one of fewer tiles
-def test_all_tiles_of_all_phases_are_taken_once_and_phases_in_turn(tmp_path, batch, precision):
+@pytest.mark.parametrize("batch", [24, 66])
+def test_all_tiles_of_all_phases_are_taken_once_and_phases_in_turn(tmp_path, batch):
     data = product(2, 64, 128, 4, (40, 41), batch=batch, transposed=True, stride=2, padding=1)
-    chosen = planned_by(CONV_PRODUCT_SM90A, read(tmp_path, data, precision), DEVICES["h200"])
+    chosen = planned_by(CONV_PRODUCT_SM90A, read(tmp_path, data, "bf16"), DEVICES["h200"])
     kernel = next(kernel for kernel in chosen.kernels if kernel.name == "conv")
     loops = "for (int unit = 0; unit < kUnits; ++unit)"
     found = listed(tmp_path, render_kernel(chosen, kernel), "PhaseTile", "phase_tile(unit)", loops, "t.phase, t.tile")
     assert sorted(found) == [(phase, tile) for phase in range(kernel.phases) for tile in range(kernel.phase_tiles)]
-    for first in range(0, kernel.units - kernel.units % (kernel.phases * kernel.blocks), kernel.blocks) if kernel.bands else ():
-        turn = found[first : first + kernel.blocks]
-        assert len({phase for phase, _ in turn}) == 1
+    turns = [found[first : first + kernel.blocks] for first in range(0, kernel.units // (kernel.phases * kernel.blocks) * kernel.phases * kernel.blocks, kernel.blocks)]
+    assert kernel.bands and turns and all(len({phase for phase, _ in turn}) == 1 for turn in turns)

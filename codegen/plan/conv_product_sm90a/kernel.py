@@ -137,8 +137,12 @@ class ConvProductKernel(Kernel):
 
     @property
     def bands(self) -> bool:
-        """Whether a phase has more tiles than there are CTAs, so that these go through the phases several times."""
-        return self.phases > 1 and self.phase_tiles > self.blocks
+        """Whether CTAs go through the phases several times: results of 16 bits, of which a phase has more tiles than there are CTAs.
+
+        Measured on an H200, the convolution alone: 91 in bf16 takes 0.49 ms instead of 0.85, 93 0.70 instead of 0.83, 100 2.3 instead of 3.1; 2 and 10 in fp32
+        1 and 4 % more.
+        """
+        return self.phases > 1 and self.result.itemsize == 2 and self.phase_tiles > self.blocks
 
     @property
     def last_band(self) -> int:
