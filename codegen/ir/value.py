@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from codegen.numerics import Precision
 from codegen.ops import Shape
-from codegen.spec import Spec
+from codegen.spec import Spec, Step
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,11 @@ def value_name(spec: Spec, index: int) -> str:
 def input_name(spec: Spec, name: str) -> str:
     """The name of an input in a plan: x for the first."""
     return "x" if name == spec.inputs[0].name else f"input:{name}"
+
+
+def mask_name(step: Step) -> str:
+    """The name of the mask that a dropout drew, in a plan of training."""
+    return f"mask:{step.index}"
 
 
 def result_of(spec: Spec, index: int) -> Value:

@@ -15,7 +15,7 @@ from codegen.ir.apply import costly_step
 from codegen.ir.chain import segments_of
 from codegen.ir.fused_form import departure, is_product
 from codegen.ir.segment import Segment
-from codegen.ir.value import input_name, value_name
+from codegen.ir.value import input_name, mask_name, value_name
 from codegen.ops import Kind
 from codegen.plan.model import Buffer, Launch, Library, Plan
 from codegen.plan.segments.route import plan_segment
@@ -127,7 +127,7 @@ def library_step(spec: Spec, step: Step, training: bool) -> Library:
         also = tuple(f"state:{step.key(buffer)}" for buffer in step.buffers[:2]) if training else ()
     elif operator.kind is Kind.DROPOUT:
         options |= {"training": training, "sizes": step.input_shape}
-        also = (f"mask:{step.index}",) if training else ()
+        also = (mask_name(step),) if training else ()
     elif operator.kind is Kind.SHAPE:
         options = {"sizes": step.output_shape}
     elif operator.name in ("layer_norm", "rms_norm"):

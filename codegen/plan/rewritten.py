@@ -7,10 +7,13 @@ from dataclasses import replace
 
 from codegen.algebra import Rewriting, rewrite
 from codegen.ir.fused_form import departure
+from codegen.ir.value import mask_name
+from codegen.ops import Kind
 from codegen.plan.derived.route import plan_derived
 from codegen.plan.floor import floor
 from codegen.plan.model import Buffer, Launch, LeftToRival, Library, Plan, Refusal
 from codegen.plan.route import Request
+from codegen.spec import Spec
 
 Step = Launch | Library
 Planned = Callable[[Request, bool, bool | None], Plan]
@@ -70,13 +73,15 @@ def _rewritten(request: Request, rewriting: Rewriting, planned: Planned, may_lea
     names = {tensor.key: tensor.buffer for tensor in rewriting.derived}
     buffers = (*(Buffer(tensor.buffer, tensor.shape, "float32") for tensor in rewriting.derived), *between, *found.buffers)
 
+    # The backward is that of the chain as written, and knows masks by their places there; no pass drops a dropout.
+    masks = dict(zip(_masks(inner), _masks(spec), strict=True))
     fresh = set(names)  # of every call: what is made of it cannot be prepared
 
     def known(step: Step) -> Step:
         arguments = tuple(names.get(name, name) for name in step.arguments)
         if isinstance(step, Library):
             other = {"precision": inner.precision.name} if inner.precision != spec.precision else {}
-            return replace(step, arguments=arguments, options={**step.options, **other})
+            return replace(step, arguments=arguments, options={**step.options, **other}, also=tuple(masks.get(name, name) for name in step.also))
         if step.prepares and fresh.intersection(step.arguments):
             fresh.update(step.prepares)
             step = replace(step, prepares=())
@@ -88,6 +93,11 @@ def _rewritten(request: Request, rewriting: Rewriting, planned: Planned, may_lea
         found, spec=spec, steps=(*derived, *map(known, found.steps)), training=training_steps, buffers=buffers, floor=replace(least, bytes=moved.bytes, memory_ms=moved.memory_ms),
         why=(*rewriting.why, *found.why), algebra=rewriting.names,
     )  # fmt: skip
+
+
+def _masks(spec: Spec) -> list[str]:
+    """The names under which the masks of a chain's dropouts are kept, in order."""
+    return [mask_name(step) for step in spec.chain if step.operator.kind is Kind.DROPOUT]
 
 
 def _both(evaluation: Plan, training: Plan) -> Plan:

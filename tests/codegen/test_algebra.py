@@ -269,3 +269,34 @@ def test_what_is_derived_at_each_call_is_not_prepared(tmp_path):
     assert plan(replace(spec, algebra=False), "sm_90a").prepared
     made = plan(spec, "sm_90a")
     assert "pooled_rows" in made.algebra and not made.prepared
+
+
+MASKED = {
+    "identity": ([6, 12], [_LINEAR, "sigmoid", "relu", {"dropout": {"p": 0.3}}, "tanh"]),
+    "two masks": ([6, 12], [{"dropout": {"p": 0.5}}, _LINEAR, "relu", "relu", {"dropout": {"p": 0.3}}]),
+    "row_sum": ([6, 12], [_LINEAR, {"sum": {"dim": 1, "keepdim": True}}, {"dropout": {"p": 0.3}}]),
+    "poolings": ([2, 4, 16, 16], [_CONV, *_POOLS, {"dropout": {"p": 0.3}}]),
+    "state": ([6, 12], [_LINEAR, {"batch_norm": {"name": "bn"}}, "sigmoid", "relu", {"dropout": {"p": 0.3}}]),
+}
+
+
+@needs_gxx
+@pytest.mark.parametrize("case", MASKED)
+def test_training_keeps_masks_and_statistics_under_the_names_of_the_chain_as_written(tmp_path, on_cpu, case):
+    """The backward is that of the chain as written: it finds what a rewritten forward drew, whose steps have other places."""
+    spec = segment_spec(tmp_path, *MASKED[case])
+    assert rewrite(spec, True).applied
+    _, module = on_cpu(replace(spec, name=f"masked_{case.replace(' ', '_')}"))
+    torch.manual_seed(0)
+    ours, theirs = module.ModelNew(*module.get_init_inputs()).train(), module.Model(*module.get_init_inputs()).train()
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(spec.input_shape)
+    found = []
+    for model in (ours, theirs):
+        given = x.clone().requires_grad_()
+        torch.manual_seed(7)
+        y = model(given)
+        y.square().sum().backward()
+        found.append([y.detach(), given.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5)

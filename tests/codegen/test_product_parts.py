@@ -76,11 +76,20 @@ def test_the_library_multiplies_where_it_is_estimated_faster(tmp_path):
 
 @pytest.mark.parametrize("target", ["sm_90a", "sm_80"])
 def test_long_sums_at_tf32_are_left_to_the_library(tmp_path, target):
-    """What tensor cores cut off would be more than the error of rounded operands where all products have one sign."""
+    """What tensor cores cut off would be more than the error of rounded operands where all products have one sign; for results so few the vendor cuts K into parts."""
+    few = {"linear": {"name": "first", "in_features": 1024, "out_features": 512}}
     with pytest.raises(Refusal, match="loses more to truncation than tf32 allows"):
-        plan(layer(tmp_path, FIRST, "relu", precision="tf32", gemm="generated"), target, "h200")
+        plan(layer(tmp_path, few, "relu", precision="tf32", gemm="generated", batch=256), target, "h200")
     short = {"linear": {"name": "first", "in_features": 512, "out_features": 2048}}
     assert "gemm" in kinds(plan(layer(tmp_path, short, "relu", precision="tf32", gemm="generated"), target, "h200"))
+
+
+def test_long_sums_at_tf32_are_ours_on_hopper_where_results_are_many(tmp_path):
+    """The vendor's TF32 adds 8 products at a time and loses more than our halves, of which 16 are added; the promise allows what PyTorch shows."""
+    spec = layer(tmp_path, FIRST, "relu", precision="tf32", gemm="generated", batch=2048)
+    assert "gemm" in kinds(plan(spec, "sm_90a", "h200"))
+    with pytest.raises(Refusal, match="loses more to truncation"):
+        plan(spec, "sm_80", "a100")
 
 
 def test_promotion_restores_what_truncation_takes_of_products_alone(tmp_path):
