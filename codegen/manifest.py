@@ -71,8 +71,7 @@ class Package:
 
 def _apart(backward: Plan) -> Plan:
     """A backward beside a rewritten forward: of the chain as written it computes again what it needs, by kernels with names of their own."""
-    renamed = (replace(step, kernel=replace(step.kernel, name=f"written_{step.kernel.name}")) if isinstance(step, Launch) else step for step in backward.steps)
-    return replace(backward, steps=tuple(renamed))
+    return replace(backward, steps=tuple(step.apart("written") if isinstance(step, Launch) else step for step in backward.steps))
 
 
 def source_key(sources: dict[str, str], flags: tuple[str, ...], target: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from codegen.ops.axes import axes_of
 from codegen.spec import Spec, Step, result_shape
 
 NEW = -2  # the index of a step that the chain as written has not
+SCALES, SHIFTS = ("mul", "div"), ("add", "sub", "rsub")
+AFFINE = (*SCALES, *SHIFTS)  # arithmetic that a sum or mean of its values goes through, where its operand allows
 
 
 def new_step(operator: str, name: str | None = None, owned: tuple[str, Shape] | None = None, **values: Any) -> Step:
@@ -65,6 +67,21 @@ def end_of(how: ByChain) -> Shape:
     return how.steps[-1].output_shape
 
 
+def behind(spec: Spec, producer: Step, ends: Callable[[Step], bool], through: Callable[[Step], bool]) -> Step | None:
+    """The first step behind `producer` that `ends` the search, with steps alone in between that it goes `through`; None where there is none."""
+    for step in spec.chain[producer.index + 1 :]:
+        if ends(step):
+            return step
+        if not through(step):
+            return None
+    return None
+
+
+def transposed(producer: Step) -> bool:
+    """Is a convolution a transposed one?"""
+    return "transpose" in producer.operator.name
+
+
 def joined_axes(step: Step) -> tuple[int, ...]:
     """The axes that a reduction joins."""
     return axes_of(step.values["dim"], step.input_shape, step.operator.name)
@@ -76,7 +93,7 @@ def number_of(step: Step) -> float | None:
 
 
 def one_each(step: Step, axes: Sequence[int]) -> bool:
-    """Does arithmetic take a number, or a tensor with one value for all places along `axes` of the value, whose shape it leaves?"""
+    """Does arithmetic take a number, or a parameter with one value for all places along `axes` of the value, whose shape it leaves?"""
     if number_of(step) is not None:
         return True
     if step.operand is None or step.output_shape != step.input_shape:

@@ -63,5 +63,3 @@ def _interval(step: Step, given: Interval, precision: Precision) -> Interval:
         return ANYTHING if window is None or window.sees_nothing else given
     return ANYTHING
 
-
-__all__ = ["ANYTHING", "SAME_ABOVE", "bounds_of", "clamped", "intervals"]

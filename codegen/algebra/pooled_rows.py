@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from codegen.algebra.chain import chain_on, new_step, one_each, splice
+from codegen.algebra.chain import AFFINE, behind, chain_on, new_step, one_each, splice
 from codegen.algebra.precision import needs_single, single
 from codegen.algebra.rewriting import Derived, Rewriting
 from codegen.ir.window import Window, window_of
 from codegen.ops import Kind
 from codegen.spec import Spec, Step
-
-_THROUGH = ("mul", "div", "add", "sub", "rsub")
 
 
 def pooled_rows(given: Rewriting) -> Rewriting | None:
@@ -38,16 +36,13 @@ def pooled_rows(given: Rewriting) -> Rewriting | None:
 def _pool_behind(spec: Spec, producer: Step) -> Step | None:
     """The average pooling of rank 1 over the features of `producer`, with renamings and scalars alone in between."""
     features = producer.values["out_features"]
-    for step in spec.chain[producer.index + 1 :]:
-        shape = step.input_shape
-        if step.operator.kind is Kind.POOL:
-            return step if step.operator.name in ("avg_pool1d", "adaptive_avg_pool1d") and shape[-1] == features else None
-        if shape[-1] != features or step.tap is not None or step.reads is not None:
-            return None
-        through = step.operator.name in _THROUGH and one_each(step, (len(shape) - 1,))
-        if not through and step.operator.kind is not Kind.SHAPE:
-            return None
-    return None
+
+    def through(step: Step) -> bool:
+        scalar = step.operator.name in AFFINE and one_each(step, (len(step.input_shape) - 1,))
+        return step.input_shape[-1] == features and (scalar or step.operator.kind is Kind.SHAPE)
+
+    found = behind(spec, producer, lambda step: step.operator.kind is Kind.POOL, through)
+    return found if found and found.operator.name in ("avg_pool1d", "adaptive_avg_pool1d") and found.input_shape[-1] == features else None
 
 
 def _rewritten(spec: Spec, producer: Step, pool: Step, window: Window) -> tuple[Spec, tuple[Derived, ...]] | None:

@@ -18,7 +18,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from codegen.algebra.chain import new_step, one_each, splice
+from codegen.algebra.chain import AFFINE, behind, new_step, one_each, splice, transposed
 from codegen.algebra.precision import needs_single, single
 from codegen.algebra.rewriting import ByTaps, Derived, Rewriting
 from codegen.ir.flop import producer_flop
@@ -28,7 +28,6 @@ from codegen.ops import Kind, ShapeError
 from codegen.spec import Spec, Step
 
 MOST_TAPS = 32  # along an axis: a mask of them has a bit each
-_AFFINE = ("mul", "div", "add", "sub", "rsub")  # of v and what stands for whole channels
 
 
 def pooled_taps(given: Rewriting) -> Rewriting | None:
@@ -37,7 +36,7 @@ def pooled_taps(given: Rewriting) -> Rewriting | None:
     for producer in spec.chain:
         if producer.operator.kind is not Kind.PRODUCER or not producer.operator.rank:
             continue
-        pool = pool_behind(spec, producer, given.training)
+        pool = _pool_behind(spec, producer, given.training)
         axes = _axes(producer, pool) if pool else None
         if axes is None:
             continue
@@ -59,22 +58,15 @@ def _product(sizes: tuple[int, ...]) -> str:
     return " x ".join(map(str, sizes))
 
 
-def through(step: Step, channels_of: int, training: bool) -> bool:
+def whole_channels(step: Step, training: bool) -> bool:
     """Does a mean over places go through a step: is it a scale and shift for whole channels?"""
-    if step.tap is not None or step.reads is not None:
-        return False
-    spatial = range(2, channels_of)
-    return evaluates(step, training) or (step.operator.name in _AFFINE and one_each(step, spatial))
+    return evaluates(step, training) or (step.operator.name in AFFINE and one_each(step, range(2, len(step.input_shape))))
 
 
-def pool_behind(spec: Spec, producer: Step, training: bool) -> Step | None:
+def _pool_behind(spec: Spec, producer: Step, training: bool) -> Step | None:
     """The average pooling behind a convolution, with what it goes through in between."""
-    for step in spec.chain[producer.index + 1 :]:
-        if step.operator.kind is Kind.POOL:
-            return step if step.operator.rank == producer.operator.rank else None
-        if not through(step, len(step.input_shape), training):
-            return None
-    return None
+    found = behind(spec, producer, lambda step: step.operator.kind is Kind.POOL, lambda step: whole_channels(step, training))
+    return found if found and found.operator.rank == producer.operator.rank else None
 
 
 @dataclass(frozen=True)
@@ -95,7 +87,7 @@ def _axes(producer: Step, pool: Step) -> list[_Axis] | None:
     for axis in range(rank):
         size, apart = (numbers[3 - rank + axis] for numbers in (window.size, window.stride))
         given = [values[key][axis] for key in ("kernel_size", "stride", "padding", "dilation")]
-        made = (_transposed if "output_padding" in values else _plain)(*given, size, apart)
+        made = (_transposed if transposed(producer) else _plain)(*given, size, apart)
         if made is None or not all(made.sums) or len(made.sums) > MOST_TAPS or given[0] > MOST_TAPS:
             return None
         found.append(made)
@@ -125,7 +117,7 @@ def _transposed(taps: int, stride: int, padding: int, dilation: int, size: int, 
 def _rewritten(spec: Spec, producer: Step, pool: Step, axes: list[_Axis]) -> tuple[Spec, tuple[Derived, ...]] | None:
     window, rank = window_of(pool), producer.operator.rank
     weight = producer.parameters[0]
-    swaps = "output_padding" in producer.values
+    swaps = transposed(producer)
     how = ByTaps(tuple(axis.sums for axis in axes), 1.0 / math.prod(window.size), swaps)
     channels = {key: producer.values[key] for key in ("in_channels", "out_channels", "bias")}
     conv = new_step(
@@ -140,5 +132,3 @@ def _rewritten(spec: Spec, producer: Step, pool: Step, axes: list[_Axis]) -> tup
     shape = (producer.values["out_channels"], producer.values["in_channels"], *how.counts)
     return left, (Derived(producer.key(weight), shape, producer.key(weight), weight.shape, how),)
 
-
-__all__ = ["MOST_TAPS", "pool_behind", "pooled_taps", "through"]

@@ -11,14 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from codegen.algebra.chain import NEW, chain_on, end_of, joined_axes, new_step, number_of, one_each, splice
+from codegen.algebra.chain import NEW, SCALES, SHIFTS, behind, chain_on, end_of, joined_axes, new_step, number_of, one_each, splice
 from codegen.algebra.rewriting import Declined, Derived, Rewriting
 from codegen.ir.operand import c_identifier
 from codegen.numerics import FP32, ConstantError, constant
 from codegen.ops import Shape
 from codegen.spec import Spec, Step
-
-_SCALES, _SHIFTS = ("mul", "div"), ("add", "sub", "rsub")
 
 
 def row_sum(given: Rewriting) -> Rewriting | None:
@@ -40,15 +38,13 @@ def row_sum(given: Rewriting) -> Rewriting | None:
 def _fold_behind(spec: Spec, producer: Step) -> Step | None:
     """The sum or mean over the features of `producer`, with nothing in between that it does not go through."""
     last = len(producer.output_shape) - 1
-    for step in spec.chain[producer.index + 1 :]:
+
+    def through(step: Step) -> bool:
         name = step.operator.name
-        if name in ("sum", "mean"):
-            return step if joined_axes(step) == (last,) else None
-        scales = name in _SCALES and one_each(step, range(last + 1))
-        shifts = name in _SHIFTS and one_each(step, range(last))
-        if not (scales or shifts) or step.tap is not None or step.reads is not None:
-            return None
-    return None
+        return (name in SCALES and one_each(step, range(last + 1))) or (name in SHIFTS and one_each(step, range(last)))
+
+    found = behind(spec, producer, lambda step: step.operator.name in ("sum", "mean"), through)
+    return found if found and joined_axes(found) == (last,) else None
 
 
 def _work(producer: Step, rows: int) -> float:
@@ -92,7 +88,7 @@ def _taking(operator: str, owned: tuple[str, Shape]) -> Step:
 
 def _through(step: Step, fold: str, count: int, summed: Callable[..., tuple[str, Shape]]) -> Step:
     """A scale or shift as it stands behind the fold."""
-    if step.operator.name in _SCALES:
+    if step.operator.name in SCALES:
         return step
     number = number_of(step)
     if number is not None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.algebra.chain import joined_axes, new_step, size_along, splice
-from codegen.algebra.pooled_taps import MOST_TAPS, through
+from codegen.algebra.chain import behind, joined_axes, new_step, size_along, splice, transposed
+from codegen.algebra.pooled_taps import MOST_TAPS, whole_channels
 from codegen.algebra.precision import needs_single, single
 from codegen.algebra.rewriting import ByRanges, ByTaps, Derived, Rewriting
 from codegen.ir.flop import producer_flop
@@ -53,16 +53,14 @@ def _rewritten_by(given: Rewriting) -> set[str]:
 
 def _fold_behind(spec: Spec, training: bool) -> Step | None:
     """The sum or mean over leading spatial axes behind the first step, with what it goes through in between."""
-    for step in spec.chain[1:]:
-        rank = len(step.input_shape)
-        if step.operator.name in ("sum", "mean"):
-            axes = joined_axes(step)
-            return step if axes == tuple(range(2, 2 + len(axes))) else None
-        if step.operator.kind is Kind.POOL:
-            return step if "avg" in step.operator.name and grouping_of(step) is not None else None
-        if not through(step, rank, training):
-            return None
-    return None
+    ends = lambda step: step.operator.name in ("sum", "mean") or step.operator.kind is Kind.POOL  # noqa: E731
+    found = behind(spec, spec.chain[0], ends, lambda step: whole_channels(step, training))
+    if found is None:
+        return None
+    if found.operator.kind is Kind.POOL:
+        return found if "avg" in found.operator.name and grouping_of(found) is not None else None
+    axes = joined_axes(found)
+    return found if axes == tuple(range(2, 2 + len(axes))) else None
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ def _axes(producer: Step, fold: Step) -> list[_Axis] | None:
             return None
         meets: dict[tuple[int, int], list[int]] = {}
         for tap in range(taps):
-            if "output_padding" in values:  # result stride * i - padding + dilation * tap
+            if transposed(producer):  # result stride * i - padding + dilation * tap
                 first, last = -((dilation * tap - padding) // stride), (results - 1 + padding - dilation * tap) // stride + 1
             elif stride == 1:  # x's place result - padding + dilation * tap
                 first, last = dilation * tap - padding, results - padding + dilation * tap
@@ -105,21 +103,21 @@ def _axes(producer: Step, fold: Step) -> list[_Axis] | None:
 
 def _rewritten(spec: Spec, producer: Step, fold: Step, axes: list[_Axis]) -> tuple[Spec | None, tuple[Derived, ...]]:
     values, rank, summed = producer.values, producer.operator.rank, _summed(fold)
-    weight, transposed, kept = producer.parameters[0], "output_padding" in producer.values, rank - len(summed)
+    weight, turned, kept = producer.parameters[0], transposed(producer), rank - len(summed)
     by_ranges = ByRanges(tuple(axis.ranges for axis in axes))
     x_shape = (producer.input_shape[0], values["in_channels"] * by_ranges.count, *producer.input_shape[2 + len(summed) :])
     stays = tuple(tuple((tap,) for tap in range(size)) for size in values["kernel_size"][len(summed) :])
     by_taps = ByTaps(
-        (*(axis.taps for axis in axes), *stays), 1.0 / size_along(producer.output_shape, summed), swaps=transposed and not kept, front=len(summed) if transposed and kept else 0,
+        (*(axis.taps for axis in axes), *stays), 1.0 / size_along(producer.output_shape, summed), swaps=turned and not kept, front=len(summed) if turned and kept else 0,
     )  # fmt: skip
     given, gives = x_shape[1], values["out_channels"]
     if kept:
-        names = ("kernel_size", "stride", "padding", "dilation", *(("output_padding",) if transposed else ()))
+        names = ("kernel_size", "stride", "padding", "dilation", *(("output_padding",) if turned else ()))
         product = new_step(
-            f"conv{'_transpose' if transposed else ''}{kept}d", producer.name, in_channels=given, out_channels=gives, bias=values["bias"],
+            f"conv{'_transpose' if turned else ''}{kept}d", producer.name, in_channels=given, out_channels=gives, bias=values["bias"],
             **{key: values[key][len(summed) :] for key in names},
         )  # fmt: skip
-        shape = (given, gives) if transposed else (gives, given)
+        shape = (given, gives) if turned else (gives, given)
     else:
         product, shape = new_step("linear", producer.name, in_features=given, out_features=gives, bias=values["bias"]), (gives, given)
     places = tuple(1 if axis in summed else size for axis, size in enumerate(producer.output_shape))
@@ -136,5 +134,3 @@ def _rewritten(spec: Spec, producer: Step, fold: Step, axes: list[_Axis]) -> tup
         Derived(key, (*shape, *values["kernel_size"][len(summed) :]), key, weight.shape, by_taps),
     )
 
-
-__all__ = ["summed_input"]

@@ -60,5 +60,3 @@ def passes_of(spec: Spec) -> tuple[str, ...]:
     """The passes that rewrite the chain of a spec in any of its modes."""
     return tuple(dict.fromkeys(name for training in ((False, True) if spec.has_modes else (False,)) for name in rewrite(spec, training).names))
 
-
-__all__ = ["PASSES", "Pass", "passes_of", "rewrite"]

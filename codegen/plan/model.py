@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from codegen.ir.apply import Constant
@@ -86,6 +86,10 @@ class Launch:
     def arguments(self) -> tuple[str, ...]:
         """The kernel's pointers, with what takes the place of its result."""
         return self.names or tuple(self.result if name == "y" else name for name in self.kernel.arguments)
+
+    def apart(self, prefix: str) -> Launch:
+        """The same by a kernel whose name, and with it its file and symbols, begins with `prefix`."""
+        return replace(self, kernel=replace(self.kernel, name=f"{prefix}_{self.kernel.name}"))
 
 
 @dataclass(frozen=True)

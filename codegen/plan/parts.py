@@ -205,8 +205,7 @@ def _renamed(spec: Spec, step: Launch | Library, number: int, part: Part) -> Lau
     if isinstance(step, Library):
         return replace(step, arguments=tuple(map(name, step.arguments)), out=name(step.out))
     names = tuple(map(name, step.arguments))
-    kernel = replace(step.kernel, name=f"part{number}_{step.kernel.name}")
-    return replace(step, kernel=kernel, prepares=tuple(map(name, step.prepares)), part=part.plan.spec, names=names)
+    return replace(step.apart(f"part{number}"), prepares=tuple(map(name, step.prepares)), part=part.plan.spec, names=names)
 
 
 def _buffers(spec: Spec, number: int, part: Part) -> Iterator[Buffer]:

@@ -128,9 +128,6 @@ def _apart(plan: Plan) -> tuple[Step, ...]:
         if isinstance(step, Library):
             made.append(replace(step, arguments=arguments, out=name(step.out)))
         else:
-            kernel = replace(step.kernel, name=f"evaluation_{step.kernel.name}")
-            made.append(replace(step, kernel=kernel, names=arguments, part=step.part or plan.spec, prepares=tuple(map(name, step.prepares))))
+            made.append(replace(step.apart("evaluation"), names=arguments, part=step.part or plan.spec, prepares=tuple(map(name, step.prepares))))
     return tuple(made)
 
-
-__all__ = ["plan_rewritten"]

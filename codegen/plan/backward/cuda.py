@@ -11,7 +11,7 @@ Where poolings follow the norm, the winner and the gradient of each window are n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from codegen.ir.apply import Apply, Constant
 from codegen.ir.operand import c_identifier
@@ -129,7 +129,7 @@ def plan_backward_cuda(spec: FusedSpec, target: Target, device: DeviceClass) -> 
 def _behind_the_producer(spec: FusedSpec, head: FusedSpec, stages: tuple[Segment, ...], target: Target, device: DeviceClass) -> Plan:
     """The forward from the producer's result on: the norm kernel with the whole head, then the stages. Names of its own keep it apart from the forward's."""
     norm = plan_norm(head, target, device, source="t0", apply_before=True, producer_bias=None, statistics=None)
-    steps = tuple(replace(step, kernel=replace(step.kernel, name=f"backward_{step.kernel.name}")) for step in norm.steps)
+    steps = tuple(step.apart("backward") for step in norm.steps)
     return plan_stages(spec, Plan(head, target, device, steps, norm.buffers, floor(spec, device), ()), stages, apart=True)
 
 

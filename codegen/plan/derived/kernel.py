@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -73,10 +74,12 @@ class RangesKernel(DerivingKernel):
     width: int
     keeps: bool
 
-    def inside(self, axis: int, number: int, place: str) -> str:
-        """C: is `place` of an axis in its range of that number? Empty where every place is."""
-        (first, last), size = self.ranges[axis][number], self.sizes[axis]
-        tests = ([f"{place} >= {first}"] if first else []) + ([f"{place} < {last}"] if last < size else [])
+    def inside(self, numbers: tuple[int, ...], places: tuple[str, ...], first_axis: int = 0) -> str:
+        """C: are `places`, from `first_axis` on, in their axes' ranges of these `numbers`? Empty where all places are."""
+        tests = []
+        for axis, (number, place) in enumerate(zip(numbers, places, strict=False), first_axis):
+            (first, last), size = self.ranges[axis][number], self.sizes[axis]
+            tests += ([f"{place} >= {first}"] if first else []) + ([f"{place} < {last}"] if last < size else [])
         return " && ".join(tests)
 
     def ends(self, numbers: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -86,10 +89,7 @@ class RangesKernel(DerivingKernel):
     @property
     def combinations(self) -> list[tuple[int, ...]]:
         """The numbers of ranges of all axes, in the order of the result."""
-        found: list[tuple[int, ...]] = [()]
-        for listed in self.ranges:
-            found = [(*numbers, number) for numbers in found for number in range(len(listed))]
-        return found
+        return list(itertools.product(*(range(len(listed)) for listed in self.ranges)))
 
 
 def taps_kernel(tensor: Derived, precision: Precision, target: Target) -> TapsKernel:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from codegen.algebra import ByChain, ByTaps, Derived
 from codegen.ir.chain import segments_of
 from codegen.ir.operand import c_identifier
+from codegen.ir.value import value_name
 from codegen.numerics import FP32
 from codegen.plan.derived.kernel import ranges_kernel, taps_kernel
 from codegen.plan.model import Buffer, Launch
@@ -48,14 +49,11 @@ def _by_chain(spec: Spec, tensor: Derived, target: Target, device: DeviceClass) 
         kernels, between = plan_segment(part, segment, name, target, device)
         if segment.last < len(part.chain):
             between = [*between, Buffer(f"{tensor.buffer}:{segment.gives.name}", segment.gives.shape, segment.gives.storage.dtype)]
-        names = {"x": tensor.source, "y": tensor.buffer} | {value: f"{tensor.buffer}:{value}" for value in _inner(part)}
+        inner = (value_name(part, place) for place in range(len(part.chain) - 1))
+        names = {"x": tensor.source, "y": tensor.buffer} | {value: f"{tensor.buffer}:{value}" for value in inner}
         for kernel in kernels:
             yield Launch(kernel, part=part, names=tuple(names.get(argument, argument) for argument in kernel.arguments)), between
             between = []
-
-
-def _inner(part: Spec) -> list[str]:
-    return [f"value:{place}" for place in range(len(part.chain))]
 
 
 def _part(spec: Spec, tensor: Derived) -> Spec:
