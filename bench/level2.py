@@ -22,12 +22,12 @@ from rich.console import Console
 from bench import harness, store
 from bench.children import Result, child_command, run_jobs
 from bench.jobs import EXAMINED
+from bench.level2_case import rewritable
 from bench.level2_classes import ORDINARY, class_of
 from bench.machine import Machine, cards
 from bench.store import LEVEL2, RESULTS, Record
 from bench.sweep.draw import footprint
 from bench.sweep.summary import geometric_mean
-from codegen.algebra import passes_of
 from codegen.plan import Refusal
 from codegen.spec import Spec, SpecError, load_spec
 from runtime.resources import usable_cores
@@ -75,11 +75,8 @@ class Problem:
 
     @cached_property
     def rewritable(self) -> bool:
-        """Does any pass of algebra rewrite its chain? False of a spec that cannot be read."""
-        try:
-            return bool(passes_of(load_spec(self.path, self.precision)))
-        except SpecError:
-            return False
+        """Does any pass of algebra rewrite its chain?"""
+        return rewritable(self.path, self.precision)
 
     @property
     def identity(self) -> Record:

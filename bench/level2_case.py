@@ -27,6 +27,7 @@ from bench.records import present_manifest
 from bench.subject import Emitted, Subject, construct, emit, target_for
 from bench.timing import interleaved
 from bench.verify import Finding, rounded, verify
+from codegen.algebra import passes_of
 from codegen.plan import Refusal
 from codegen.spec import SpecError, load_spec
 from codegen.targets import DEVICES, preference
@@ -56,6 +57,14 @@ def evidence_key(entry: Mapping[str, Any]) -> str:
     """The digest of what a target runs, library steps too: what a measurement is evidence for."""
     runs = [entry["source_key"], entry["steps"], entry.get("training")]
     return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()
+
+
+def rewritable(path: str, precision: str) -> bool:
+    """Does any pass of algebra rewrite the chain of a spec today? False of one that cannot be read, or is gone."""
+    try:
+        return bool(passes_of(load_spec(path, precision)))
+    except SpecError:
+        return False
 
 
 def todays_key(path: str, precision: str, target: str, card: str = "", algebra: bool = True) -> str | None:

@@ -211,7 +211,7 @@ def pooled(spec: Spec, ours: Sequence[Errors], by: Sequence[Yardsticks], benchma
     outside = None if None in counts else max(math.floor(few * sum(counts)), 0 if _none_outside(spec, benchmark, *by) else _excused(found, by))
     groups = {which: factor * root_mean_square([allowed_group(one, most, which) for one, most in zip(by, limits, strict=True)]) for which in GROUP_LABELS}
     over = f" over {len(ours)} draws"
-    yardsticks = [max((one.eager_fp32, one.tf32 or one.eager_fp32) if spec.precision.name in ("fp32", "tf32") else (one.eager,), key=lambda e: e.relative) for one in by]
+    yardsticks = [max(filter(None, (one.eager, one.tf32)), key=lambda errors: errors.relative) for one in by]
     if pooled_errors(yardsticks).relative <= NO_DIGIT:
         return allowed, outside, _exceeded(found, allowed, outside, groups, over)
     most = (1 + 2 * (few - 1)) * margin_of(spec) * pooled_errors(yardsticks).middle  # medians scatter more than means do

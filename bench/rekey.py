@@ -26,14 +26,13 @@ from rich.console import Console
 
 from bench import same_code, store
 from bench.kernelbench import Run
-from bench.level2_case import evidence_key
+from bench.level2_case import evidence_key, rewritable
 from bench.records import PREPARED
 from bench.same_code import Unit
 from bench.store import EVIDENCE, KERNELBENCH, LEVEL2, RESULTS, SANITIZE, SWEEP, Kind, Record
 from codegen import index
-from codegen.algebra import passes_of
 from codegen.manifest import source_key
-from codegen.spec import SpecError, load_spec
+from codegen.spec import load_spec
 from codegen.targets import DEVICES, TARGETS
 from runtime.resources import usable_cores
 
@@ -113,20 +112,12 @@ def claims_of(kind: Kind, card: str, record: Record, specs: Mapping[str, str]) -
     elif kind is KERNELBENCH:
         yield claim(Wanted(Run(record["problem"], record["shapes"], precision).spec.path, precision), "targets", record["target"])
     elif kind is LEVEL2:
-        package = Wanted(record["path"], precision, algebra=record.get("algebra", False) or not _rewritable(record["path"], precision))
+        package = Wanted(record["path"], precision, algebra=record.get("algebra", False) or not rewritable(record["path"], precision))
         yield claim(package, "targets", record["target"], key_of=evidence_key)
         if record.get("harness", {}).get("key"):
             yield claim(package, STANDALONE, record["target"], ("harness",))
     elif kind is SWEEP:
         yield claim(Wanted(f"{record['package']}.yaml", precision, record["spec"], device=record["device_class"]), "targets", record["target"])
-
-
-def _rewritable(path: str, precision: str) -> bool:
-    """Does today's generator rewrite the chain of a spec? False where there is no such spec any more."""
-    try:
-        return bool(passes_of(load_spec(path, precision)))
-    except SpecError:
-        return False
 
 
 def code_of(claim: Claim, folder: Path) -> Code | None:

@@ -67,7 +67,8 @@ def optimize(
         return report
 
     made = Optimized(model, Report(type(model).__name__, ""), training, precision, widen)
-    made.apart.extend(path for path, part in model.named_modules() if part in apart_of(model, apart))
+    parts = apart_of(model, apart)
+    made.apart.extend(path for path, part in model.named_modules() if part in parts)
     made.__dict__["report"] = widen(*example)
     return made
 

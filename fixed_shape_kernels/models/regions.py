@@ -227,38 +227,38 @@ def kept_state(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def kept_attributes(model: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Give the attributes of a model's modules back what they are now, at the end of the block; inside it, the names of those that changed."""
-    before = [(path, module, [(name, value, _held_in(value)) for name, value in vars(module).items()]) for path, module in model.named_modules()]
+    before = [(path, module, {name: (value, _items(value)) for name, value in vars(module).items()}) for path, module in model.named_modules()]
+
+    def added(module: nn.Module, known: dict[str, Any]) -> list[str]:
+        return [name for name in vars(module) if name not in known and not name.startswith("_tensor_constant")]  # those are torch.fx's own, and its graphs read them
 
     def changed() -> list[str]:
         found = []
-        for path, module, attributes in before:
-            now, known = vars(module), {name for name, *_ in attributes}
-            names = [name for name in now if name not in known and not name.startswith("_tensor_constant")]  # those are torch.fx's own, and its graphs read them
-            names += [name for name, value, held in attributes if now.get(name) is not value or (held is not None and not _same_items(held, _held_in(value)))]
-            found += [f"{path}.{name}" if path else name for name in names]
+        for path, module, known in before:
+            others = [name for name, (value, held) in known.items() if vars(module).get(name) is not value or not _same_items(held, _items(value))]
+            found += [f"{path}.{name}" if path else name for name in (*added(module, known), *others)]
         return found
 
     try:
         yield changed
     finally:
-        for _, module, attributes in before:
-            now, known = vars(module), {name for name, *_ in attributes}
-            for name in [name for name in now if name not in known and not name.startswith("_tensor_constant")]:
-                del now[name]
-            for name, value, held in attributes:
-                now[name] = value
-                if held is not None and not _same_items(held, _held_in(value)):
+        for _, module, known in before:
+            for name in added(module, known):
+                del vars(module)[name]
+            for name, (value, held) in known.items():
+                vars(module)[name] = value
+                if not _same_items(held, _items(value)):
                     value.clear()
-                    value.update(held if isinstance(value, dict) else (item for _, item in held)) if isinstance(value, (dict, set)) else value.extend(item for _, item in held)
+                    (value.extend if isinstance(value, (list, deque)) else value.update)(held if isinstance(value, dict) else [item for _, item in held])
 
 
-def _held_in(value: Any) -> list[tuple[Any, Any]] | None:
+def _items(value: Any) -> list[tuple[Any, Any]] | None:
     """The items of a container, None of whatever else."""
     return list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, (list, set, deque)) else None
 
 
-def _same_items(one: list[tuple[Any, Any]], other: list[tuple[Any, Any]]) -> bool:
-    return len(one) == len(other) and all(a is c and b is d or (a == c and b is d) for (a, b), (c, d) in zip(one, other, strict=True))
+def _same_items(one: list[tuple[Any, Any]] | None, other: list[tuple[Any, Any]] | None) -> bool:
+    return one is other if one is None or other is None else len(one) == len(other) and all(a is c and b is d or (a == c and b is d) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def _refused(module: nn.Module, call: Call) -> str | None:
