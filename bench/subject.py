@@ -28,6 +28,7 @@ from codegen.spec import Spec, load_spec
 from runtime import Package, RuntimeFailure
 from runtime.launch import ALLOCATION
 from runtime.library import SINGLE_ON_CPU, in_single, lacks_16_bits
+from runtime.products import within_stride
 from runtime.load import best_target
 
 SEED = 42
@@ -201,7 +202,7 @@ class Subject:
     def run_eager(self, inputs: Inputs, precision: str | None = None) -> torch.Tensor:
         """PyTorch's result at the spec's precision (or with TF32 as `precision` has it), for any number of rows. What it lacks in 16 bits on a CPU it
         computes in float32 (`eager_in_single`)."""
-        with torch.no_grad(), precision_flags(precision or self.spec.precision.name), self._masks.drawn(), self._single:
+        with torch.no_grad(), precision_flags(precision or self.spec.precision.name), self._masks.drawn(), self._single, WithinStride():
             self._begin(self.eager)
             return self.eager(*inputs)
 
@@ -224,7 +225,7 @@ class Subject:
         """The float64 result for any number of rows, with the masks of the latest eager run."""
         with torch.no_grad():
             self._begin(self._exact)
-            with self._masks.again():
+            with self._masks.again(), WithinStride():
                 return torch.cat([self._exact(*(given.double() for given in part)) for part in self._parts(inputs)])
 
     def run_tf32_model(self, inputs: Inputs) -> torch.Tensor:
@@ -269,6 +270,18 @@ class SingleOnCpu(TorchFunctionMode):
             return func(*args, **kwargs)
         self.met.add(self.LACKED[func])
         return in_single(func, *args, **kwargs)
+
+
+class WithinStride(TorchFunctionMode):
+    """Inside, a transposed convolution whose output_padding cuDNN refuses is one that it takes, of the same values. Such are float64's and eager's on a GPU."""
+
+    TRANSPOSED = frozenset(getattr(functional, f"conv_transpose{rank}d") for rank in (1, 2, 3))
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.TRANSPOSED and len(args) > 5:  # torch's modules name none: input, weight, bias, stride, padding, output_padding, groups, dilation
+            x, extra = within_stride(args[0], args[3], args[5])
+            args = (x, *args[1:5], extra, *args[6:])
+        return func(*args, **(kwargs or {}))
 
 
 class Masks:

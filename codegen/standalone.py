@@ -158,6 +158,10 @@ def _product(step: Library, plan: Plan) -> str:
     o = {key: list(value) if isinstance(value, tuple) else value for key, value in step.options.items()}
     flat = step.operation.endswith("1d")
     axes = {key: ([1 if key in ("stride", "dilation") else 0] if flat else []) + o[key] for key in ("padding", "stride", "dilation", "output_padding") if key in o}
+    if "output_padding" in o:  # cuDNN refuses one of a stride or more, which is a step of zeros at x's end
+        steps = [size // step for size, step in zip(o["output_padding"], o["stride"])]
+        axes["output_padding"] = [size % step for size, step in zip(axes["output_padding"], axes["stride"])]
+        x = f"F.pad({x}, {[size for step in reversed(steps) for size in (0, step)]})" if any(steps) else x
     operands = f"{x}.unsqueeze(2), {weight}.unsqueeze(2)" if flat else f"{x}, {weight}"
     tail = f"{o['groups']}, False, False, {tf32})" + (".squeeze(2)" if flat else "")
     if "transpose" in step.operation:

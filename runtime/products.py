@@ -25,6 +25,14 @@ def _on_cuda(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
+def within_stride(x, stride, extra):
+    """The input and ``output_padding`` of a transposed convolution for cuDNN, which refuses an ``extra`` of a stride or more: that is a step of zeros at x's end."""
+    steps = [size // step for size, step in zip(extra, stride)]
+    if not any(steps):
+        return x, list(extra)
+    return functional.pad(x, [size for step in reversed(steps) for size in (0, step)]), [size % step for size, step in zip(extra, stride)]
+
+
 class Producer:
     """A linear or a convolution: ``(x, weight, bias) -> y``, and ``derive`` for the gradients of the three.
 
@@ -65,6 +73,8 @@ class Producer:
         """cuDNN's convolution with this geometry, transposed or not; one spatial axis goes as a plane one row high."""
         transposed = self.transposed if transposed is None else transposed
         flat = len(self.stride) == 1
+        if transposed:
+            x, extra = within_stride(x, self.stride, extra)
         x, weight = (x.unsqueeze(2), weight.unsqueeze(2)) if flat else (x, weight)
         padding, stride, dilation, extra = self._axes(extra, flat)
         if transposed:
@@ -118,7 +128,8 @@ class Producer:
 
     def _input_gradient(self, grad, x, weight):
         if self.transposed:
-            return self._convolve(grad, weight, [], False, True, transposed=False)
+            made = self._convolve(grad, weight, [], False, True, transposed=False)
+            return made[(..., *(slice(size) for size in x.shape[2:]))].contiguous()  # an output_padding of a stride or more holds windows of no input
         reached = [
             (out - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1
             for out, stride, padding, dilation, kernel in zip(grad.shape[2:], self.stride, self.padding, self.dilation, weight.shape[2:])

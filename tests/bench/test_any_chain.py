@@ -12,7 +12,7 @@ from bench.data import Draw
 from bench.families import FAMILIES
 from bench.machine import describe
 from bench.measure import measure
-from bench.subject import Subject, construct, emit
+from bench.subject import Subject, WithinStride, construct, emit
 from bench.sweep.judge import judge
 from bench.timing import Ceilings
 from bench.verify import STATE_MARGIN, _examine, state_problems, table_of, verify
@@ -216,3 +216,22 @@ def test_the_tf32_model_s_running_statistics_are_those_that_are_asked(tmp_path, 
     ((eager, model), exact) = asked[0]
     off = {name: float((state["bn.running_mean"].double() - exact["bn.running_mean"]).norm() / exact["bn.running_mean"].norm()) for name, state in (("eager", eager), ("model", model))}
     assert off["eager"] <= STATE_MARGIN * torch.finfo(torch.float32).eps < off["model"] < 1e-2
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_an_output_padding_that_cudnn_refuses_is_one_that_it_takes(rank):
+    given = []
+    original = getattr(F, f"conv_transpose{rank}d")
+    layer = getattr(torch.nn, f"ConvTranspose{rank}d")(3, 4, 2, stride=2, dilation=6, output_padding=5).double()
+    x = torch.randn(2, 3, *(4, 3, 5)[:rank], dtype=torch.float64)
+
+    class Noting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is original:
+                given.append(list(args[5]))
+            return func(*args, **(kwargs or {}))
+
+    with Noting(), WithinStride():
+        y = layer(x)
+    torch.testing.assert_close(y, layer(x), rtol=1e-12, atol=1e-12)
+    assert given[0] == [1] * rank

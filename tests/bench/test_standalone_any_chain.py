@@ -56,6 +56,12 @@ chain:
   - softmax: {dim: 1}
   - flatten
 """,
+    "excess": """\
+input: {shape: [5, 7, 6]}
+chain:
+  - conv_transpose2d: {name: conv, in_channels: 5, out_channels: 3, kernel_size: 2, output_padding: [1, 0], dilation: 2}
+  - relu
+""",
 }
 
 
@@ -70,6 +76,7 @@ class Cudnn:
         return torch.convolution(x, weight, None, stride, padding, dilation, False, [0] * len(stride), groups)
 
     def cudnn_convolution_transpose(self, x, weight, padding, extra, stride, dilation, groups, benchmark, deterministic, tf32):
+        assert all(size < step for size, step in zip(extra, stride)), "cuDNN takes no output_padding of a stride or more"
         self.tf32.append(tf32)
         return torch.convolution(x, weight, None, stride, padding, dilation, True, extra, groups)
 

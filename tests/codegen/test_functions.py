@@ -140,6 +140,16 @@ SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38, -3.4e38, 1e-40, 
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
+def test_mish_above_0_errs_by_what_it_takes_off(library: ctypes.CDLL, language: str) -> None:
+    v = dense()
+    v = v[v > 0]
+    expected = F.mish(torch.from_numpy(v).double())
+    error = (call(library, language, "mish", v).double() - expected).abs() / expected.clamp(min=TINY)
+    assert float(error.max()) <= 4 * UNIT
+    assert float(error[torch.from_numpy(v) > 1].square().mean().sqrt()) <= 0.5 * UNIT
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_error(library: ctypes.CDLL, language: str, name: str) -> None:
     case, v = FORWARD[name], dense()

@@ -26,6 +26,7 @@ def calls(monkeypatch):
 
     def transposed(x, weight, padding, output_padding, stride, dilation, groups, benchmark, deterministic, allow_tf32):
         assert (benchmark, deterministic) == (False, True)
+        assert all(extra < step for extra, step in zip(output_padding, stride)), "cuDNN takes no output_padding of a stride or more"
         seen.append((tuple(x.shape), tuple(weight.shape), allow_tf32))
         return getattr(functional, f"conv_transpose{x.dim() - 2}d")(x, weight, None, stride, padding, output_padding, groups, dilation)
 
@@ -55,6 +56,8 @@ TRANSPOSED = {
     "plain": (3, 8, (3, 3), {}), "strided": (4, 6, (3, 2), {"stride": (2, 3), "padding": (1, 0), "output_padding": (1, 2)}),
     "kernel is stride": (4, 6, (2, 2), {"stride": (2, 2)}), "grouped": (6, 9, (3, 3), {"groups": 3, "stride": (2, 2), "dilation": (2, 1)}),
     "line": (3, 4, (5,), {"stride": (2,), "padding": (2,), "output_padding": (1,)}),
+    "extra of a stride": (4, 6, (2, 3), {"dilation": (2, 4), "stride": (1, 3), "output_padding": (1, 2)}),
+    "line, extra of more": (3, 4, (2,), {"stride": (2,), "dilation": (6,), "output_padding": (5,), "padding": (1,)}),
     "volume": (4, 2, (3, 3, 3), {"stride": (2, 2, 2), "padding": (1, 1, 1), "output_padding": (1, 1, 1), "groups": 2}),
 }  # fmt: skip
 SIZES = (7, 8, 5)

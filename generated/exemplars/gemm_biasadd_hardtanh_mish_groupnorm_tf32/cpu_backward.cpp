@@ -80,12 +80,14 @@ inline float hardtanh_grad(float v, float lo, float hi) {
   return v > lo && v < hi ? 1.0f : 0.0f;
 }
 
-// v * tanh(log(1 + e^v)) = v n / (n + 2) with n = e^v (e^v + 2): one exponential, error at most 8 units; from v = 20
-// on, n / (n + 2) rounds to 1.
+// v tanh(log(1 + e^v)) with n = e^v (e^v + 2): v n / (n + 2) below 0, where it is small, error at most 8 units; v - 2 v
+// / (n + 2) above, error at most 4; v itself from 20 on.
 inline float mish(float v) {
-  const float e = exponential(v > 20.0f ? 20.0f : v);
+  const float c = v > 20.0f ? 20.0f : v;
+  const float e = exponential(c);
   const float n = e * (e + 2.0f);
-  return v * divide(n, n + 2.0f);
+  const float q = divide(v < 0.0f ? n : 2.0f, n + 2.0f);
+  return v < 0.0f ? v * q : v - c * q;
 }
 
 // The operators before the norm.
