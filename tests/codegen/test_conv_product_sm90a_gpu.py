@@ -182,4 +182,5 @@ def test_one_product_keeps_infinities_nans_and_zeros_and_repeats_itself(one_prod
     x[-1].view(-1)[-5] = float("nan")
     reference, y = exact(eager, x).to(x.dtype), ours(x)
     assert torch.equal(torch.isnan(y), torch.isnan(reference)) and torch.equal(torch.isinf(y), torch.isinf(reference))
-    assert torch.equal(ours(torch.zeros_like(x)), eager(torch.zeros_like(x)))
+    zeros = torch.zeros_like(x)  # a norm of equal values is 0, of which eager leaves what the mean rounds off
+    torch.testing.assert_close(ours(zeros), exact(eager, zeros).to(x.dtype), rtol=0.0, atol=1e-12)

@@ -18,12 +18,12 @@ READ_SHARE = Fitted(0.8, "share", CONV_PRODUCTS)  # of the memory's rate, at whi
 SPLIT_SHARE = Fitted(0.75, "share", CONV_PRODUCTS)  # of the memory's rate, at which x is split
 FOLD_GBS = Fitted(2500.0, "GB/s", CONV_PRODUCTS)  # at which rows of taps are written side by side as two halves a value
 STORED_SHARE = Fitted(0.7, "share", CONV_PRODUCTS)  # of the memory's rate, at which results leave at most
-TILE_US = Fitted(3.4, "us", CONV_PRODUCTS)  # of a tile's end, in which its warpgroups do not multiply, for 64 results of a thread
+TILE_US = Fitted(2.1, "us", CONV_PRODUCTS)  # of a tile's end, in which its warpgroups do not multiply, for 64 results of a thread
 TILE_PIXELS = 128  # of a warpgroup with 64 results of a thread
 COSTLY_US = Fitted(1.5, "us", CONV_PRODUCTS)  # more for each operator with an exponential
 FETCH_GBS = Fitted(9000.0, "GB/s", CONV_PRODUCTS)  # at which all SMs fetch operands from the L2 cache at least: 64 KB in 0.93 us each
 # The same of a tile whose end the other warpgroup's multiplications hide: for 128 results of a thread.
-TURN_US = Fitted(7.0, "us", CONV_PRODUCTS)
+TURN_US = Fitted(5.5, "us", CONV_PRODUCTS)
 TURN_COSTLY_US = Fitted(1.5, "us", CONV_PRODUCTS)
 
 
@@ -59,4 +59,5 @@ def _tile_ms(spec: FusedSpec, device: DeviceClass, layout: Layout, multiplied: f
     if not layout.form.in_turn:
         end = (TILE_US.on(device) + COSTLY_US.on(device) * costly) / 1e3 * layout.pixels * layout.columns / TILE_PIXELS
         return multiplied + end
-    return max(multiplied, (multiplied + (TURN_US.on(device) + TURN_COSTLY_US.on(device) * costly) / 1e3) / 2)
+    end = (TURN_US.on(device) + TURN_COSTLY_US.on(device) * costly) / 1e3 * layout.pixels * layout.columns / (2 * TILE_PIXELS)
+    return max(multiplied, (multiplied + end) / 2)

@@ -19,6 +19,7 @@ WIDEST_STRIDE = 8  # of pixels that the copy engine takes
 CORNERS = {3: 16, 2: 128}  # by the axes of space: a box begins and ends less than so far outside x
 OFFSETS = {3: 32, 2: 256}  # and a tap lies less than so far from the first one
 WIDEST_HALO = 8  # pixels that taps of a row may reach behind a tile
+VECTOR = 4  # results of a channel that leave together, at most
 WIDE_PHASES = 2  # along the width, whose results a thread holds at once
 
 
@@ -109,6 +110,13 @@ class Geometry:
     def contiguous(self) -> bool:
         """Do the results of a channel follow each other as the pixels do?"""
         return all(axis.step == 1 and axis.count == axis.results for axis in self.axes)
+
+    @property
+    def vector(self) -> int:
+        """Results of a channel that always follow each other in memory, from a multiple of as many on: a lane stores them together."""
+        width = self.axes[2]
+        row = math.prod(axis.results for axis in self.axes) if self.contiguous else math.gcd(width.results, width.count * self.wide_phases)
+        return math.gcd(row, VECTOR)
 
 
 def rows_of(spec: FusedSpec, of_phases: bool) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from codegen.ir.operand import c_identifier
 from codegen.numerics import FP32, Precision, float_literal
 from codegen.plan.conv_product_sm90a.forms import operand_type
 from codegen.plan.conv_product_sm90a.geometry import Geometry, Tap
-from codegen.plan.conv_product_sm90a.layout import CONSUMERS, THREADS, Layout
+from codegen.plan.conv_product_sm90a.layout import CONSUMERS, LANES, THREADS, Layout
 from codegen.plan.conv_product_sm90a.operands import WEIGHT_UNSCALE, X_COUNTS, X_UNSCALE, input_constants, near_constant, operand_names, weight_constants
 from codegen.plan.model import Kernel
 from codegen.plan.shared.halves import RESTORED
@@ -26,7 +26,7 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 * 24 + 256 * 240 = 64512
 @dataclass(frozen=True)
 class ConvProductKernel(Kernel):
     """The multiplication with its epilogue. `costly`: operators that take exponentials; `channel_tail`, `pixel_tail`: tiles that reach behind the last
-    channel, or pixel of a sample; `paired`: two results that follow each other leave as one word. `storage` is the type of the parameters, `result` that of y;
+    channel, or pixel of a sample. `storage` is the type of the parameters, `result` that of y;
     `operand_type` that of what is multiplied."""
 
     layout: Layout | None = None
@@ -47,7 +47,6 @@ class ConvProductKernel(Kernel):
     storage: Precision = FP32
     result: Precision = FP32
     operand_type: str = "__half"
-    paired: bool = False
 
     registers_a = exchange = False  # of the ring that it shares with the GEMM
 
@@ -96,8 +95,27 @@ class ConvProductKernel(Kernel):
 
     @property
     def wide_pointers(self) -> tuple[str, ...]:
-        """C names of the tensors that the copy engine reads."""
-        return (self.input_operand, self.weight_operand)
+        """C names of the tensors that the copy engine reads, and of what is stored several results at a time."""
+        return (self.input_operand, self.weight_operand, *(("y",) if self.geometry.vector > 1 else ()))
+
+    @property
+    def rows_at_once(self) -> int:
+        """Channels whose runs a warp's lanes take together."""
+        return LANES * self.geometry.vector // self.layout.run
+
+    @property
+    def at_once(self) -> int:
+        """Accesses that a lane finishes side by side: of 16 results, or 8 of costly operators; 8 accesses at most, 4 where a thread has two columns of those."""
+        most = 4 if self.costly and self.wide_phases > 1 else 8
+        return min((8 if self.costly else 16) // self.geometry.vector, most)
+
+    @property
+    def result_word(self) -> str:
+        """C: the type of the results that a lane stores together."""
+        vector = self.geometry.vector
+        if vector == 1:
+            return self.result.c_type
+        return f"float{vector}" if self.result.itemsize == 4 else {2: "uint32_t", 4: "uint2"}[vector]
 
     @property
     def weight_parts(self) -> int:
@@ -275,16 +293,8 @@ def conv_kernel(spec: FusedSpec, target: Target, geometry: Geometry, layout: Lay
         layout, geometry, pointers, (*plain, *split, *scales, *own, y), c_identifier(spec.weight), finish, called(items),
         (0,) * lost + tuple(values["padding"]), (1,) * lost + tuple(values["dilation"]),
         costly(items), units, channel_tiles, spec.channels % layout.tile_channels != 0, geometry.pixels % layout.tile_pixels != 0, debug,
-        spec.precision, spec.result, types, _paired(spec, geometry),
+        spec.precision, spec.result, types,
     )  # fmt: skip
-
-
-def _paired(spec: FusedSpec, geometry: Geometry) -> bool:
-    """Whether all results of 16 bits come in pairs that begin at words: two of a row, or two columns of a pixel."""
-    width = geometry.axes[2]
-    whole = math.prod(spec.producer.output_shape[2:]) % 2 == 0
-    rows = geometry.contiguous or (width.results % 2 == 0 and (geometry.wide_phases == 2 or width.count % 2 == 0))
-    return spec.result.itemsize == 2 and whole and rows
 
 
 def units_of(spec: FusedSpec, geometry: Geometry, layout: Layout) -> int:
@@ -377,8 +387,9 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
         ("kWeightTapBytes", layout.tile_channels * layout.row_bytes, "bytes of W for a tap"),
         ("kGroupSteps", layout.group_steps, "multiplications along K in a group"),
         ("kHalo", geometry.halo, "pixels behind those of a tile that its taps read"),
+        ("kRun", layout.run, "results of a channel that a warp turns around at a time"),
         ("kStagedPitch", layout.staged_pitch, "floats from one channel that a warp has staged to the next: its lanes meet no bank twice"),
-        ("kStagedAt", stages * layout.stage_bytes, "offset of the staged sums, 16 channels x 32 results of each warp"),
+        ("kStagedAt", stages * layout.stage_bytes, "offset of the staged sums, 16 channels x kRun results of each warp"),
         ("kBarriersAt", stages * layout.stage_bytes + layout.staged_bytes, "offset of the barriers: full and empty"),
         ("kSharedBytes", kernel.smem_bytes, "bytes of shared memory"),
     ]

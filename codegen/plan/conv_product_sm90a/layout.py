@@ -15,12 +15,14 @@ from codegen.plan.conv_product_sm90a.geometry import Geometry
 from codegen.plan.model import Refusal
 
 CONSUMERS = 2  # warpgroups that multiply
+LANES = 32  # of a warp
 THREADS = 128 * (1 + CONSUMERS)
 ROW_HALVES = 64  # of a row of 128 bytes, which the swizzle covers
 GROUP_K = 16  # of one multiplication
 BARRIER_BYTES = 8
 PATTERN_BYTES = 1024  # of the swizzle
 LEAST_STAGES = 3
+RUNS = (64, 32)  # results of a channel that a warp turns around at a time: the longer, unless it shortens the steps of K
 MOST_UNROLLED = 9  # stages of 64 channels
 MOST_TAPS = 5  # of 16 channels, which are a stage together where sums are not promoted
 PROMOTED_PIXELS = {1: 128, 2: 96}  # of a warpgroup, by the columns of results that a pixel gives: with two, 96 sums and 48 of two groups in flight
@@ -33,7 +35,7 @@ class Layout:
     `block` channels make a step, `blocks` of them a tap; `taps` of a stage, of which each has a step. `form`: the operands' parts, and who shares a tile.
     `pixels` of a warpgroup: the two have 64 channels each of the same pixels, the same 64 channels and pixels of their own, or tiles of their own in turn. Where
     the taps of a stage are `shared`, they read the same pixels, each `tap_step` further on, and the last `halo` behind the tile. `unrolled` stages are
-    multiplied without a pause. `columns` of results that a pixel gives.
+    multiplied without a pause. `columns` of results that a pixel gives. A warp turns `run` results of each of its channels around at a time.
     """
 
     form: Form
@@ -47,6 +49,7 @@ class Layout:
     tap_step: int = 1
     unrolled: int = 1
     columns: int = 1
+    run: int = RUNS[0]
 
     @property
     def parts(self) -> int:
@@ -102,8 +105,8 @@ class Layout:
 
     @property
     def staged_pitch(self) -> int:
-        """Floats from one channel to the next of the results on their way out: 32, and what keeps the pairs of four rows, or the fours of two, in banks of their own."""
-        return 32 + 8 * self.columns
+        """Floats from one channel to the next of the results on their way out: a run, and what keeps the pairs of four rows, or the fours of two, in banks of their own."""
+        return self.run + 8 * self.columns
 
     @property
     def staged_bytes(self) -> int:
@@ -150,7 +153,9 @@ def layout_of(form: Form, channels: int, results: int, geometry: Geometry, limit
     found = []
     for block, blocks in _blocks_of(channels):
         taps = len(row) if geometry.shared else _taps_of(form, geometry) if block == GROUP_K else 1
-        found.append(Layout(form, block, blocks, taps, tile_channels, pixels, geometry.shared, geometry.halo, _tap_step(geometry), columns=columns))
+        for run in RUNS:
+            if run <= LANES * geometry.vector:
+                found.append(Layout(form, block, blocks, taps, tile_channels, pixels, geometry.shared, geometry.halo, _tap_step(geometry), columns=columns, run=run))
     layout = next((layout for layout in found if layout.stages(limit) >= LEAST_STAGES), None)
     if layout is None:
         raise Refusal(f"a row of {len(row)} taps leaves no room for {LEAST_STAGES} stages in shared memory")

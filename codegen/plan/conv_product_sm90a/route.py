@@ -36,8 +36,7 @@ class Detail:
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
-    """The taps along the width each by itself, as channels, or as a row that shares its pixels, the fastest first. In fp32 the last of these comes last: its
-    results are verified on a card, and its time is not measured yet. Raises Refusal where the convolution is not served."""
+    """The taps along the width each by itself, as channels, or as a row that shares its pixels, the fastest first. Raises Refusal where the convolution is not served."""
     spec = request.form
     _check(spec)
     in_turn = form_of(spec.precision).in_turn
@@ -49,7 +48,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
             reason = far
     if not found:
         raise reason
-    return tuple(sorted(found, key=lambda offer: (offer.detail.geometry.shared and not in_turn, offer.ms)))
+    return tuple(sorted(found, key=lambda offer: offer.ms))
 
 
 def _offer(request: Request, geometry: Geometry) -> Offer:
