@@ -30,6 +30,7 @@ CASES = {
     "few_channels": product(2, 3, 40, 5, (33, 35), padding=2, bias=False, tail=(scale(40, 2),)),
     "pairs_of_taps": product(2, 16, 64, 3, (26, 30), padding=1),
     "dilated": product(2, 128, 256, 3, (24, 25), dilation=3, padding=3),
+    "few_results": product(3, 8, 16, 3, (5, 12, 30), tail=("relu", scale(16, 3))),
     "one_axis": product(1, 48, 80, 9, 301, stride=4, padding=4),
     "three_axes": product(3, 32, 64, 3, (9, 17, 18), padding=1),
     "three_axes_strided": product(3, 24, 24, 3, (11, 20, 23), stride=(2, 1, 2), padding=(1, 1, 0), dilation=(2, 2, 1)),

@@ -14,7 +14,7 @@ from codegen.ops.windows import window_count
 from codegen.plan import Launch, plan
 from codegen.plan.conv_product_sm90a.forms import FORMS, form_of
 from codegen.plan.conv_product_sm90a.geometry import geometry_of, rows_of
-from codegen.plan.conv_product_sm90a.kernel import ordered_taps
+from codegen.plan.conv_product_sm90a.kernel import conv_kernel, ordered_taps
 from codegen.plan.conv_product_sm90a.layout import layout_of
 from codegen.plan.conv_product_sm90a.route import CONV_PRODUCT_SM90A, offers
 from codegen.plan.model import Refusal
@@ -93,6 +93,28 @@ def test_stages_fit_and_swizzle_patterns_begin_where_they_must(tmp_path, name, r
     assert places == list(range(0, math.prod(geometry.kernel), geometry.folded_taps))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_runs_are_multiplied_with_every_tap_once(tmp_path, name, precision):
+    spec, form = FusedSpec.of(read(tmp_path, CASES[name], precision)), FORMS[precision]
+    if "runs" not in rows_of(spec, form.in_turn):
+        return
+    geometry = geometry_of(spec, "runs", form.in_turn)
+    layout = layout_of(form, spec.input_shape[1], spec.channels, geometry, LIMIT)
+    kernel = conv_kernel(spec, TARGETS["sm_90a"], geometry, layout, 132, False, ())
+    assert layout.stages(LIMIT) >= 3 and layout.shared_bytes(layout.stages(LIMIT)) <= LIMIT
+    rows = Counter()
+    for one in kernel.multiplications:
+        assert one.weight + layout.weight_tap // layout.parts <= layout.weight_part + one.weight % layout.weight_tap
+        for place in (one.input, *([one.input + one.lead] if one.lead is not None else [])):  # in bytes of high halves: a piece of a run, and a tap's offset in it
+            piece, offset = divmod(place, layout.run_bytes)
+            rows[one.column, piece, offset // 16] += 1
+            assert offset % 16 == 0 and offset + layout.tile_pixels * 16 <= layout.run_bytes
+    taps = zip(geometry.row_columns, (offset for _, offset in geometry.row_taps), strict=True)
+    assert rows == Counter((column, piece, offset) for column, offset in taps for piece in range(layout.block // 8))
+    assert geometry.gathered >= geometry.pixels + max(kernel.offsets) + geometry.halo and geometry.pixels <= math.prod(axis.count for axis in geometry.axes)
+
+
 @pytest.mark.parametrize("precision", FORMS)
 @pytest.mark.parametrize("name", CASES)
 def test_operands_are_split_or_arranged_and_then_multiplied(tmp_path, name, precision):
@@ -133,8 +155,8 @@ def test_weights_that_stay_are_split_once(tmp_path):
         (product(2, 64, 64, 3, 32, groups=4), "groups: 4: the convolution as a product serves one group"),
         (product(2, 64, 64, 3, 32, transposed=True, stride=3), "results of a transposed convolution are 3 apart along the width"),
         (product(2, 64, 64, 3, 64, stride=9), "stride: 9 along the height is more than the 8"),
-        (product(3, 64, 64, 3, 40, padding=17), "padding: the windows along the depth reach further beyond x"),
-        (product(3, 64, 64, 3, 80, padding=16, dilation=16), "kernel_size: the taps along the depth lie further apart"),
+        (product(3, 64, 64, 3, 40, padding=17, stride=2), "padding: the windows along the depth reach further beyond x"),
+        (product(3, 64, 64, 3, 80, padding=16, dilation=16, stride=(1, 1, 2)), "kernel_size: the taps along the depth lie further apart"),
         (product(2, 8192, 64, 3, 16), "a filter of 73728 values is longer"),
     ],
 )
@@ -157,7 +179,8 @@ def test_values_of_16_bits_are_multiplied_as_they_come(tmp_path, precision):
 def test_no_zero_of_a_missing_tap_meets_a_value_that_nobody_looked_at(tmp_path, name):
     """It may be infinite, and their product is not a number."""
     asked = request_for(CONV_PRODUCT_SM90A, read(tmp_path, CASES[name], "fp16"), DEVICES["h200"])
-    assert all(None not in ordered_taps(offer.detail.geometry, offer.detail.layout) for offer in offers(asked))
+    found = [(offer.detail.layout.paired, ordered_taps(offer.detail.geometry, offer.detail.layout)) for offer in offers(asked)]
+    assert all(paired or None not in taps for paired, taps in found)  # that of a pair meets zeros that the kernel itself has stored
 
 
 def test_costly_operators_stay_with_a_convolution_that_hides_them(tmp_path):
@@ -172,8 +195,9 @@ def test_the_cuda_cores_convolve_where_they_are_estimated_faster(tmp_path):
 
 
 def test_few_channels_take_the_taps_along_the_width_with_them(tmp_path):
-    few, many = (offers(request_for(CONV_PRODUCT_SM90A, read(tmp_path, product(2, channels, 64, 3, 128, batch=64)), DEVICES["h200"])) for channels in (8, 64))
-    assert few[0].choice.settings["row"] == "folded" and many[0].choice.settings["row"] == "apart"
+    cases = ((8, 2), (8, 1), (64, 1))
+    rows = [offers(request_for(CONV_PRODUCT_SM90A, read(tmp_path, product(2, channels, 64, 3, 128, batch=64, stride=stride)), DEVICES["h200"]))[0] for channels, stride in cases]
+    assert [offer.choice.settings["row"] for offer in rows] == ["folded", "runs", "apart"] and rows[1].detail.layout.paired
 
 
 def test_phases_with_most_taps_come_first(tmp_path):

@@ -24,7 +24,7 @@ from tests.codegen.gemm_promise import relative, round_to_tf32
 pytestmark = pytest.mark.emulated
 
 WRAPPERS = (
-    "barrier_init", "barrier_init_done", "expect_bytes", "arrive", "try_wait", "wait", "copy_box", "copy_pixels", "prefetch_map", "give_registers", "take_registers",
+    "barrier_init", "barrier_init_done", "expect_bytes", "arrive", "try_wait", "wait", "copy_box", "copy_pixels", "copy_run", "fence_async", "prefetch_map", "give_registers", "take_registers",
     "wgmma_fence", "wgmma_commit", "wgmma_wait", "wgmma", "pin",
 )  # fmt: skip
 REPLACED = {
@@ -120,7 +120,7 @@ def test_one_product_rounds_operands_or_the_result_alone(tmp_path, precision, na
 
 
 def test_all_ways_to_take_the_taps_of_a_row_are_met(tmp_path):
-    assert {row for name in ("padded", "few_channels", "phases") for row in plans_of(tmp_path, name)[1]} == {"apart", "folded", "shared"}
+    assert {row for name in ("padded", "few_channels", "phases") for row in plans_of(tmp_path, name)[1]} == {"apart", "folded", "shared", "runs"}
 
 
 def test_sums_of_one_sign_get_back_what_the_tensor_core_cuts_off(tmp_path):
@@ -134,7 +134,7 @@ def test_sums_of_one_sign_get_back_what_the_tensor_core_cuts_off(tmp_path):
     assert relative(y, expected) <= 1.05 * relative(model, expected)
 
 
-@pytest.mark.parametrize(("name", "row"), [("pairs_of_taps", "apart"), ("eight_phases_few", "shared")])
+@pytest.mark.parametrize(("name", "row"), [("pairs_of_taps", "apart"), ("eight_phases_few", "shared"), ("eight_phases_few", "runs"), ("flipped_few", "runs")])
 @pytest.mark.parametrize("precision", ROUNDED)
 def test_infinities_and_nans_of_one_product_come_out_where_they_belong(tmp_path, precision, name, row):
     spec, found = offered(tmp_path, name, row, precision)
@@ -149,7 +149,7 @@ def test_infinities_and_nans_of_one_product_come_out_where_they_belong(tmp_path,
     assert relative(y[finite], expected[finite]) <= ROUNDED[precision]
 
 
-@pytest.mark.parametrize(("name", "row"), [("pairs_of_taps", "shared"), ("three_rows", "apart"), ("few_channels", "folded")])
+@pytest.mark.parametrize(("name", "row"), [("pairs_of_taps", "shared"), ("three_rows", "apart"), ("few_channels", "folded"), ("few_channels", "runs"), ("flipped", "runs")])
 def test_values_that_halves_cannot_carry_are_computed_again(tmp_path, name, row):
     spec, found = offered(tmp_path, name, row)
     compiled(found, tmp_path)

@@ -5,22 +5,32 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.ir.apply import Constant, applies, called, costly, unique_constants
+from codegen.ir.apply import applies, called, costly
 from codegen.ir.fused_form import FusedSpec
 from codegen.ir.operand import c_identifier
-from codegen.numerics import FP32, Precision, float_literal
+from codegen.numerics import FP32, Precision
 from codegen.plan.conv_product_sm90a.forms import operand_type
 from codegen.plan.conv_product_sm90a.geometry import Geometry, Tap
-from codegen.plan.conv_product_sm90a.layout import CONSUMERS, LANES, THREADS, Layout
-from codegen.plan.conv_product_sm90a.operands import WEIGHT_UNSCALE, X_COUNTS, X_UNSCALE, input_constants, near_constant, operand_names, weight_constants
+from codegen.plan.conv_product_sm90a.layout import CONSUMERS, GROUP_K, LANES, PIECE, PIECE_BYTES, THREADS, Layout
+from codegen.plan.conv_product_sm90a.operands import WEIGHT_UNSCALE, X_COUNTS, X_UNSCALE, operand_names
 from codegen.plan.model import Kernel
-from codegen.plan.shared.halves import RESTORED
 from codegen.plan.shared.axes import AXES
 from codegen.plan.shared.pointers import Pointer
 from codegen.plan.shared.values import LoadedOperand, ValueFunction, finish_product
 from codegen.targets import Target
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # 128 * 24 + 256 * 240 = 64512 of 65536
+
+
+@dataclass(frozen=True)
+class Multiplication:
+    """One multiplication of 16 values of K: the column of results that it belongs to, bytes from the stage's W and x to its own, and from its first eight
+    values of x to the others, which are zeros where it has `lead` None."""
+
+    column: int
+    weight: int
+    input: int
+    lead: int | None
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ class ConvProductKernel(Kernel):
 
     @property
     def wide_pointers(self) -> tuple[str, ...]:
-        """C names of the tensors that the copy engine reads, and of what is stored several results at a time."""
+        """C names of the tensors that the copy engine reads 16 bytes at a time, and of what is stored several results at a time."""
         return (self.input_operand, self.weight_operand, *(("y",) if self.geometry.vector > 1 else ()))
 
     @property
@@ -106,7 +116,7 @@ class ConvProductKernel(Kernel):
     @property
     def at_once(self) -> int:
         """Accesses that a lane finishes side by side: of 16 results, or 8 of costly operators; 8 accesses at most, 4 where a thread has two columns of those."""
-        most = 4 if self.costly and self.wide_phases > 1 else 8
+        most = min(4 if self.costly and self.wide_phases > 1 else 8, self.layout.warp_channels // self.rows_at_once)
         return min((8 if self.costly else 16) // self.geometry.vector, most)
 
     @property
@@ -172,6 +182,50 @@ class ConvProductKernel(Kernel):
         return self.phases * self.wide_lists
 
     @property
+    def runs(self) -> bool:
+        return self.geometry.runs
+
+    @property
+    def weight_step(self) -> int:
+        """Bytes of W from one multiplication of a step to the next, where x lies in runs."""
+        return GROUP_K // PIECE * self.layout.tile_channels * PIECE_BYTES
+
+    @property
+    def input_step(self) -> int:
+        return GROUP_K // PIECE * self.layout.run_bytes
+
+    @property
+    def multiplications(self) -> tuple[Multiplication, ...]:
+        """Those of a stage of runs, high halves by high halves."""
+        layout, rows = self.layout, tuple(zip(self.geometry.row_columns, (offset for _, offset in self.geometry.row_taps), strict=True))
+        if not layout.paired:
+            chunks = range(layout.block // GROUP_K)
+            return tuple(
+                Multiplication(column, tap * layout.weight_tap + chunk * self.weight_step, offset * PIECE_BYTES + chunk * self.input_step, layout.run_bytes)
+                for tap, (column, offset) in enumerate(rows) for chunk in chunks
+            )  # fmt: skip
+        of_columns = [[offset for own, offset in rows if own == column] for column in range(self.wide_phases)]
+        pairs = [(column, taps[i : i + 2]) for column, taps in enumerate(of_columns) for i in range(0, len(taps), 2)]
+        return tuple(
+            Multiplication(column, number * layout.weight_tap, first * PIECE_BYTES, (second[0] - first) * PIECE_BYTES if second else None)
+            for number, (column, (first, *second)) in enumerate(pairs)
+        )
+
+    @property
+    def group_weights(self) -> tuple[int, ...]:
+        """Where W begins for each group of multiplications whose sums are promoted together, in units of 16 bytes from the stage's on."""
+        return tuple(first.weight // 16 for first in self.multiplications[:: self.layout.group_steps])
+
+    @property
+    def group_inputs(self) -> tuple[int, ...]:
+        return tuple(first.input // 16 for first in self.multiplications[:: self.layout.group_steps])
+
+    @property
+    def group_leads(self) -> tuple[int, ...]:
+        """From the first tap of a group to the other; 0 where there is none."""
+        return tuple((first.lead or 0) // 16 for first in self.multiplications[:: self.layout.group_steps])
+
+    @property
     def stage_taps(self) -> tuple[tuple[int, int], ...]:
         """Of each tap of a stage, the column of results that it belongs to, and the bytes to its pixels from the first tap's."""
         if self.layout.shared:
@@ -186,7 +240,9 @@ class ConvProductKernel(Kernel):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Of each tap, packed; one that fills a pair moves nothing."""
+        """Of each tap, in positions of a run, or packed; one that fills a pair moves nothing."""
+        if self.runs:
+            return tuple(self.geometry.flat(tap.offsets) if tap else 0 for tap in ordered_taps(self.geometry, self.layout))
         return tuple(sum(offset << 8 * axis for axis, offset in enumerate(tap.offsets)) if tap else 0 for tap in ordered_taps(self.geometry, self.layout))
 
     @property
@@ -262,9 +318,20 @@ def ordered_taps(geometry: Geometry, layout: Layout) -> tuple[Tap | None, ...]:
     for phase in geometry.phases:
         for taps in phase.taps:
             if geometry.shared:
-                taps = tuple(replace(tap, place=tap.place + place) for tap in taps for place, _ in geometry.row_taps)
+                taps = tuple(_moved(tap, place) for tap in taps for place in _row_places(geometry, layout))
             found += [*taps, *([None] * (-len(taps) % layout.taps))]
     return tuple(found)
+
+
+def _row_places(geometry: Geometry, layout: Layout) -> tuple[int | None, ...]:
+    """The numbers of the taps of a row; None where one is multiplied by zeros beside the last of a column."""
+    if not layout.paired:
+        return tuple(place for place, _ in geometry.row_taps)
+    return tuple(place for taps in geometry.windows[2].phases for place in (*(number for number, _ in taps), *([None] * (len(taps) % 2))))
+
+
+def _moved(tap: Tap, place: int | None) -> Tap | None:
+    return None if place is None else replace(tap, place=tap.place + place)
 
 
 def conv_kernel(spec: FusedSpec, target: Target, geometry: Geometry, layout: Layout, sms: int, debug: bool, notes: tuple[str, ...]) -> ConvProductKernel:
@@ -292,7 +359,7 @@ def conv_kernel(spec: FusedSpec, target: Target, geometry: Geometry, layout: Lay
         "conv", "conv_product_sm90a/conv.cu.j2", arguments, (), _summary(spec), shared, 168, THREADS, grid, notes,
         layout, geometry, pointers, (*plain, *split, *scales, *own, y), c_identifier(spec.weight), finish, called(items),
         (0,) * lost + tuple(values["padding"]), (1,) * lost + tuple(values["dilation"]),
-        costly(items), units, channel_tiles, spec.channels % layout.tile_channels != 0, geometry.pixels % layout.tile_pixels != 0, debug,
+        costly(items), units, channel_tiles, spec.channels % (layout.tile_channels // 16 * layout.warp_channels) != 0, geometry.pixels % layout.tile_pixels != 0, debug,
         spec.precision, spec.result, types,
     )  # fmt: skip
 
@@ -304,97 +371,3 @@ def units_of(spec: FusedSpec, geometry: Geometry, layout: Layout) -> int:
 
 def _summary(spec: FusedSpec) -> str:
     return " -> ".join(step.operator.name for step in spec.chain) + " in one kernel: TMA im2col, warp-specialised wgmma"
-
-
-def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant, ...]:
-    """The table of the multiplication's constants."""
-    geometry, layout = kernel.geometry, kernel.layout
-    depth, height, width = geometry.axes
-    plane = math.prod(spec.producer.output_shape[2:])
-    sample_tiles = math.ceil(geometry.pixels / layout.tile_pixels)
-    stages = layout.stages(kernel.smem_bytes)
-    rows = [
-        ("kSamples", spec.batch, "batch"),
-        *input_constants(spec, geometry),
-        ("kDepth", depth.size, "depth of x"),
-        ("kHeight", height.size, "rows of x"),
-        *weight_constants(spec, geometry),
-        *((f"kKernel{name}", size, f"size of W along the {name.lower()}") for name, size in zip(AXES, geometry.kernel, strict=True)),
-        *((f"kStride{name}", axis.stride, f"{spec.producer.operator.name}'s stride") for name, axis in zip(AXES, geometry.windows, strict=True)),
-        *((f"kStep{name}", axis.step, f"{spec.producer.operator.name}'s stride") for name, axis in zip(AXES, geometry.axes, strict=True)),
-        *((f"kPadding{name}", size, f"{spec.producer.operator.name}'s padding") for name, size in zip(AXES, kernel.paddings, strict=True)),
-        *((f"kDilation{name}", size, f"{spec.producer.operator.name}'s dilation") for name, size in zip(AXES, kernel.dilations, strict=True)),
-        *(
-            (f"kLower{name}", axis.lower, f"first pixel of the first window along the {name.lower()}")
-            for name, axis in zip(AXES, geometry.windows, strict=True)
-        ),
-        *(
-            (f"kUpper{name}", axis.upper, f"from the end of x to the end of the box of windows' first pixels, {axis.count} along the {name.lower()}")
-            for name, axis in zip(AXES, geometry.axes, strict=True)
-        ),
-        ("kOutDepth", depth.results, "depth of y"),
-        ("kOutHeight", height.results, "rows of y"),
-        ("kOutWidth", width.results, "columns of y"),
-        ("kPlane", plane, "results of a channel of a sample: " + " x ".join(map(str, spec.producer.output_shape[2:]))),
-        ("kRows", height.count, "rows of pixels" + (" of a phase" if height.step > 1 else "")),
-        ("kColumns", width.count, "columns of pixels" + (" of a phase" if width.step > 1 else "")),
-        ("kTileChannels", layout.tile_channels, "channels of a tile: rows of W, operand A"),
-        ("kWarpgroupPixels", layout.pixels, "pixels of a warpgroup"),
-        ("kTilePixels", layout.tile_pixels, "pixels of a tile: operand B"),
-        ("kSampleTiles", sample_tiles, f"tiles of a sample's {geometry.pixels} pixels"),
-        ("kChannelTiles", kernel.channel_tiles, "tiles of out_channels"),
-        ("kPhases", kernel.phases, "remainders of a result's depth and height by the stride"),
-        (
-            "kWidePhases",
-            kernel.wide_phases,
-            "remainders of a column of results by the stride: a thread has the sums of all"
-            if kernel.wide_phases > 1
-            else "a thread has the sums of a tile once",
-        ),
-        ("kTapLists", kernel.tap_lists, "lists of taps: one for each remainder"),
-        ("kTaps", kernel.taps, "taps" + (", pairs completed" if layout.taps == 2 else "") + (" of all phases" if kernel.tap_lists > 1 else "")),
-        ("kBlocks", layout.blocks, "blocks of channels of x"),
-        ("kWeightSteps", kernel.taps * layout.blocks, "steps of K: a block of channels of a tap each"),
-        ("kSteps", kernel.taps // layout.taps * layout.blocks, "stages of a tile"),
-        ("kPhaseUnits", kernel.phase_tiles, "units of a phase"),
-        ("kLastTiles", kernel.last_band, "those of a phase that are left for the last turn"),
-        ("kUnits", kernel.units, "units of work: tiles; a CTA takes one at a time"),
-        ("kGrid", kernel.blocks, f"CTAs: at most {math.ceil(kernel.units / kernel.blocks)} units each"),
-        ("kThreads", THREADS, "one warpgroup that fetches, two that multiply" + (", tiles in turn" if layout.form.in_turn else "")),
-        ("kConsumerWarps", 4 * (1 if layout.form.in_turn else CONSUMERS), f"multiplying warps{' of a tile' if layout.form.in_turn else ''}, each of which frees a stage once"),
-        ("kProducerRegisters", PRODUCER_REGISTERS, "registers of a fetching thread"),
-        ("kConsumerRegisters", CONSUMER_REGISTERS, "registers of a multiplying thread"),
-        ("kAccumulators", layout.pixels // 2, "registers of sums: 64 x kWarpgroupPixels values over 128 threads"),
-        ("kStages", stages, "stages of the ring"),
-        ("kUnrolled", layout.unrolled, "stages that are multiplied without a pause: a divisor of a tile's"),
-        ("kRowHalves", layout.row_bytes // 2, "halves of a row"),
-        (
-            "kRowBytes",
-            layout.row_bytes,
-            "bytes of a row: "
-            + f"{layout.block} channels"
-            + ("" if layout.parts == 1 else ", high halves or low ones" if layout.planes == 2 else ", high halves, then low ones"),
-        ),
-        ("kWeightPartBytes", layout.weight_part, "bytes of W in a stage" if layout.planes == 1 else "bytes of one part of W in a stage"),
-        ("kInputPartBytes", layout.input_part, "bytes of x in a stage" if layout.planes == 1 else "bytes of one part of x in a stage"),
-        ("kInputTapBytes", layout.input_tap, "bytes from the pixels of a tap to those of the next"),
-        ("kStageBytes", layout.stage_bytes, "bytes of a stage"),
-        ("kWeightLow", layout.low(layout.weight_part), "bytes from W's high halves to its low ones"),
-        ("kInputLow", layout.low(layout.input_part), "bytes from x's high halves to its low ones"),
-        ("kFetchedBytes", layout.fetched_bytes, "bytes that the copy engine brings for a stage"),
-        ("kGroups", layout.taps * layout.halves, "groups of multiplications in a stage: " + ("halves of a tap's channels" if layout.halves == 2 else "taps")),
-        ("kHalfBytes", layout.block, "bytes from a group's channels to those of the other half"),
-        ("kWeightTapBytes", layout.tile_channels * layout.row_bytes, "bytes of W for a tap"),
-        ("kGroupSteps", layout.group_steps, "multiplications along K in a group"),
-        ("kHalo", geometry.halo, "pixels behind those of a tile that its taps read"),
-        ("kRun", layout.run, "results of a channel that a warp turns around at a time"),
-        ("kStagedPitch", layout.staged_pitch, "floats from one channel that a warp has staged to the next: its lanes meet no bank twice"),
-        ("kStagedAt", stages * layout.stage_bytes, "offset of the staged sums, 16 channels x kRun results of each warp"),
-        ("kBarriersAt", stages * layout.stage_bytes + layout.staged_bytes, "offset of the barriers: full and empty"),
-        ("kSharedBytes", kernel.smem_bytes, "bytes of shared memory"),
-    ]
-    near = (near_constant(),) if layout.form.scaled else ()
-    if kernel.restored:
-        lost = float_literal(RESTORED.value * layout.block)
-        near += (Constant("kLost", lost, "of a sum that the tensor core cuts off on average, for each step of K", "float"),)
-    return (*(Constant(name, str(value), why) for name, value, why in rows), *near, *unique_constants(applies(spec, spec.before_norm)))

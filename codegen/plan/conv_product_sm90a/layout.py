@@ -2,6 +2,9 @@
 
 Rows of the accumulators are channels of y (W is operand A), columns are pixels (x is operand B). A step of K is a block of channels of one tap. The halves
 of a value lie side by side in a row of 128 bytes, or in planes of their own where a block of 64 channels fills such a row.
+
+Where x lies in runs, eight values of K of a row, 16 bytes, make a piece, and pieces of neighbouring rows follow each other: no swizzle. A run of positions is copied as it is, a
+tap moves where its matrix begins by 16 bytes a position, and where x has eight channels or fewer two taps are the two pieces of a multiplication.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ LANES = 32  # of a warp
 THREADS = 128 * (1 + CONSUMERS)
 ROW_HALVES = 64  # of a row of 128 bytes, which the swizzle covers
 GROUP_K = 16  # of one multiplication
+PIECE = 8  # values of K that lie side by side in a run
+PIECE_BYTES = 2 * PIECE
 BARRIER_BYTES = 8
 PATTERN_BYTES = 1024  # of the swizzle
 LEAST_STAGES = 3
@@ -35,7 +40,8 @@ class Layout:
     `block` channels make a step, `blocks` of them a tap; `taps` of a stage, of which each has a step. `form`: the operands' parts, and who shares a tile.
     `pixels` of a warpgroup: the two have 64 channels each of the same pixels, the same 64 channels and pixels of their own, or tiles of their own in turn. Where
     the taps of a stage are `shared`, they read the same pixels, each `tap_step` further on, and the last `halo` behind the tile. `unrolled` stages are
-    multiplied without a pause. `columns` of results that a pixel gives. A warp turns `run` results of each of its channels around at a time.
+    multiplied without a pause. `columns` of results that a pixel gives. `runs`: how x and W lie. A warp has
+    `warp_channels` of y, and turns `run` results of each of its channels around at a time.
     """
 
     form: Form
@@ -49,6 +55,8 @@ class Layout:
     tap_step: int = 1
     unrolled: int = 1
     columns: int = 1
+    runs: bool = False
+    warp_channels: int = 16
     run: int = RUNS[0]
 
     @property
@@ -68,7 +76,49 @@ class Layout:
     @property
     def planes(self) -> int:
         """Rows that the halves of a step's value are spread over."""
-        return max(1, self.block * self.parts // ROW_HALVES)
+        return 1 if self.runs else max(1, self.block * self.parts // ROW_HALVES)
+
+    @property
+    def paired(self) -> bool:
+        """Whether two taps are multiplied together: the taps of a stage are then counted with those that a last one lacks."""
+        return self.block == PIECE
+
+    @property
+    def steps(self) -> int:
+        """Steps of K of a stage."""
+        return self.taps // 2 if self.paired else self.taps
+
+    @property
+    def step_block(self) -> int:
+        """Values of K of a step."""
+        return max(self.block, GROUP_K)
+
+    @property
+    def weight_tap(self) -> int:
+        """Bytes of a step of W."""
+        return 2 * self.tile_channels * self.step_block * self.parts // self.planes
+
+    @property
+    def pieces(self) -> int:
+        """Runs of x of a stage."""
+        return self.parts * self.block // PIECE
+
+    @property
+    def run_bytes(self) -> int:
+        """Of one of them."""
+        return (self.tile_pixels + self.halo) * PIECE_BYTES
+
+    @property
+    def mapped_rows(self) -> int:
+        """Rows that the copy engine finds by a map for a stage: channels of W, and pixels."""
+        if self.runs:
+            return 0
+        return self.planes * (self.tile_channels * self.taps + (self.tile_pixels + self.halo) * (1 if self.shared else self.taps))
+
+    @property
+    def zeros_bytes(self) -> int:
+        """Of the zeros beside a tap without a partner: as far from those of the high halves as its own low ones lie from its high ones."""
+        return self.pixels * PIECE_BYTES + (self.parts - 1) * self.run_bytes if self.paired else 0
 
     @property
     def row_bytes(self) -> int:
@@ -77,7 +127,7 @@ class Layout:
     @property
     def weight_part(self) -> int:
         """Bytes of one plane of W in a stage."""
-        return self.tile_channels * self.row_bytes * self.taps
+        return self.weight_tap * self.steps
 
     @property
     def fetched_part(self) -> int:
@@ -110,8 +160,8 @@ class Layout:
 
     @property
     def staged_bytes(self) -> int:
-        """Of the 16 channels of every multiplying warp."""
-        return 4 * CONSUMERS * 16 * self.staged_pitch * 4
+        """Of the channels of every multiplying warp, of eight at least."""
+        return 4 * CONSUMERS * max(8, self.warp_channels) * self.staged_pitch * 4
 
     @property
     def turn_bytes(self) -> int:
@@ -120,10 +170,10 @@ class Layout:
 
     def stages(self, limit: int) -> int:
         """As many as fit, with two barriers each."""
-        return (limit - self.staged_bytes - self.turn_bytes) // (self.stage_bytes + 2 * BARRIER_BYTES)
+        return (limit - self.staged_bytes - self.zeros_bytes - self.turn_bytes) // (self.stage_bytes + 2 * BARRIER_BYTES)
 
     def shared_bytes(self, stages: int) -> int:
-        return self.staged_bytes + self.turn_bytes + stages * (self.stage_bytes + 2 * BARRIER_BYTES)
+        return self.staged_bytes + self.zeros_bytes + self.turn_bytes + stages * (self.stage_bytes + 2 * BARRIER_BYTES)
 
     @property
     def halves(self) -> int:
@@ -133,7 +183,7 @@ class Layout:
     @property
     def group_steps(self) -> int:
         """Multiplications along K in a group."""
-        return self.block // (self.halves * GROUP_K)
+        return self.step_block // (self.halves * GROUP_K)
 
     def low(self, part_bytes: int) -> int:
         """Bytes from the high halves to the low ones."""
@@ -149,25 +199,40 @@ def layout_of(form: Form, channels: int, results: int, geometry: Geometry, limit
     columns = geometry.wide_phases
     pixels = PROMOTED_PIXELS[columns] if form.parts == 2 else 2 * form.sums // columns
     tile_channels = 64 if form.in_turn or results <= 64 else 128
-    row = geometry.row_taps
     found = []
-    for block, blocks in _blocks_of(channels):
-        taps = len(row) if geometry.shared else _taps_of(form, geometry) if block == GROUP_K else 1
+    for block, blocks in _blocks_of(channels, geometry):
+        if geometry.shared:
+            taps = _paired_taps(geometry) if block == PIECE else len(geometry.row_taps)
+        else:
+            taps = _taps_of(form, geometry) if block == GROUP_K and not geometry.runs else 1
         for run in RUNS:
             if run <= LANES * geometry.vector:
-                found.append(Layout(form, block, blocks, taps, tile_channels, pixels, geometry.shared, geometry.halo, _tap_step(geometry), columns=columns, run=run))
+                found.append(
+                    Layout(form, block, blocks, taps, tile_channels, pixels, geometry.shared, geometry.halo, _tap_step(geometry), columns=columns, runs=geometry.runs,
+                           warp_channels=_warp_channels(results) if geometry.runs else 16, run=run)
+                )  # fmt: skip
     layout = next((layout for layout in found if layout.stages(limit) >= LEAST_STAGES), None)
     if layout is None:
-        raise Refusal(f"a row of {len(row)} taps leaves no room for {LEAST_STAGES} stages in shared memory")
+        raise Refusal(f"a row of {len(geometry.row_taps)} taps leaves no room for {LEAST_STAGES} stages in shared memory")
     if form.in_turn:
         return layout
     counts = [layout.stages_of(len(taps)) for phase in geometry.phases for taps in phase.taps]
     return replace(layout, unrolled=_unrolled(math.gcd(*counts), MOST_UNROLLED * ROW_HALVES // (layout.block * layout.taps)))
 
 
+def _warp_channels(results: int) -> int:
+    """Channels of y of a warp of four: few are spread over all of them, which finish side by side."""
+    return next((count for count in (4, 8) if results <= 4 * count), 16)
+
+
 def _tap_step(geometry: Geometry) -> int:
     """Pixels from a tap of a row to the next, where they are all as many."""
-    return geometry.row_taps[1][1] if geometry.shared else 1
+    return geometry.row_taps[1][1] if geometry.shared and len(geometry.row_taps) > 1 else 1
+
+
+def _paired_taps(geometry: Geometry) -> int:
+    """Taps of a row in pairs of one column each, those that some lack counted."""
+    return sum(len(taps) + len(taps) % 2 for taps in geometry.windows[2].phases)
 
 
 def _taps_of(form: Form, geometry: Geometry) -> int:
@@ -184,8 +249,11 @@ def _unrolled(stages: int, most: int) -> int:
     return max(divisor for divisor in range(1, most + 1) if stages % divisor == 0)
 
 
-def _blocks_of(channels: int) -> Iterator[tuple[int, int]]:
+def _blocks_of(channels: int, geometry: Geometry) -> Iterator[tuple[int, int]]:
     """(channels of a step, steps of a tap), the longest steps first that add no more zeros than shorter ones."""
+    if channels <= PIECE and geometry.runs and geometry.shared and len(geometry.row_taps) > 1:
+        yield PIECE, 1
+        return
     padded = math.ceil(channels / 32)
     if channels > GROUP_K and padded % 2 == 0:
         yield 64, padded // 2

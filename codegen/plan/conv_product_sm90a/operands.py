@@ -14,8 +14,9 @@ from codegen.ir.fused_form import FusedSpec
 from codegen.ir.operand import c_identifier
 from codegen.plan.conv_product_sm90a.forms import Form, operand_dtype
 from codegen.plan.conv_product_sm90a.geometry import Geometry, Tap
-from codegen.plan.conv_product_sm90a.layout import Layout
+from codegen.plan.conv_product_sm90a.layout import PIECE, PIECE_BYTES, Layout
 from codegen.plan.model import Buffer, Launch
+from codegen.plan.shared.axes import AXES
 from codegen.plan.shared.halves import scale_constants, small_constant
 from codegen.plan.shared.pointers import Pointer, PointerKernel
 
@@ -64,10 +65,26 @@ class SplitKernel(PointerKernel):
 
 
 @dataclass(frozen=True)
+class RunsKernel(PointerKernel):
+    """x in runs of positions, eight channels of a position side by side: as halves in `parts` where it is `scaled`, or of 16 bits as it comes. `channel_tail`: the last
+    eight are fewer."""
+
+    geometry: Geometry | None = None
+    parts: int = 1
+    scaled: bool = False
+    channel_tail: bool = False
+
+    @property
+    def deep(self) -> bool:
+        return self.geometry.rank == 3
+
+
+@dataclass(frozen=True)
 class FiltersKernel(PointerKernel):
     """W as halves in `parts`, or of 16 bits as it comes, step by step; `order`: the taps in the order of their steps, empty where that is their own; `phased`: those of several phases;
     `folded`: those along the width are channels, the last of them first where `turned`. Those of a stage,
-    `stage_taps`, follow each other."""
+    `stage_taps`, follow each other. `runs`: eight values of K of the channels of a tile follow each other, those of two taps where they are `paired`; few channels
+    are `spread` over the rows of all warps."""
 
     weight: str = ""
     order: tuple[int, ...] = ()
@@ -76,6 +93,9 @@ class FiltersKernel(PointerKernel):
     turned: bool = False
     stage_taps: int = 1
     parts: int = 2
+    runs: bool = False
+    paired: bool = False
+    spread: bool = False
 
 
 def operand_names(form: Form) -> tuple[str, str]:
@@ -123,11 +143,17 @@ def operand_steps(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: tup
     """The launches in front of the multiplication, that of W first, and their buffers."""
     form, (x, weight) = layout.form, operand_names(layout.form)
     dtype = operand_dtype(form, spec.precision)
-    weights = Buffer(weight, (len(taps) * layout.blocks, spec.channels, layout.parts * layout.block), dtype)
-    pixels = Buffer(x, (spec.batch * geometry.gathered, layout.parts * layout.padded_channels), dtype)
+    steps, pieces = len(taps) // layout.taps * layout.steps * layout.blocks, spec.batch * layout.blocks * layout.pieces * geometry.gathered
+    if geometry.runs:
+        channels = math.ceil(spec.channels / layout.tile_channels) * layout.tile_channels
+        weights = Buffer(weight, (steps, channels, layout.parts * layout.step_block), dtype)
+        pixels = Buffer(x, (pieces + layout.run_bytes // PIECE_BYTES, PIECE), dtype)  # a run behind the last position is fetched for results that nobody stores
+    else:
+        weights = Buffer(weight, (steps, spec.channels, layout.parts * layout.block), dtype)
+        pixels = Buffer(x, (spec.batch * geometry.gathered, layout.parts * layout.padded_channels), dtype)
     if not form.scaled:
         filters = Launch(_filters_kernel(spec, geometry, layout, taps), prepares=(weight,) if spec.prepack else ())
-        return [filters, Launch(_arrange_kernel(spec, geometry, layout))], [weights, pixels]
+        return [filters, Launch(_runs_kernel(spec, geometry, layout) if geometry.runs else _arrange_kernel(spec, geometry, layout))], [weights, pixels]
     slices = SLICES * max(1, math.ceil(SLICES_PER_SM * sms / (SLICES * spec.batch)))
     buffers = [
         weights,
@@ -138,7 +164,7 @@ def operand_steps(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: tup
         Buffer(X_UNSCALE, (spec.batch,), "float32"),
     ]
     filters = Launch(_filters_kernel(spec, geometry, layout, taps), prepares=(weight, WEIGHT_UNSCALE) if spec.prepack else ())
-    return [filters, Launch(_measure_kernel(spec, slices)), Launch(_split_kernel(spec, geometry, layout, slices))], buffers
+    return [filters, Launch(_measure_kernel(spec, slices)), Launch(_runs_kernel(spec, geometry, layout, slices) if geometry.runs else _split_kernel(spec, geometry, layout, slices))], buffers
 
 
 def _constants(*rows: tuple[str, int, str]) -> list[Constant]:
@@ -205,6 +231,38 @@ def _split_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, slices: i
     )  # fmt: skip
 
 
+def _runs_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, slices: int = 0) -> RunsKernel:
+    form, (_, rows, columns) = layout.form, geometry.grid
+    position_blocks, planes = math.ceil(geometry.gathered / SPLIT_THREADS), layout.padded_channels // PIECE
+    blocks = spec.batch * position_blocks * planes
+    depth, height, width = geometry.windows
+    constants = _constants(
+        *input_constants(spec, geometry),
+        ("kHeight", height.size, "rows of x"),
+        ("kDepth", depth.size, "depth of x"),
+        *((f"kLower{name}", axis.lower, f"first position along the {name.lower()}") for name, axis in zip(AXES, geometry.windows, strict=True)),
+        ("kColumns", columns, "columns of positions"),
+        ("kRows", rows, "rows of positions"),
+        ("kPositions", geometry.gathered, "positions of a sample"),
+        *([("kSlices", slices, "slices of a sample, each with its largest value")] if form.scaled else []),
+        ("kThreads", SPLIT_THREADS, "threads of a block, one a position"),
+        ("kPositionBlocks", position_blocks, "blocks side by side along a sample's positions"),
+        ("kBlock", layout.block // PIECE, "pieces of eight channels of a step of K"),
+        ("kPlanes", planes, "pieces of eight channels of x"),
+        ("kBlocks", blocks, "blocks of threads"),
+    )
+    x, y = Pointer("float" if form.scaled else "uint16_t", "x"), Pointer("uint4", operand_names(form)[0], True)
+    scales = (Pointer("uint32_t", X_LARGEST), Pointer("float", X_UNSCALE, True), Pointer("uint2", X_COUNTS, True))
+    pointers = (x, scales[0], y, *scales[1:]) if form.scaled else (x, y)
+    made = f"x {_made(layout)}" if form.scaled else "x"
+    return RunsKernel(
+        name="split_x" if form.scaled else "arrange_x", template="conv_product_sm90a/runs.cu.j2", arguments=tuple(pointer.name for pointer in pointers),
+        constants=(*constants, *(_scales("sample", layout) if form.scaled else ())), threads=SPLIT_THREADS, blocks=blocks, max_registers=64,
+        summary=f"{made}, eight channels of a position side by side, its padding with it" + (", samples scaled by powers of two" if form.scaled else ""),
+        pointers=pointers, geometry=geometry, parts=layout.parts, scaled=form.scaled, channel_tail=spec.input_shape[1] != layout.padded_channels,
+    )  # fmt: skip
+
+
 def _made(layout: Layout) -> str:
     return "split into two halves a value" if layout.parts == 2 else "rounded to halves"
 
@@ -231,18 +289,20 @@ def _filters_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: t
         *weight_constants(spec, geometry),
         *fold_constants(spec, geometry),
         *([("kTaps", math.prod(geometry.kernel), "taps of a filter")] if layout.form.scaled else []),
-        ("kTapSteps", len(taps), "taps in the order of their steps" + (", pairs completed" if -1 in order else "")),
-        ("kStageTaps", layout.taps, "taps of a stage"),
-        ("kBlock", layout.block, "channels of a step"),
+        ("kTapSteps", len(taps) // layout.taps * layout.steps, "pairs of taps in the order of their steps" if layout.paired else "taps in the order of their steps" + (", pairs completed" if -1 in order else "")),
+        ("kStageTaps", layout.steps, "pairs of taps of a stage" if layout.paired else "taps of a stage"),
+        ("kBlock", layout.step_block, "values of K of a step: eight channels of two taps" if layout.paired else "channels of a step"),
+        ("kTileChannels", layout.tile_channels, "channels of y of a tile"),
+        ("kWarpChannels", layout.warp_channels, "channels of y of a warp, which multiplies 16 rows"),
         ("kChannelBlocks", layout.blocks, "blocks of channels of x"),
         ("kThreads", SPLIT_THREADS, "threads of a block"),
         ("kBlocks", spec.channels, "blocks, one a channel of y"),
     )
     weight = c_identifier(spec.weight)
     common = dict(
-        threads=SPLIT_THREADS, blocks=spec.channels, max_registers=64, weight=weight, order=() if order == tuple(range(len(order))) else order,
+        threads=SPLIT_THREADS, blocks=spec.channels, max_registers=64, weight=weight, order=() if order == tuple(range(len(order))) and not layout.paired else order,
         phased=len(geometry.phases) * geometry.wide_phases > 1, folded=geometry.folded, turned=geometry.folded and geometry.row_taps[0][0] > 0,
-        stage_taps=layout.taps, parts=layout.parts,
+        stage_taps=layout.steps, parts=layout.parts, runs=layout.runs, paired=layout.paired, spread=layout.warp_channels < 16,
     )  # fmt: skip
     if not layout.form.scaled:
         return FiltersKernel(

@@ -10,10 +10,11 @@ import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.fused_form import FusedSpec
+from codegen.plan.conv_product_sm90a.constants import conv_constants
 from codegen.plan.conv_product_sm90a.cost import estimated_ms
 from codegen.plan.conv_product_sm90a.forms import MATHS, form_of
 from codegen.plan.conv_product_sm90a.geometry import Geometry, geometry_of, rows_of
-from codegen.plan.conv_product_sm90a.kernel import conv_constants, conv_kernel, ordered_taps, units_of
+from codegen.plan.conv_product_sm90a.kernel import conv_kernel, ordered_taps, units_of
 from codegen.plan.conv_product_sm90a.layout import CONSUMERS, GROUP_K, Layout, layout_of
 from codegen.plan.conv_product_sm90a.operands import SPLIT_PIXELS, operand_steps
 from codegen.plan.floor import floor
@@ -43,7 +44,7 @@ def offers(request: Request) -> tuple[Offer, ...]:
     found, reason = [], None
     for row in rows_of(spec, in_turn):
         try:
-            found.append(_offer(request, geometry_of(spec, row)))
+            found.append(_offer(request, geometry_of(spec, row, in_turn)))
         except Refusal as far:
             reason = far
     if not found:

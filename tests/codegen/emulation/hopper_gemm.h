@@ -117,10 +117,19 @@ inline void widen(const unsigned char* from, float (&to)[8]) {
 // Bytes of a row of the matrix, which its swizzle covers; whether a matrix may begin at any row.
 inline std::uint32_t row_of(std::uint64_t descriptor) { return 256u >> (descriptor >> 62); }
 inline bool any_row = false;
+inline bool (*is_ordinary)(std::uint32_t) = [](std::uint32_t) { return false; };  // of what a kernel itself has stored, and fenced, before it multiplied
 
-// Where a swizzled matrix begins, 16 of its columns chosen.
+// Whether eight rows of eight columns are 128 bytes that follow each other, and how far the other eight columns are.
+inline bool in_pieces(std::uint64_t descriptor) { return descriptor >> 62 == 0; }
+inline std::uint32_t lead_of(std::uint64_t descriptor) { return static_cast<std::uint32_t>(descriptor >> 16 & 0x3FFF) << 4; }
+
+// Where a swizzled matrix begins, 16 of its columns chosen, or one of pieces.
 inline std::uint32_t matrix_start(std::uint64_t descriptor) {
   const auto start = static_cast<std::uint32_t>(descriptor & 0x3FFF) << 4;
+  if (in_pieces(descriptor)) {
+    if (!any_row || (descriptor >> 32 & 0x3FFF) << 4 != 128 || lead_of(descriptor) == 0) fail("a descriptor of no matrix of pieces");
+    return start;
+  }
   const std::uint32_t row = row_of(descriptor);
   if (descriptor >> 62 == 0 || (descriptor >> 32 & 0x3FFF) << 4 != 8 * row || (descriptor >> 49 & 7) != 0 || (!any_row && start % kUnit >= row)) {
     fail("a descriptor of no swizzled matrix");
@@ -131,6 +140,11 @@ inline void matrix_row(std::uint64_t descriptor, int row, float (&to)[16]) {
   const std::uint32_t start = matrix_start(descriptor), bytes = row_of(descriptor);
   float half[8];
   for (int chunk = 0; chunk < 2; ++chunk) {
+    if (in_pieces(descriptor)) {
+      widen(shared_memory() + start + row * 16 + chunk * lead_of(descriptor), half);
+      std::copy(half, half + 8, to + 8 * chunk);
+      continue;
+    }
     widen(shared_memory() + swizzled_address(start + row * bytes + chunk * 16, swizzle_mask(bytes)), half);
     std::copy(half, half + 8, to + 8 * chunk);
   }
@@ -188,6 +202,14 @@ inline int accumulators = 0;
 inline void mark_readers(const Multiplication& issued, int by) {
   const auto cta = static_cast<std::uint32_t>(rank()) << 24;
   const auto mark = [&](std::uint64_t matrix, int rows, int first) {
+    if (in_pieces(matrix)) {
+      for (int chunk = 0; chunk < 2; ++chunk) {
+        const std::uint32_t piece = cta | (matrix_start(matrix) + first * 16 + chunk * lead_of(matrix));
+        if (by > 0 && !is_ordinary(piece)) check_filled(piece, rows * 16);
+        for_units(piece, rows * 16, [&](Unit& unit) { unit.readers += by; });
+      }
+      return;
+    }
     const std::uint32_t row = row_of(matrix), address = cta | (matrix_start(matrix) / row * row + first * row);
     if (by > 0) check_filled(address, rows * row);
     for_units(address, rows * row, [&](Unit& unit) { unit.readers += by; });

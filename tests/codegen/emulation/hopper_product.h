@@ -6,7 +6,8 @@
 
 namespace emulation {
 
-const bool shifts = (any_row = true, true);
+// Where no copy ever wrote, a kernel's own zeros lie.
+const bool shifts = (any_row = true, is_ordinary = [](std::uint32_t address) { return units[address >> 24].at((address & 0xFFFFFF) / kUnit).phase < 0; }, true);
 
 template <typename Window>
 auto depth_of(const Window& at, int) -> decltype(at.d) {
@@ -40,6 +41,21 @@ void copy_pixels(std::uint32_t to, const CUtensorMap* map, int channel, const Wi
   later([=] {
     copied.gather(place(to, bytes), to & 0xFFFFFF, start.data(), offsets.data());
     mbarrier(barrier).complete(static_cast<int>(bytes));
+  });
+}
+
+inline void copy_run(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
+  using namespace emulation;
+  if (to % 16 != 0 || reinterpret_cast<std::uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) fail("a run that is not aligned");
+  for_units(to, bytes, [&](Unit& unit) {
+    if (unit.readers > 0) fail("a stage is filled while it is multiplied");
+    check_fenced(unit);
+    unit.barrier = barrier, unit.phase = mbarrier(barrier).phase;
+  });
+  std::memset(place(to, bytes), 0xFF, bytes);
+  later([=] {
+    std::memcpy(place(to, bytes), from, bytes);
+    mbarrier(barrier).complete(bytes);
   });
 }
 
