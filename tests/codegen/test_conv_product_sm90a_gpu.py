@@ -40,7 +40,7 @@ def asked_for(folder, name, precision, debug):
     return spec, route, request_for(route, spec, DEVICES["h200"], debug=debug)
 
 
-@pytest.fixture(scope="module", params=[(name, number) for name in CASES for number in range(3)], ids=lambda item: f"{item[0]}-{item[1]}")
+@pytest.fixture(scope="module", params=[(name, number) for name in CASES for number in range(4)], ids=lambda item: f"{item[0]}-{item[1]}")
 def built(request, tmp_path_factory):
     """(spec, ModelNew, Model) of a case by each of its offers."""
     name, number = request.param
@@ -136,6 +136,8 @@ ONE_PRODUCT = (
     ("fp16", "padded", "shared"), ("fp16", "phases", "shared"), ("fp16", "eight_phases", "shared"), ("fp16", "all_at_once", "apart"), ("fp16", "few_channels", "folded"),
     ("fp16", "normed", "shared"), ("bf16", "three_axes", "shared"), ("bf16", "odd_width", "shared"),
     ("tf32", "padded", "shared"), ("tf32", "pairs_of_taps", "shared"), ("tf32", "eight_phases_few", "apart"),
+    ("fp16", "padded", "runs"), ("fp16", "phases", "runs"), ("fp16", "few_results", "runs"), ("bf16", "flipped_few", "runs"), ("bf16", "eight_phases_few", "runs"),
+    ("bf16", "odd_width", "runs"), ("tf32", "few_channels", "runs"), ("tf32", "three_axes", "runs"),
 )  # fmt: skip
 
 
