@@ -272,13 +272,17 @@ class SingleOnCpu(TorchFunctionMode):
         return in_single(func, *args, **kwargs)
 
 
+def _by_cudnn(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
 class WithinStride(TorchFunctionMode):
     """Inside, a transposed convolution whose output_padding cuDNN refuses is one that it takes, of the same values. Such are float64's and eager's on a GPU."""
 
     TRANSPOSED = frozenset(getattr(functional, f"conv_transpose{rank}d") for rank in (1, 2, 3))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in self.TRANSPOSED and len(args) > 5:  # torch's modules name none: input, weight, bias, stride, padding, output_padding, groups, dilation
+        if func in self.TRANSPOSED and len(args) > 5 and _by_cudnn(args[0]):  # torch's modules name none: input, weight, bias, stride, padding, output_padding, groups, dilation
             x, extra = within_stride(args[0], args[3], args[5])
             args = (x, *args[1:5], extra, *args[6:])
         return func(*args, **(kwargs or {}))

@@ -303,8 +303,8 @@ return (v < 0.0f ? v : 0.0f) - log_term;
         ),
         Function("logsigmoid_grad", ("v",), "return sigmoid(-v);", "1 - sigmoid(v)."),
         Function(
-            "softshrink", ("v", "lambd"), "return v > lambd ? v - lambd : (v < -lambd ? v + lambd : v * 0.0f);",
-            "v less lambd in magnitude, 0 up to there; NaN goes through.",
+            "softshrink", ("v", "lambd"), "return v > lambd ? v - lambd : (v < -lambd ? v + lambd : (v == v ? 0.0f : v));",
+            "v less lambd in magnitude, +0 up to there, as PyTorch's in float64; NaN goes through.",
         ),
         Function("softshrink_grad", ("v", "lambd"), "return v >= -lambd && v <= lambd ? 0.0f : 1.0f;", "0 up to lambd in magnitude, 1 beyond."),
     )

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
+from bench import subject
 from bench.data import Draw
 from bench.families import FAMILIES
 from bench.machine import describe
@@ -219,7 +220,8 @@ def test_the_tf32_model_s_running_statistics_are_those_that_are_asked(tmp_path, 
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
-def test_an_output_padding_that_cudnn_refuses_is_one_that_it_takes(rank):
+def test_an_output_padding_that_cudnn_refuses_is_one_that_it_takes(rank, monkeypatch):
+    monkeypatch.setattr(subject, "_by_cudnn", lambda x: True)
     given = []
     original = getattr(F, f"conv_transpose{rank}d")
     layer = getattr(torch.nn, f"ConvTranspose{rank}d")(3, 4, 2, stride=2, dilation=6, output_padding=5).double()

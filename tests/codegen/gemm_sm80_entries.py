@@ -47,6 +47,7 @@ SMALL = {
         Case("product", 70, 130, 170, 0, (bias(170), "silu", {"add": {"from": "gemm"}}, {"mul": {"name": "gain", "shape": [1]}})),
         Case("product_alone", 35, 77, 51, 0, linear={"bias": False}),
         Case("product_sliced", 20, 20011, 52, 0, ({"mul": {"name": "gain", "shape": [1]}}, "silu", {"add": {"from": "gemm"}}, bias(52))),
+        Case("product_sliced_odd", 130, 3540, 73, 0, (bias(73), "relu6")),
         Case("slices_odd", 7, 3863, 51, 3, before=("relu",), after=("sigmoid",)),
         Case("slices_even", 16, 4096, 64, 4, linear={"bias": False}),
         Case("slices_half", 35, 2050, 66, 3, before=(bias(66), "silu")),
@@ -96,7 +97,7 @@ BF16_TILES = ((128, 128), (64, 128), (64, 64), (32, 128), (16, 256), (16, 32))  
 LONGER = (Entry("wide_taps"), Entry("block_a_group"), Entry("folded"), Entry("reduced"))
 SLICED = (Entry("slices_odd", (64, 64), False, 16), Entry("slices_even", (16, 32), False, 8), Entry("slices_reduced", (16, 32), False, 8))
 PRODUCTS = (Entry("product", (64, 64)), Entry("product_alone", (64, 64)))
-SLICED_PRODUCT = (Entry("product_sliced", (64, 64), slices=16),)
+SLICED_PRODUCT = (Entry("product_sliced", (64, 64), slices=16), Entry("product_sliced_odd", (16, 32), slices=4))
 SLICED_HALVES = (
     Entry("slices_long", (64, 64), False, 32), Entry("slices_long", (32, 32), False, 16, aligned=True), Entry("odd_pitch", (64, 128), True, aligned=True),
     Entry("odd_pitch", (16, 32), False, aligned=True), Entry("slices_words", (16, 32), False, 13), Entry("slices_reduced", (32, 64), False, 8),

@@ -140,6 +140,13 @@ SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 3.4e38, -3.4e38, 1e-40, 
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
+def test_softshrink_leaves_zeros_of_one_sign(library: ctypes.CDLL, language: str) -> None:
+    """A number over them is then one infinity; PyTorch's float32 keeps the sign or not, as its vectors end."""
+    y = call(library, language, "softshrink", np.array([-0.3, 0.3, 0.0, -0.0] * 9, dtype=np.float32), (1.5,))
+    assert not bool(torch.signbit(y).any()) and not bool(y.any())
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_mish_above_0_errs_by_what_it_takes_off(library: ctypes.CDLL, language: str) -> None:
     v = dense()
     v = v[v > 0]

@@ -48,6 +48,11 @@ class EndSlicesKernel(PointerKernel):
         return tuple(operand for operand in self.operands if not operand.per_channel)
 
     @property
+    def loads_single(self) -> bool:
+        """Whether a thread loads one value of the storage type at a time."""
+        return bool(self.vectors) and self.width == 1
+
+    @property
     def accesses(self) -> tuple[tuple[Precision, list[int], list[int]], ...]:
         """(type, widths of loads, widths of stores) of the sums and of the chain's tensors."""
         if self.storage.dtype == FP32.dtype:
