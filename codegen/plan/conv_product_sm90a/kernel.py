@@ -186,6 +186,11 @@ class ConvProductKernel(Kernel):
         return self.geometry.runs
 
     @property
+    def filled_by(self) -> str:
+        """Who keeps the ring full."""
+        return "one warp" if self.runs else "one thread"
+
+    @property
     def weight_step(self) -> int:
         """Bytes of W from one multiplication of a step to the next, where x lies in runs."""
         return GROUP_K // PIECE * self.layout.tile_channels * PIECE_BYTES

@@ -163,6 +163,11 @@ class GemmSm90aKernel(Kernel):
         return "kPitch" if self.guarded and self.in_features % 8 else "kInFeatures"
 
     @property
+    def filled_by(self) -> str:
+        """Who keeps the ring full, or the rings of two operands."""
+        return "two threads" if self.registers_a else "one thread"
+
+    @property
     def registers_a(self) -> bool:
         return self.form.registers
 
