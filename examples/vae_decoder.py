@@ -1,7 +1,7 @@
-"""A decoder of images, whose chains generated kernels take over: run it, or give it to `fsk optimize examples/whole_model.py:build`.
+"""A decoder of images, whose chains generated kernels take over: run it, or give it to `fsk optimize examples/vae_decoder.py:build`.
 
-    python examples/whole_model.py            on the CPU, small
-    python examples/whole_model.py cuda       on a GPU, at the sizes that decoders of 512 x 512 images have
+    python examples/vae_decoder.py            on the CPU, small
+    python examples/vae_decoder.py cuda       on a GPU, at the sizes that decoders of 512 x 512 images have
 """
 
 import sys
