@@ -164,7 +164,7 @@ def test_what_is_not_served_is_refused_with_the_reason(tmp_path, data, reason):
     spec = read(tmp_path, data)
     with pytest.raises(Refusal, match=reason):
         offers(request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"]))
-    with pytest.raises(Refusal, match=reason):
+    with pytest.raises(Refusal, match=f"{reason}|sm_80 has the same steps"):  # where sums are short enough for a direct convolution, which every card has
         plan(replace(spec, gemm="generated"), "sm_90a", "h200")
 
 
