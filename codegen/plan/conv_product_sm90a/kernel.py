@@ -361,7 +361,7 @@ def conv_kernel(spec: FusedSpec, target: Target, geometry: Geometry, layout: Lay
     values = spec.producer.values
     lost = 3 - geometry.rank
     return ConvProductKernel(
-        "conv", "conv_product_sm90a/conv.cu.j2", arguments, (), _summary(spec), shared, 168, THREADS, grid, notes,
+        "conv", "conv_product_sm90a/conv.cu.j2", arguments, (), _summary(spec, geometry), shared, 168, THREADS, grid, notes,
         layout, geometry, pointers, (*plain, *split, *scales, *own, y), c_identifier(spec.weight), finish, called(items),
         (0,) * lost + tuple(values["padding"]), (1,) * lost + tuple(values["dilation"]),
         costly(items), units, channel_tiles, spec.channels % (layout.tile_channels // 16 * layout.warp_channels) != 0, geometry.pixels % layout.tile_pixels != 0, debug,
@@ -374,5 +374,5 @@ def units_of(spec: FusedSpec, geometry: Geometry, layout: Layout) -> int:
     return len(geometry.phases) * spec.batch * math.ceil(geometry.pixels / layout.tile_pixels) * math.ceil(spec.channels / layout.tile_channels)
 
 
-def _summary(spec: FusedSpec) -> str:
-    return " -> ".join(step.operator.name for step in spec.chain) + " in one kernel: TMA im2col, warp-specialised wgmma"
+def _summary(spec: FusedSpec, geometry: Geometry) -> str:
+    return " -> ".join(step.operator.name for step in spec.chain) + f" in one kernel: {'bulk copies of runs' if geometry.runs else 'TMA im2col'}, warp-specialised wgmma"

@@ -96,8 +96,12 @@ def _notes(geometry: Geometry, layout: Layout) -> tuple[str, ...]:
     apart = "tiles in turn" if layout.form.in_turn else f"with {'channels' if layout.tile_channels == 64 * CONSUMERS else 'pixels'} of their own"
     notes = [
         f"tiles of {layout.tile_channels} channels x {layout.tile_pixels} pixels of a sample; one warpgroup fetches, {CONSUMERS} multiply, {apart}",
-        f"a stage has {'one tap' if layout.taps == 1 else f'{layout.taps} taps'} of {layout.block} channels, gathered by the copy engine (im2col)",
+        _stage_note(geometry, layout),
     ]
+    if layout.paired:
+        notes.append("two taps of eight channels are one multiplication; the partner that a tap lacks is zeros")
+    if layout.warp_channels < 16:
+        notes.append(f"the channels of y are spread over all warps, {layout.warp_channels} each")
     if layout.form.parts == 2:
         notes.append(f"the tensor core's sums are added to fp32 registers every {layout.group_steps * GROUP_K} of K, while the next ones are multiplied")
     if layout.form.in_turn:
@@ -105,6 +109,13 @@ def _notes(geometry: Geometry, layout: Layout) -> tuple[str, ...]:
     if geometry.wide_phases > 1:
         notes.append("a thread has the sums of both columns that a pixel gives, and stores them side by side")
     return tuple(notes)
+
+
+def _stage_note(geometry: Geometry, layout: Layout) -> str:
+    if not layout.runs:
+        return f"a stage has {'one tap' if layout.taps == 1 else f'{layout.taps} taps'} of {layout.block} channels, gathered by the copy engine (im2col)"
+    taps = len(geometry.row_taps)
+    return f"a stage has {'one tap' if taps == 1 else f'a row of {taps} taps'} of {layout.block} channels: W as it lies, and a run of positions for each eight channels"
 
 
 def _arithmetic(spec: FusedSpec) -> str:
