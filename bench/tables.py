@@ -10,7 +10,7 @@ import jinja2
 
 from bench import store
 from bench.records import PREPARED, Status, loaders_choice, present_keys, state_of
-from bench.store import MACHINE, SWEEP, Record
+from bench.store import MACHINE, MODELS, SWEEP, Record
 from bench.sweep import summary
 from codegen.numerics import PRECISIONS
 from codegen.spec import SpecError
@@ -73,6 +73,11 @@ class Card:
         """The sweep's counts and classes; None where there was none."""
         cases = store.read(SWEEP, self.results, self.slug)
         return {"cases": len(cases), "counts": summary.counts(cases), "classes": summary.classes(cases)} if cases else None
+
+    @property
+    def models(self) -> list[Record]:
+        """Whole models that were measured there."""
+        return store.read(MODELS, self.results, self.slug)
 
 
 def machine_of(results: Path, card: str, records: list[Record]) -> Record:
@@ -151,9 +156,15 @@ def claims(text: str) -> list[tuple[str, str, str, str, bool]]:
 def _environment() -> jinja2.Environment:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     times = lambda value: "-" if value is None else f"**{value:.2f}x**"  # noqa: E731
-    env.filters.update(times=times, state=_WORDS.get, peer=_peer, exp=lambda value: "-" if value is None else f"{value:.1e}")
+    env.filters.update(times=times, state=_WORDS.get, peer=_peer, exp=lambda value: "-" if value is None else f"{value:.1e}", model_times=_model_times, sig=lambda value: "-" if value is None else f"{value:.4g}")
     env.globals["PREPARED"] = PREPARED
     return env
+
+
+def _model_times(record: Record) -> float | None:
+    """How many times as fast a whole model is, the faster way of ours over the faster of PyTorch's; None where one was not timed."""
+    ours, torchs = ([record["ms"][way] for way in ways if record["ms"].get(way)] for ways in (("ours", "ours_compile"), ("eager", "compile")))
+    return min(torchs) / min(ours) if ours and torchs else None
 
 
 def _peer(record: Record, which: str, field: str) -> str:

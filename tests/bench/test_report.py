@@ -9,10 +9,11 @@ from bench.kernel_tables import CARD, RATES, ROW, renewed
 from bench.harness import noisy, parse, reference_source, spreads
 from bench.kernelbench import PROBLEMS, SMALL, Run
 from bench.pictures import _label, merged
-from bench.records import backward_keys, conclude, find, keep, name_of
+from bench.records import backward_keys, conclude, find, keep, name_of, read_all
 from bench.report import build
 from bench.shrink import shrink
-from bench.store import EVIDENCE, KERNELBENCH, RESULTS, put, read
+from bench.store import EVIDENCE, KERNELBENCH, MODELS, RESULTS, put, read
+from bench.tables import cards_of, results_page
 from codegen.ir.fused_form import FusedSpec
 from tests.fused import load_fused
 
@@ -187,3 +188,18 @@ def test_the_kernels_page_repeats_the_records(tmp_path):
     put(EVIDENCE, tmp_path, CARD, [found[rows[0]]])
     (changed,) = set(renewed(text, tmp_path).splitlines()) - set(text.splitlines())
     assert changed.startswith(f"| `{rows[0]}` |") and "| 10.0 |" in changed
+
+
+def test_whole_models_have_a_table_of_their_own(tmp_path):
+    card = tmp_path / "h200"
+    card.mkdir()
+    (card / "evidence.jsonl").write_text((RESULTS / "h200" / "evidence.jsonl").read_text(encoding="utf-8").splitlines()[0] + "\n", encoding="utf-8")
+    common = {"precision": "fp32", "chains": 4, "replaced": 3}
+    records = [
+        {**common, "model": "timed", "ms": {"eager": 3.0, "compile": 2.0, "ours": 1.25, "ours_compile": 1.0}, "rel_errors": {"ours": 1e-7, "eager": 2e-7}},
+        {**common, "model": "not_compiled", "ms": {"eager": 3.0, "ours": 6.0}, "rel_errors": {"ours": 1e-7}},
+        {**common, "model": "failed", "ms": {"eager": 3.0}, "rel_errors": {}},
+    ]
+    put(MODELS, tmp_path, "h200", records)
+    rows = {line.split(" | ")[0]: line for line in results_page(cards_of(read_all(tmp_path), [], tmp_path)).splitlines() if "3 of 4" in line}
+    assert "| **2.00x** | 1.0e-07 | 2.0e-07 |" in rows["| timed"] and "| **0.50x** | 1.0e-07 | - |" in rows["| not_compiled"] and "| - | - | - |" in rows["| failed"]
