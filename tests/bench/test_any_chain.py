@@ -13,7 +13,7 @@ from bench.data import Draw
 from bench.families import FAMILIES
 from bench.machine import describe
 from bench.measure import measure
-from bench.subject import Subject, WithinStride, construct, emit
+from bench.subject import Subject, WholeTails, WithinStride, construct, emit
 from bench.sweep.judge import judge
 from bench.timing import Ceilings
 from bench.verify import STATE_MARGIN, _examine, state_problems, table_of, verify
@@ -237,3 +237,13 @@ def test_an_output_padding_that_cudnn_refuses_is_one_that_it_takes(rank, monkeyp
         y = layer(x)
     torch.testing.assert_close(y, layer(x), rtol=1e-12, atol=1e-12)
     assert given[0] == [1] * rank
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_the_exact_gelu_keeps_its_small_values(approximate):
+    v = torch.linspace(-12, 12, 2401, dtype=torch.float64)
+    with WholeTails():
+        y = torch.nn.GELU(approximate)(v)
+    near = v > -3
+    assert bool((y[v < 0] < 0).all())
+    torch.testing.assert_close(y[near], F.gelu(v[near], approximate=approximate), rtol=1e-12, atol=0)

@@ -150,22 +150,28 @@ def test_weights_that_stay_are_split_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("data", "reason", "directly"),
     [
-        (product(2, 64, 64, 3, 32, groups=4), "groups: 4: the convolution as a product serves one group"),
-        (product(2, 64, 64, 3, 32, transposed=True, stride=3), "results of a transposed convolution are 3 apart along the width"),
-        (product(2, 64, 64, 3, 64, stride=9), "stride: 9 along the height is more than the 8"),
-        (product(3, 64, 64, 3, 40, padding=17, stride=2), "padding: the windows along the depth reach further beyond x"),
-        (product(3, 64, 64, 3, 80, padding=16, dilation=16, stride=(1, 1, 2)), "kernel_size: the taps along the depth lie further apart"),
-        (product(2, 8192, 64, 3, 16), "a filter of 73728 values is longer"),
+        (product(2, 64, 64, 3, 32, groups=4), "groups: 4: the convolution as a product serves one group", False),
+        (product(2, 64, 64, 3, 32, transposed=True, stride=3), "results of a transposed convolution are 3 apart along the width", True),
+        (product(2, 64, 64, 3, 64, stride=9), "stride: 9 along the height is more than the 8", True),
+        (product(3, 64, 64, 3, 40, padding=17, stride=2), "padding: the windows along the depth reach further beyond x", True),
+        (product(3, 64, 64, 3, 80, padding=16, dilation=16, stride=(1, 1, 2)), "kernel_size: the taps along the depth lie further apart", False),
+        (product(2, 8192, 64, 3, 16), "a filter of 73728 values is longer", False),
     ],
 )
-def test_what_is_not_served_is_refused_with_the_reason(tmp_path, data, reason):
+def test_what_is_not_served_is_refused_with_the_reason(tmp_path, data, reason, directly):
+    """Also by the planner where torch may not convolve, unless every card's direct convolution does."""
     spec = read(tmp_path, data)
     with pytest.raises(Refusal, match=reason):
         offers(request_for(CONV_PRODUCT_SM90A, spec, DEVICES["h200"]))
-    with pytest.raises(Refusal, match=f"{reason}|sm_80 has the same steps"):  # where sums are short enough for a direct convolution, which every card has
+    with pytest.raises(Refusal, match="sm_80 has the same steps" if directly else reason):
         plan(replace(spec, gemm="generated"), "sm_90a", "h200")
+
+
+def test_a_filter_of_more_taps_than_constant_memory_holds_is_not_taken_in_runs(tmp_path):
+    few, many = (offers(request_for(CONV_PRODUCT_SM90A, read(tmp_path, product(1, 1, 64, taps, 30000, batch=2)), DEVICES["h200"])) for taps in (400, 17000))
+    assert ["runs" in {offer.choice.settings["row"] for offer in found} for found in (few, many)] == [True, False]
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

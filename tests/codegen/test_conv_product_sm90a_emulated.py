@@ -149,7 +149,7 @@ def test_infinities_and_nans_of_one_product_come_out_where_they_belong(tmp_path,
     assert relative(y[finite], expected[finite]) <= ROUNDED[precision]
 
 
-@pytest.mark.parametrize(("name", "row"), [("pairs_of_taps", "shared"), ("three_rows", "apart"), ("few_channels", "folded"), ("few_channels", "runs"), ("flipped", "runs")])
+@pytest.mark.parametrize(("name", "row"), [("pairs_of_taps", "shared"), ("three_rows", "apart"), ("few_channels", "folded"), ("few_channels", "runs"), ("flipped", "runs"), ("few_results", "runs")])
 def test_values_that_halves_cannot_carry_are_computed_again(tmp_path, name, row):
     spec, found = offered(tmp_path, name, row)
     compiled(found, tmp_path)

@@ -15,7 +15,7 @@ from codegen.plan.shared.pointers import Pointer, PointerKernel
 from codegen.plan.shared.values import LoadedOperand, ValueFunction, finish_product, register_limit
 
 MIN_BLOCKS = 3  # on an SM, so that some multiply while another brings its x
-FEW_BLOCKS = 2  # the same where a thread keeps its place in x beside the sums of a phase
+FEW_BLOCKS = 2  # the same where a thread keeps its place in x beside the sums of a phase, or whole sums beside partial ones
 LISTED_PLANES = 3  # of taps, whose products are listed one by one
 SUM_PRODUCTS = 128  # of a result that are added one after the other, at most; sums of more are added up from partial ones
 PARTIAL_PRODUCTS = 64  # of a partial sum, unless one channel of x has more

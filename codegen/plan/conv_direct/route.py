@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.conv_direct.cost import estimated_ms
-from codegen.plan.conv_direct.kernel import direct_kernel
+from codegen.plan.conv_direct.kernel import SUM_PRODUCTS, direct_kernel
 from codegen.plan.conv_direct.tile import Geometry, Tile, geometry_of, tile_of
 from codegen.plan.floor import floor
 from codegen.plan.model import Launch, Plan, Refusal
@@ -19,7 +19,7 @@ from codegen.plan.route import Choice, Offer, Request, Route
 from codegen.plan.shared.axes import CONVOLUTIONS
 from codegen.plan.shared.product import refuse_convolution
 
-LONGEST_SUM = 4096  # products of a result: as many partial sums as a partial sum has products
+LONGEST_SUM = 4096  # products of a result
 MOST_PHASES = 16  # along depth and height, each of which has code of its own
 WIDEST = 4  # phases along the width
 
@@ -53,6 +53,8 @@ def _check(spec: FusedSpec) -> None:
         raise Refusal(f"math: {spec.math} asked for; a direct convolution multiplies in fp32 on the CUDA cores")
     if (longest := spec.input_shape[1] * math.prod(spec.producer.parameters[0].shape[2:])) > LONGEST_SUM:
         raise Refusal(f"sums of {longest} products are longer than fp32 adds up from partial sums")
+    if (taps := math.prod(spec.producer.parameters[0].shape[2:])) > SUM_PRODUCTS:
+        raise Refusal(f"the {taps} products of one channel are longer than fp32 adds one after the other")
 
 
 def plan(request: Request, offer: Offer) -> Plan:

@@ -1,7 +1,7 @@
 """Where the pixels of a convolution lie: its axes, its taps, and the phases of a transposed convolution.
 
 Every axis is one of codegen/plan/shared/axes.py. All phases of a transposed convolution start at the same pixels, which is what one map of the copy engine
-describes; a tap moves them by its offset.
+describes, or where runs begin; a tap moves them by its offset.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Geometry:
     much wider than one of results.
 
     Or "runs": x lies in a `grid` of positions that holds the padding too, eight channels of a position side by side, and the values of a tap, or of a row of taps that
-    are `merged`, for a tile of windows are a run of it. Windows are counted as positions are; those that begin where none is give results that nobody stores.
+    are `shared`, for a tile of windows are a run of it. Windows are counted as positions are; those that begin where none is give results that nobody stores.
     """
 
     windows: tuple[Axis, Axis, Axis]
@@ -60,7 +60,7 @@ class Geometry:
     transposed: bool
     phases: tuple[Phase, ...]
     row: str = ""
-    merged: bool = False
+    shared: bool = False
 
     @property
     def runs(self) -> bool:
@@ -69,11 +69,6 @@ class Geometry:
     @property
     def folded(self) -> bool:
         return self.row == "folded"
-
-    @property
-    def shared(self) -> bool:
-        """Whether the taps of a row read the same pixels."""
-        return self.merged
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -167,16 +162,16 @@ def geometry_of(spec: FusedSpec, row: str = "", of_phases: bool = False) -> Geom
     kernel = (1,) * (3 - rank) + tuple(values["kernel_size"])
     windows = (POINT,) * (3 - rank) + axes
     width, one = axes[-1], (((0, 0),),)
-    merged = row == "shared"
+    shared = row == "shared"
     if row == "folded":
         axes = (*axes[:-1], Axis(width.count, width.results, width.count, 1, 1, 0, one))
     elif row == "shared":
         axes = (*axes[:-1], replace(width, count=width.count + width.reach, phases=one))
     elif row == "runs":
-        merged = width.reach <= WIDEST_HALO and (of_phases or width.step == 1)
+        shared = width.reach <= WIDEST_HALO and (of_phases or width.step == 1)
         even = math.gcd(width.results, VECTOR) // math.gcd(width.step, VECTOR) or 1  # so that a row of positions keeps results together that are so in y
         columns = math.ceil((width.count + width.reach) / even) * even
-        counted = [*windows[:2], replace(windows[2], count=columns, phases=one if merged else width.phases)]
+        counted = [*windows[:2], replace(windows[2], count=columns, phases=one if shared else width.phases)]
         if rank == 3:
             counted[1] = replace(counted[1], count=counted[1].count + counted[1].reach)
         axes = tuple(counted[3 - rank :])
@@ -185,7 +180,7 @@ def geometry_of(spec: FusedSpec, row: str = "", of_phases: bool = False) -> Geom
     if row != "runs":
         _refuse_far(axes, rank)
     axes = (POINT,) * (3 - rank) + axes
-    return Geometry(windows, axes, kernel, rank, transposed, _phases(axes, kernel), row, merged)
+    return Geometry(windows, axes, kernel, rank, transposed, _phases(axes, kernel), row, shared)
 
 
 def _phases(axes: tuple[Axis, ...], kernel: tuple[int, ...]) -> tuple[Phase, ...]:

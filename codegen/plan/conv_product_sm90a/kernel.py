@@ -217,18 +217,9 @@ class ConvProductKernel(Kernel):
         )
 
     @property
-    def group_weights(self) -> tuple[int, ...]:
-        """Where W begins for each group of multiplications whose sums are promoted together, in units of 16 bytes from the stage's on."""
-        return tuple(first.weight // 16 for first in self.multiplications[:: self.layout.group_steps])
-
-    @property
-    def group_inputs(self) -> tuple[int, ...]:
-        return tuple(first.input // 16 for first in self.multiplications[:: self.layout.group_steps])
-
-    @property
-    def group_leads(self) -> tuple[int, ...]:
-        """From the first tap of a group to the other; 0 where there is none."""
-        return tuple((first.lead or 0) // 16 for first in self.multiplications[:: self.layout.group_steps])
+    def groups(self) -> tuple[Multiplication, ...]:
+        """The first multiplication of each group whose sums are promoted together."""
+        return self.multiplications[:: self.layout.group_steps]
 
     @property
     def stage_taps(self) -> tuple[tuple[int, int], ...]:

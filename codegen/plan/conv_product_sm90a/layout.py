@@ -37,7 +37,7 @@ PROMOTED_PIXELS = {1: 128, 2: 96}  # of a warpgroup, by the columns of results t
 class Layout:
     """How channels and pixels lie on the multiplier.
 
-    `block` channels make a step, `blocks` of them a tap; `taps` of a stage, of which each has a step. `form`: the operands' parts, and who shares a tile.
+    `block` channels make a step, `blocks` of them a tap; `taps` of a stage, of which each has a step, or two one. `form`: the operands' parts, and who shares a tile.
     `pixels` of a warpgroup: the two have 64 channels each of the same pixels, the same 64 channels and pixels of their own, or tiles of their own in turn. Where
     the taps of a stage are `shared`, they read the same pixels, each `tap_step` further on, and the last `halo` behind the tile. `unrolled` stages are
     multiplied without a pause. `columns` of results that a pixel gives. `runs`: how x and W lie. A warp has
@@ -185,8 +185,17 @@ class Layout:
         """Multiplications along K in a group."""
         return self.step_block // (self.halves * GROUP_K)
 
-    def low(self, part_bytes: int) -> int:
-        """Bytes from the high halves to the low ones."""
+    @property
+    def weight_low(self) -> int:
+        """Bytes from W's high halves to its low ones."""
+        return self.step_block * 2 * self.tile_channels if self.runs else self._low(self.weight_part)
+
+    @property
+    def input_low(self) -> int:
+        """The same of x."""
+        return self.block // PIECE * self.run_bytes if self.runs else self._low(self.input_part)
+
+    def _low(self, part_bytes: int) -> int:
         return part_bytes if self.planes == 2 else 2 * self.block
 
     def stages_of(self, taps: int) -> int:
@@ -259,5 +268,3 @@ def _blocks_of(channels: int, geometry: Geometry) -> Iterator[tuple[int, int]]:
         yield 64, padded // 2
     yield (32, padded) if channels > GROUP_K else (GROUP_K, 1)
 
-
-__all__ = ["BARRIER_BYTES", "CONSUMERS", "GROUP_K", "THREADS", "Layout", "layout_of"]

@@ -1,7 +1,7 @@
 """The kernels that turn x and W into what the convolution multiplies, as data.
 
-fp32 becomes halves (measure.cu.j2, split.cu.j2, filters.cu.j2): a sample of x has one scale, a power of two, and a filter of W another; they factor out of every
-sum, and zeros of the padding stay zeros. Values of 16 bits change their places alone (arrange.cu.j2, arrange_filters.cu.j2).
+fp32 becomes halves (measure.cu.j2, split.cu.j2 or runs.cu.j2, filters.cu.j2): a sample of x has one scale, a power of two, and a filter of W another; they factor out of every
+sum, and zeros of the padding stay zeros. Values of 16 bits change their places alone (arrange.cu.j2 or runs.cu.j2, arrange_filters.cu.j2).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The convolution as a product on Hopper: which convolutions and transposed convolutions without a norm it serves, and its plan.
 
-x is first split into halves, the channels of a pixel side by side, and W with it; the copy engine then gathers the pixels of a tap (im2col), so that the
-multiplication is that of a GEMM. Sums are finished by the element-wise operators behind the convolution and stored where torch has them.
+x is first split into halves, the channels of a pixel side by side, and W with it; the copy engine then gathers the pixels of a tap (im2col), or copies runs of
+positions as they lie, so that the multiplication is that of a GEMM. Sums are finished by the element-wise operators behind the convolution and stored where torch has them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from codegen.plan.shared.product import INDICES, refuse_convolution
 
 TRUNCATED_K = 4096  # see _check
 ACROSS = 0.95  # by which the estimate is multiplied to be compared with other targets'
+MOST_TAPS = 16000  # whose offsets constant memory holds
 FILTER_VALUES = 1 << 16  # fewer values of a filter than its count of near ones holds
 
 
@@ -37,7 +38,7 @@ class Detail:
 
 
 def offers(request: Request) -> tuple[Offer, ...]:
-    """The taps along the width each by itself, as channels, or as a row that shares its pixels, the fastest first. Raises Refusal where the convolution is not served."""
+    """The taps along the width each by itself, as channels, or as a row that shares its pixels, or as runs, the fastest first. Raises Refusal where the convolution is not served."""
     spec = request.form
     _check(spec)
     in_turn = form_of(spec.precision).in_turn
@@ -55,6 +56,8 @@ def offers(request: Request) -> tuple[Offer, ...]:
 def _offer(request: Request, geometry: Geometry) -> Offer:
     spec = request.form
     layout = layout_of(form_of(spec.precision), spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, request.target.smem_bytes)
+    if (taps := len(ordered_taps(geometry, layout))) > MOST_TAPS:
+        raise Refusal(f"a filter of {taps} taps has more of them than constant memory holds")
     pixels = units_of(spec, geometry, layout) * layout.tile_pixels
     if max(pixels, spec.batch * geometry.gathered * layout.blocks // SPLIT_PIXELS, geometry.gathered * layout.padded_channels) >= INDICES:
         raise Refusal("the convolution has more tiles, or a sample of x more values, than kernels count")
@@ -135,7 +138,7 @@ def _why(spec: FusedSpec, geometry: Geometry, layout: Layout) -> tuple[str, ...]
     channels, taps = spec.input_shape[1], geometry.folded_taps
     if geometry.folded:
         reasons.append(f"the {taps} taps along the width become channels {_while(spec)}: {taps * channels} beside each other, and as many fewer taps")
-    if geometry.shared:
+    if geometry.shared and len(geometry.row_taps) > 1:
         reasons.append(f"the {len(geometry.row_taps)} taps along the width read the same pixels in shared memory, fetched once")
     if layout.padded_channels != channels * taps:
         reasons.append(f"{channels * taps} channels of x are filled up to {layout.padded_channels}")
