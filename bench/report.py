@@ -13,22 +13,16 @@ from bench.kernel_tables import renewed
 from bench.records import PREPARED, backward_keys, ledger, loaders_choice, read_all
 from bench.store import KERNELBENCH, RESULTS, SWEEP, Record
 from bench.sweep import summary
-from bench.tables import cards_of, machine_of, not_measured, put_table, readme_table, results_page, state_today
+from bench.tables import cards_of, machine_of, not_measured, put_table, readme_table, results_page, significant, state_today
 from codegen.numerics import PRECISIONS
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def _significant(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
 def _environment() -> jinja2.Environment:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     env.filters.update(
-        sig=_significant, exp=lambda value: "-" if value is None else f"{value:.1e}", times=lambda value: "-" if value is None else f"{value:.2f}x"
+        sig=significant, exp=lambda value: "-" if value is None else f"{value:.1e}", times=lambda value: "-" if value is None else f"{value:.2f}x"
     )
     return env
 

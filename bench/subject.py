@@ -25,10 +25,9 @@ from codegen.package import make_package
 from codegen.plan import Refusal
 from codegen.render import render
 from codegen.spec import Spec, load_spec
-from runtime import Package, RuntimeFailure
+from runtime import Package, RuntimeFailure, products
 from runtime.launch import ALLOCATION
 from runtime.library import SINGLE_ON_CPU, in_single, lacks_16_bits
-from runtime.products import within_stride
 from runtime.load import best_target
 
 SEED = 42
@@ -255,14 +254,20 @@ class RoundedProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def exact_gelu(v: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """gelu with its small values. PyTorch adds 1 to an erf or a tanh that is -1 but for roundings, so that float64's own gelu is 0 below -8.3, and 0 / 0 no number."""
+    if approximate == "tanh":
+        return v * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))
+    return v * 0.5 * torch.special.erfc(-v * math.sqrt(0.5))
+
+
 class WholeTails(TorchFunctionMode):
-    """Inside, gelu keeps its small values: PyTorch adds 1 to an erf or a tanh that is -1 but for roundings, so that float64's gelu is 0 below -8.3, and 0 / 0 no number."""
+    """Inside, gelu is exact_gelu."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not functional.gelu:
             return func(*args, **(kwargs or {}))
-        (v,), approximate = args, (kwargs or {}).get("approximate", "none")
-        return v * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)) if approximate == "tanh" else v * 0.5 * torch.special.erfc(-v * math.sqrt(0.5))
+        return exact_gelu(*args, **(kwargs or {}))
 
 
 class SingleOnCpu(TorchFunctionMode):
@@ -282,18 +287,14 @@ class SingleOnCpu(TorchFunctionMode):
         return in_single(func, *args, **kwargs)
 
 
-def _by_cudnn(x: torch.Tensor) -> bool:
-    return x.is_cuda
-
-
 class WithinStride(TorchFunctionMode):
     """Inside, a transposed convolution whose output_padding cuDNN refuses is one that it takes, of the same values. Such are float64's and eager's on a GPU."""
 
     TRANSPOSED = frozenset(getattr(functional, f"conv_transpose{rank}d") for rank in (1, 2, 3))
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in self.TRANSPOSED and len(args) > 5 and _by_cudnn(args[0]):  # torch's modules name none: input, weight, bias, stride, padding, output_padding, groups, dilation
-            x, extra = within_stride(args[0], args[3], args[5])
+        if func in self.TRANSPOSED and len(args) > 5 and products.on_cuda(args[0]):  # torch's modules name none: input, weight, bias, stride, padding, output_padding, groups, dilation
+            x, extra = products.within_stride(args[0], args[3], args[5])
             args = (x, *args[1:5], extra, *args[6:])
         return func(*args, **(kwargs or {}))
 

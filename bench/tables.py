@@ -156,9 +156,16 @@ def claims(text: str) -> list[tuple[str, str, str, str, bool]]:
 def _environment() -> jinja2.Environment:
     env = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     times = lambda value: "-" if value is None else f"**{value:.2f}x**"  # noqa: E731
-    env.filters.update(times=times, state=_WORDS.get, peer=_peer, exp=lambda value: "-" if value is None else f"{value:.1e}", model_times=_model_times, sig=lambda value: "-" if value is None else f"{value:.4g}")
+    env.filters.update(times=times, state=_WORDS.get, peer=_peer, exp=lambda value: "-" if value is None else f"{value:.1e}", model_times=_model_times, sig=significant)
     env.globals["PREPARED"] = PREPARED
     return env
+
+
+def significant(value: float | None) -> str:
+    """A figure of four digits."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _model_times(record: Record) -> float | None:

@@ -21,7 +21,7 @@ _on_cpu = {
 }
 
 
-def _on_cuda(tensor: torch.Tensor) -> bool:
+def on_cuda(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
@@ -60,7 +60,7 @@ class Producer:
         """The result, (samples, channels, ...) of a convolution."""
         if self.name == "linear":
             return self._linear(x, weight, bias)
-        if not _on_cuda(x):
+        if not on_cuda(x):
             if self.transposed:
                 return _on_cpu[self.name](x, weight, bias, self.stride, self.padding, self.extra, self.groups, self.dilation)
             return _on_cpu[self.name](x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
@@ -104,7 +104,7 @@ class Producer:
 
     def _switch_differs(self, tensor) -> bool:
         """Would torch's own product of matrices round, or not, against the precision?"""
-        return self.single and _on_cuda(tensor) and (torch.backends.cuda.matmul.fp32_precision == "tf32") != self.tf32
+        return self.single and on_cuda(tensor) and (torch.backends.cuda.matmul.fp32_precision == "tf32") != self.tf32
 
     # ---- its derivatives ---------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Producer:
                 rows.sum(0) if wanted[2] else None,
             )
         bias = grad.sum([axis for axis in range(grad.dim()) if axis != 1]) if wanted[2] else None
-        if not _on_cuda(grad):
+        if not on_cuda(grad):
             extra = self.extra if self.transposed else [0] * len(self.stride)
             made = torch.ops.aten.convolution_backward(
                 grad, x, weight, None, self.stride, self.padding, self.dilation, self.transposed, extra, self.groups, [wanted[0], wanted[1], False]

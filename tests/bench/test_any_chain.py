@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from bench import subject
 from bench.data import Draw
 from bench.families import FAMILIES
 from bench.machine import describe
@@ -17,6 +16,7 @@ from bench.subject import Subject, WholeTails, WithinStride, construct, emit
 from bench.sweep.judge import judge
 from bench.timing import Ceilings
 from bench.verify import STATE_MARGIN, _examine, state_problems, table_of, verify
+from runtime import products
 
 CPU = torch.device("cpu")
 MODES = """\
@@ -221,7 +221,7 @@ def test_the_tf32_model_s_running_statistics_are_those_that_are_asked(tmp_path, 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_an_output_padding_that_cudnn_refuses_is_one_that_it_takes(rank, monkeypatch):
-    monkeypatch.setattr(subject, "_by_cudnn", lambda x: True)
+    monkeypatch.setattr(products, "on_cuda", lambda x: True)
     given = []
     original = getattr(F, f"conv_transpose{rank}d")
     layer = getattr(torch.nn, f"ConvTranspose{rank}d")(3, 4, 2, stride=2, dilation=6, output_padding=5).double()

@@ -7,7 +7,6 @@ defined away (there its library functions are the C library's), which checks wha
 from __future__ import annotations
 
 import ctypes
-import math
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bench.subject import exact_gelu
 from codegen.ops import OPERATORS, Kind
 from codegen.ops.functions import FUNCTIONS, LANGUAGES, closure, definitions
 from codegen.targets import TARGETS
@@ -50,15 +50,6 @@ def f32(value: float) -> float:
     return float(np.float32(value))
 
 
-def gelu(v: torch.Tensor) -> torch.Tensor:
-    """PyTorch's own forms of gelu lose their small values to cancellation; the meaning is the same."""
-    return v * torch.special.ndtr(v)
-
-
-def gelu_tanh(v: torch.Tensor) -> torch.Tensor:
-    return v * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))
-
-
 SLOPE, ALPHA, BETA = f32(0.01), f32(1.3), f32(0.5)  # beta v is then exact
 
 # mish, silu, gelu and hardswish multiply by v a factor that may be flushed to 0 below 2^-126: |v| <= 128 there, hence their floor 2^-119.
@@ -77,8 +68,8 @@ FORWARD: dict[str, Case] = {
     "silu": Case(F.silu, units=5, floor=2.0**-119),
     "mish": Case(F.mish, units=8, floor=2.0**-119),
     "normal_distribution": Case(torch.special.ndtr, absolute=3 * UNIT),
-    "gelu": Case(gelu, units=8, absolute=4 * UNIT, floor=2.0**-119),
-    "gelu_tanh": Case(gelu_tanh, units=8, absolute=4 * UNIT, floor=2.0**-119),
+    "gelu": Case(exact_gelu, units=8, absolute=4 * UNIT, floor=2.0**-119),
+    "gelu_tanh": Case(lambda v: exact_gelu(v, "tanh"), units=8, absolute=4 * UNIT, floor=2.0**-119),
     "hardswish": Case(F.hardswish, units=4, absolute=2 * UNIT),
     "hardsigmoid": Case(F.hardsigmoid, units=2, absolute=UNIT),
     "softplus": Case(lambda v: F.softplus(v, BETA, 20.0), (BETA, 20.0), units=6, floor=2 * TINY),

@@ -32,7 +32,7 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(products, "_convolution", convolution)
     monkeypatch.setattr(products, "_transposed_convolution", transposed)
-    monkeypatch.setattr(products, "_on_cuda", lambda tensor: True)
+    monkeypatch.setattr(products, "on_cuda", lambda tensor: True)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # what a forward asks for
     return seen
 
@@ -106,7 +106,7 @@ def test_convolutions(transposed, name, precision, columns, calls, monkeypatch):
 
 @pytest.mark.parametrize(("transposed", "name"), CASES)
 def test_on_a_cpu_torch_itself_convolves(transposed, name, calls, monkeypatch):
-    monkeypatch.setattr(products, "_on_cuda", lambda tensor: False)
+    monkeypatch.setattr(products, "on_cuda", lambda tensor: False)
     producer, call, x_shape, weight_shape, filters = convolution(transposed, name, "fp32")
     x, weight, bias = drawn(x_shape, weight_shape, (filters,))
     leaves = [tensor.requires_grad_() for tensor in (x, weight, bias)]

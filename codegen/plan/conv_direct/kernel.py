@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from codegen.ir.apply import Constant, applies, called, unique_constants
@@ -120,8 +119,7 @@ def direct_kernel(spec: FusedSpec, geometry: Geometry, tile: Tile) -> DirectKern
 
 def _partial(spec: FusedSpec, geometry: Geometry) -> int:
     """Channels of x of a partial sum; 0 where there is none. 216 products one after the other err by 3.3e-7 of the result, 288 by 3.9e-7, where cuDNN errs by 1.9e-7."""
-    products = math.prod(max(map(len, axis.phases)) for axis in geometry.axes)
-    return max(1, PARTIAL_PRODUCTS // products) if spec.input_shape[1] * products > SUM_PRODUCTS else 0
+    return max(1, PARTIAL_PRODUCTS // geometry.products) if spec.input_shape[1] * geometry.products > SUM_PRODUCTS else 0
 
 
 def _notes(spec: FusedSpec, tile: Tile) -> tuple[str, ...]:

@@ -35,8 +35,9 @@ class Detail:
 def offers(request: Request) -> tuple[Offer, ...]:
     """The one way. Raises Refusal where the convolution is not served."""
     spec = request.form
-    _check(spec)
+    refuse_convolution(spec, "a direct convolution")
     geometry = geometry_of(spec)
+    _check(spec, geometry)
     depth, height, width = geometry.axes
     if depth.step * height.step > MOST_PHASES or width.step > WIDEST:
         raise Refusal(f"stride: {depth.step * height.step * width.step} phases of results are more than a direct convolution has code for")
@@ -47,14 +48,13 @@ def offers(request: Request) -> tuple[Offer, ...]:
     return (Offer(Choice("conv_direct", knobs), estimated_ms(spec, request.device, geometry, tile), detail=Detail(geometry, tile)),)
 
 
-def _check(spec: FusedSpec) -> None:
-    refuse_convolution(spec, "a direct convolution")
+def _check(spec: FusedSpec, geometry: Geometry) -> None:
     if spec.math is not None:
         raise Refusal(f"math: {spec.math} asked for; a direct convolution multiplies in fp32 on the CUDA cores")
-    if (longest := spec.input_shape[1] * math.prod(spec.producer.parameters[0].shape[2:])) > LONGEST_SUM:
+    if (longest := spec.input_shape[1] * geometry.products) > LONGEST_SUM:
         raise Refusal(f"sums of {longest} products are longer than fp32 adds up from partial sums")
-    if (taps := math.prod(spec.producer.parameters[0].shape[2:])) > SUM_PRODUCTS:
-        raise Refusal(f"the {taps} products of one channel are longer than fp32 adds one after the other")
+    if geometry.products > SUM_PRODUCTS:
+        raise Refusal(f"the {geometry.products} products of one channel are longer than fp32 adds one after the other")
 
 
 def plan(request: Request, offer: Offer) -> Plan:

@@ -34,6 +34,11 @@ class Geometry:
         """Of a channel of a sample."""
         return math.prod(axis.results for axis in self.axes)
 
+    @property
+    def products(self) -> int:
+        """Of a result with a channel of x, in the phase that has most taps."""
+        return math.prod(max(map(len, axis.phases)) for axis in self.axes)
+
 
 @dataclass(frozen=True)
 class Tile:

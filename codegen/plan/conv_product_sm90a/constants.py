@@ -104,7 +104,7 @@ def conv_constants(spec: FusedSpec, kernel: ConvProductKernel) -> tuple[Constant
         ("kWarpChannels", layout.warp_channels, "channels of y of a warp, of the 16 that it multiplies"),
         ("kRun", layout.run, "results of a channel that a warp turns around at a time"),
         ("kStagedPitch", layout.staged_pitch, "floats from one channel that a warp has staged to the next: its lanes meet no bank twice"),
-        ("kStagedAt", stages * layout.stage_bytes, "offset of the staged sums, %d channels x kRun results of each warp" % max(8, layout.warp_channels)),
+        ("kStagedAt", stages * layout.stage_bytes, f"offset of the staged sums, {layout.staged_channels} channels x kRun results of each warp"),
         ("kZerosAt", stages * layout.stage_bytes + layout.staged_bytes, "offset of zeros: the x of the partner that a tap lacks"),
         ("kZeros", layout.zeros_bytes // PIECE_BYTES, "pieces of 16 bytes of them"),
         ("kBarriersAt", stages * layout.stage_bytes + layout.staged_bytes + layout.zeros_bytes, "offset of the barriers: full and empty"),

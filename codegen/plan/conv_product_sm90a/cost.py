@@ -8,7 +8,7 @@ import math
 from codegen.ir.fused_form import FusedSpec
 from codegen.plan.conv_product_sm90a.geometry import Geometry
 from codegen.plan.conv_product_sm90a.kernel import units_of
-from codegen.plan.conv_product_sm90a.layout import Layout
+from codegen.plan.conv_product_sm90a.layout import WARP_ROWS, Layout
 from codegen.plan.shared.cost import costly_operators, pass_ms
 from codegen.plan.shared.fitted import CONV_PRODUCTS, Fitted
 from codegen.targets import DeviceClass
@@ -58,7 +58,7 @@ def multiply_ms(spec: FusedSpec, device: DeviceClass, geometry: Geometry, layout
 
 def _tile_ms(spec: FusedSpec, device: DeviceClass, geometry: Geometry, layout: Layout, multiplied: float) -> float:
     """How long a CTA has for a tile: it is multiplied and finished, or, in turn, one is while another is finished."""
-    costly, share, pixels = costly_operators(spec), layout.warp_channels / 16, layout.pixels * layout.columns / TILE_PIXELS / 1e3
+    costly, share, pixels = costly_operators(spec), layout.warp_channels / WARP_ROWS, layout.pixels * layout.columns / TILE_PIXELS / 1e3
     if not layout.form.in_turn:
         return multiplied + (TILE_US[geometry.vector].on(device) + COSTLY_US.on(device) * costly) * share * pixels
     least = TURN_LEAST_US[geometry.vector].on(device)

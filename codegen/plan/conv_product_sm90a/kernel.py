@@ -11,7 +11,7 @@ from codegen.ir.operand import c_identifier
 from codegen.numerics import FP32, Precision
 from codegen.plan.conv_product_sm90a.forms import operand_type
 from codegen.plan.conv_product_sm90a.geometry import Geometry, Tap
-from codegen.plan.conv_product_sm90a.layout import CONSUMERS, GROUP_K, LANES, PIECE, PIECE_BYTES, THREADS, Layout
+from codegen.plan.conv_product_sm90a.layout import CONSUMERS, GROUP_K, LANES, PIECE, PIECE_BYTES, THREADS, WARP_ROWS, Layout
 from codegen.plan.conv_product_sm90a.operands import WEIGHT_UNSCALE, X_COUNTS, X_UNSCALE, operand_names
 from codegen.plan.model import Kernel
 from codegen.plan.shared.axes import AXES
@@ -355,7 +355,7 @@ def conv_kernel(spec: FusedSpec, target: Target, geometry: Geometry, layout: Lay
         "conv", "conv_product_sm90a/conv.cu.j2", arguments, (), _summary(spec, geometry), shared, 168, THREADS, grid, notes,
         layout, geometry, pointers, (*plain, *split, *scales, *own, y), c_identifier(spec.weight), finish, called(items),
         (0,) * lost + tuple(values["padding"]), (1,) * lost + tuple(values["dilation"]),
-        costly(items), units, channel_tiles, spec.channels % (layout.tile_channels // 16 * layout.warp_channels) != 0, geometry.pixels % layout.tile_pixels != 0, debug,
+        costly(items), units, channel_tiles, spec.channels % (layout.tile_channels // WARP_ROWS * layout.warp_channels) != 0, geometry.pixels % layout.tile_pixels != 0, debug,
         spec.precision, spec.result, types,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from codegen.plan.model import Refusal
 
 CONSUMERS = 2  # warpgroups that multiply
 LANES = 32  # of a warp
+WARP_ROWS = 16  # of the accumulators, of a warp
 THREADS = 128 * (1 + CONSUMERS)
 ROW_HALVES = 64  # of a row of 128 bytes, which the swizzle covers
 GROUP_K = 16  # of one multiplication
@@ -56,7 +57,7 @@ class Layout:
     unrolled: int = 1
     columns: int = 1
     runs: bool = False
-    warp_channels: int = 16
+    warp_channels: int = WARP_ROWS
     run: int = RUNS[0]
 
     @property
@@ -159,9 +160,19 @@ class Layout:
         return self.run + 8 * self.columns
 
     @property
+    def spread(self) -> bool:
+        """Whether few channels of y are spread over the rows of all warps."""
+        return self.warp_channels < WARP_ROWS
+
+    @property
+    def staged_channels(self) -> int:
+        """Channels that a warp has room to turn around: those of eight lanes at least, which write theirs whether they are channels or not."""
+        return max(8, self.warp_channels)
+
+    @property
     def staged_bytes(self) -> int:
-        """Of the channels of every multiplying warp, of eight at least."""
-        return 4 * CONSUMERS * max(8, self.warp_channels) * self.staged_pitch * 4
+        """Of the channels of every multiplying warp."""
+        return 4 * CONSUMERS * self.staged_channels * self.staged_pitch * 4
 
     @property
     def turn_bytes(self) -> int:
@@ -218,7 +229,7 @@ def layout_of(form: Form, channels: int, results: int, geometry: Geometry, limit
             if run <= LANES * geometry.vector:
                 found.append(
                     Layout(form, block, blocks, taps, tile_channels, pixels, geometry.shared, geometry.halo, _tap_step(geometry), columns=columns, runs=geometry.runs,
-                           warp_channels=_warp_channels(results) if geometry.runs else 16, run=run)
+                           warp_channels=_warp_channels(results) if geometry.runs else WARP_ROWS, run=run)
                 )  # fmt: skip
     layout = next((layout for layout in found if layout.stages(limit) >= LEAST_STAGES), None)
     if layout is None:
@@ -231,7 +242,7 @@ def layout_of(form: Form, channels: int, results: int, geometry: Geometry, limit
 
 def _warp_channels(results: int) -> int:
     """Channels of y of a warp of four: few are spread over all of them, which finish side by side."""
-    return next((count for count in (4, 8) if results <= 4 * count), 16)
+    return next((count for count in (4, 8) if results <= 4 * count), WARP_ROWS)
 
 
 def _tap_step(geometry: Geometry) -> int:

@@ -302,7 +302,7 @@ def _filters_kernel(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: t
     common = dict(
         threads=SPLIT_THREADS, blocks=spec.channels, max_registers=64, weight=weight, order=() if order == tuple(range(len(order))) and not layout.paired else order,
         phased=len(geometry.phases) * geometry.wide_phases > 1, folded=geometry.folded, turned=geometry.folded and geometry.row_taps[0][0] > 0,
-        stage_taps=layout.steps, parts=layout.parts, runs=layout.runs, paired=layout.paired, spread=layout.warp_channels < 16,
+        stage_taps=layout.steps, parts=layout.parts, runs=layout.runs, paired=layout.paired, spread=layout.spread,
     )  # fmt: skip
     if not layout.form.scaled:
         return FiltersKernel(

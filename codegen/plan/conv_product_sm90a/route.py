@@ -103,7 +103,7 @@ def _notes(geometry: Geometry, layout: Layout) -> tuple[str, ...]:
     ]
     if layout.paired:
         notes.append("two taps of eight channels are one multiplication; the partner that a tap lacks is zeros")
-    if layout.warp_channels < 16:
+    if layout.spread:
         notes.append(f"the channels of y are spread over all warps, {layout.warp_channels} each")
     if layout.form.parts == 2:
         notes.append(f"the tensor core's sums are added to fp32 registers every {layout.group_steps * GROUP_K} of K, while the next ones are multiplied")
