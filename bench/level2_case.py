@@ -23,14 +23,14 @@ from bench.measure import INPUT_SEED
 from bench.packages import load_package
 from bench.peers import Peer
 from bench.peers import build as build_peers
-from bench.records import present_manifest
+from bench.records import picked, present_manifest
 from bench.subject import Emitted, Subject, construct, emit, target_for
 from bench.timing import interleaved
 from bench.verify import Finding, rounded, verify
 from codegen.algebra import passes_of
 from codegen.plan import Refusal
 from codegen.spec import SpecError, load_spec
-from codegen.targets import DEVICES, preference
+from codegen.targets import DEVICES
 from runtime import Package
 from runtime.build import ensure_built, plan_build
 
@@ -74,9 +74,8 @@ def todays_key(path: str, precision: str, target: str, card: str = "", algebra: 
         targets = present_manifest(path, precision, algebra=algebra).get("targets", {})
     except (OSError, SpecError, Refusal):
         return None
-    served = DEVICES[card].targets if card in DEVICES and target != "cpu" else (target,)
-    best = next((name for name in preference() if name in served and name in targets), None)
-    return evidence_key(targets[target]) if target == best else None
+    best = picked(targets, card) if card in DEVICES and target != "cpu" else target
+    return evidence_key(targets[target]) if target in targets and target == best else None
 
 
 def _model(job: Mapping[str, Any], setting: Mapping[str, Any]) -> tuple[Emitted, nn.Module, torch.device]:

@@ -6,6 +6,7 @@ A record is evidence for the sources it was measured on, named by `key`. When to
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from codegen import index
 from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import load_spec
-from codegen.targets import preference
+from codegen.targets import DEVICES, preference
 
 TORCH_PEERS = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")
 ACCURACY_MARGIN = 1.1
@@ -86,6 +87,12 @@ def loaders_choice(records: list[Record]) -> list[Record]:
         if key not in best or order.index(record["target"]) < order.index(best[key]["target"]):
             best[key] = record
     return [record for record in records if record in best.values()]
+
+
+def picked(targets: Collection[str], card: str) -> str | None:
+    """The one of a package's targets that the loader picks on a card (a device class) today; None where it runs none of them."""
+    served = DEVICES[card].targets if card in DEVICES else ()
+    return next((name for name in preference() if name in served and name in targets), None)
 
 
 def conclude(record: Record) -> Record:

@@ -9,7 +9,7 @@ from pathlib import Path
 import jinja2
 
 from bench import store
-from bench.records import PREPARED, Status, loaders_choice, present_keys, state_of
+from bench.records import PREPARED, Status, loaders_choice, picked, present_keys, state_of
 from bench.store import MACHINE, MODELS, SWEEP, Record
 from bench.sweep import summary
 from codegen.numerics import PRECISIONS
@@ -62,6 +62,11 @@ class Card:
             chosen = [id(record) for record, _ in self.shown]
             return [(record, state) for record, state in zip(self.records, self.states, strict=True) if id(record) not in chosen]
         return [(record, state) for record, state in self.shown if _headline(record["spec"]) == (name == "headline")]
+
+    @property
+    def superseded(self) -> list[str]:
+        """The packages whose record is not of the target that the loader picks on the card today, as `name (precisions)`."""
+        return _by_name([(record["spec"], record["precision"]) for record, _ in self.shown if _superseded(record, self.slug)])
 
     @property
     def not_measured(self) -> list[str]:
@@ -120,6 +125,14 @@ def readme_table(cards: list[Card]) -> str:
 def not_measured(card: str, statuses: list[Status]) -> list[str]:
     """The shipped packages without a record on a card, as `name (precisions)`."""
     return _by_name([(status.spec, status.precision) for status in statuses if status.gpu == card and status.state == "missing"])
+
+
+def _superseded(record: Record, card: str) -> bool:
+    try:
+        now = picked(present_keys(record["path"], record["precision"], record["weights"] == PREPARED, record.get("batch")), card)
+    except SpecError:
+        return False
+    return now not in (None, record["target"])
 
 
 def state_today(record: Record) -> str:

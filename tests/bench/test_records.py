@@ -130,6 +130,14 @@ def test_the_tables_show_the_target_that_the_loader_picks_and_name_the_others_ap
     assert ["| sm_90a |" in row for row in rows(loaders)] == [True] and ["| sm_80 |" in row for row in rows(named)] == [True]
 
 
+def test_a_record_of_another_target_than_the_loader_picks_today_is_named(results):
+    """It is verified for its own sources, but it is not what a caller gets."""
+    said = f"Measured with another target than the loader picks there today, which no record has: {NAME} (fp32)."
+    assert said in table_of(results) and said in page_of(results)
+    keep(results, "h200", {**record(present_keys(SPEC, "fp32")["sm_90a"]), "target": "sm_90a"}, asked_target="sm_90a")
+    assert "Measured with another target" not in table_of(results) + page_of(results)
+
+
 def test_prepared_weights_have_a_row_and_a_state_of_their_own(results):
     """Their package is another one, with other sources."""
     keys = present_keys(SPEC, "fp32", prepack=True)
