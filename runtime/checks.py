@@ -1,18 +1,21 @@
 """What a call may be given: the checks of the input and the parameters, and the sentences of their refusals."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 from .errors import CallError
 from .launch import dtype_named
 from .manifest import Manifest, TensorSpec
 
+PLAIN = (nn.Parameter, torch.Tensor)  # what kernels can be given as it is
 ALIGNMENT = 16  # bytes; the kernels read and write 16 bytes at a time
 
 
-def not_dense(key: str, tensor: torch.Tensor) -> CallError | None:
-    """What is wrong with a tensor that is no dense array in memory, be it x or the parameter ``key``; None where it is one."""
+def not_dense(key: str, tensor: torch.Tensor, is_input: bool = False) -> CallError | None:
+    """What is wrong with a tensor that is no dense array in memory, be it the input or the parameter ``key``; None where it is one."""
     if tensor.is_nested:
         found, made = "a nested tensor", "one dense tensor"
     elif tensor.layout is not torch.strided:
@@ -21,7 +24,7 @@ def not_dense(key: str, tensor: torch.Tensor) -> CallError | None:
         found, made = f"a quantised tensor ({_dtype_text(tensor.dtype)})", f"{key}.dequantize()"
     else:
         return None
-    remedy = f"pass {made}" if key == "x" else f"replace the parameter by nn.Parameter({made})"
+    remedy = f"pass {made}" if is_input else f"replace the parameter by nn.Parameter({made})"
     return CallError(f"{key}: expected a dense tensor, got {found}; {remedy}.")
 
 
@@ -41,6 +44,16 @@ def is_usable(tensor: torch.Tensor) -> bool:
     """Can kernels read the tensor as it lies?"""
     address = tensor.data_ptr()  # 0: autograd's zeros, which have no memory
     return address != 0 and not address % ALIGNMENT and tensor.is_contiguous() and not tensor.is_neg()
+
+
+def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int] | None:
+    """Where the tensors lie; None unless all are plain ones that kernels can read as they are."""
+    addresses = []
+    for tensor in tensors:
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or not is_usable(tensor):
+            return None
+        addresses.append(tensor.data_ptr())
+    return addresses
 
 
 def usable(tensor: torch.Tensor) -> torch.Tensor:

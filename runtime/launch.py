@@ -14,7 +14,7 @@ import torch
 
 from .allocation import allocator
 from .errors import LaunchError
-from .library import call_of
+from .library import PRODUCERS, call_of
 from .manifest import Backward, Buffer, LaunchStep, LibraryStep, Manifest, Step, TargetManifest, gradient_of
 
 # What launchers refuse before they start anything; the texts are the conditions in the emitted sources.
@@ -78,7 +78,7 @@ class Preparation:
     """A target's program in two parts, for one device: what depends on parameters alone, and the rest.
 
     ``reads`` are the positions of the parameters that the first part reads. ``allocate()`` gives new buffers,
-    ``fill(parameters, buffers)`` prepares them on the current stream, ``run(x, parameters, buffers) -> y`` does the rest; its
+    ``fill(parameters, buffers)`` prepares them on the current stream, ``run(x, operands, buffers) -> y`` does the rest; its
     tensors are those of a program. ``stream_of()`` are the last two arguments of a launcher.
     """
 
@@ -100,18 +100,17 @@ def make_preparation(manifest: Manifest, target: TargetManifest, functions: dict
     """The target's program in two parts; None where nothing can be prepared."""
     if not target.prepare:
         return None
-    parameters = [entry.name for entry in manifest.operands]
+    parameters = [entry.name for entry in manifest.parameters]
     read = {name for step in target.prepare for name in step.args}
     shapes = {buffer.name: _allocation(buffer) for buffer in target.buffers}
-    known = {name: index for index, name in enumerate((*parameters, *target.prepared))}
-    filling = _runner(manifest, target.prepare, functions, device, known, [])
-    rest = _runner(manifest, target.steps, functions, device, *_slots(manifest, target, target.steps, [manifest.input.name, *known]), ("y",))
+    filling = _runner(manifest, target.prepare, functions, device, {name: index for index, name in enumerate((*parameters, *target.prepared))}, [])
+    rest = _runner(manifest, target.steps, functions, device, *_slots(manifest, target, target.steps, [*_known(manifest), *target.prepared]), ("y",))
     return Preparation(
         device,
         tuple(index for index, name in enumerate(parameters) if name in read),
         lambda: [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in map(shapes.get, target.prepared)],
         lambda tensors, buffers: filling([*tensors, *buffers]),
-        lambda x, tensors, buffers: rest([x, *tensors, *buffers])[-1],
+        lambda x, operands, buffers: rest([x, *operands, *buffers])[-1],
         _stream_getter(device),
         target.layout,
     )
@@ -165,7 +164,8 @@ def _runner(
     """``run(first tensors, their addresses or None) -> slots``: allocates what follows them and performs ``steps``.
 
     Launchers take addresses, torch's libraries tensors; both are kept, slot by slot. Temporaries that launchers alone use, and that
-    are not ``wanted`` afterwards, share one allocation and have no tensors of their own. Behind the addresses is the null pointer.
+    are not ``wanted`` afterwards, share one allocation and have no tensors of their own. Behind the addresses is the null pointer. What is wanted
+    is never in the memory of what was given, as torch asks of an operator's results; of torch's library some are views.
     """
     as_tensors = {slot_of[name] for step in steps if isinstance(step, LibraryStep) for name in step.args if name} | {slot_of[name] for name in wanted}
     first = len(slot_of) - len(allocations)
@@ -176,6 +176,8 @@ def _runner(
         size += _padded(*allocation) if shared else 0
     scratch = allocator((size,), torch.uint8, device) if size else None
     spent = _spent(steps, slot_of, first, wanted)
+    perhaps_views = {name for step in steps if isinstance(step, LibraryStep) and step.call not in PRODUCERS for name in (step.out, *step.also)}
+    borrowed = [slot_of[name] for name in wanted if name in perhaps_views]
     steps = [
         _launch(step, functions[step.function], slot_of, device)
         if isinstance(step, LaunchStep)
@@ -204,6 +206,11 @@ def _runner(
             step(slots, addresses, number, stream)
             for place in places_spent:
                 slots[place] = None
+        if borrowed:
+            given = {tensor.untyped_storage().data_ptr() for tensor in slots[:first]}
+            for place in borrowed:
+                if slots[place].untyped_storage().data_ptr() in given:
+                    slots[place] = slots[place].clone()
         return slots
 
     return run

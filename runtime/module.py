@@ -1,29 +1,27 @@
 """``GeneratedModule``: the base of every emitted ``ModelNew``."""
 
-from dataclasses import dataclass
 from typing import Any, Sequence
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx import Proxy
-from torch.nn import functional
 
-from . import whole
 from .arguments import check_init_args
-from .checks import ALIGNMENT, expected, usable, wrong_input, wrong_tensor
+from .checks import ALIGNMENT, PLAIN, addresses_of, expected, usable, wrong_input, wrong_tensor
 from .errors import CallError, PackageError, PreparationError, UnsupportedDeviceError
 from .gradients import ByReference, refuse_tangents
+from .inputs import Size, bound, sizes_of
 from .launch import dtype_named
 from .load import Loaded, describe_targets, load
-from .operators import Operators, operators_for
 from .original import reference_for_gradients
-from .owners import PLAIN, ParameterOwners, refuse, refuse_sharded
+from .owners import ParameterOwners, refuse, refuse_sharded
 from .package import Package
 from .prepared import PreparedWeights, is_written_unseen, key_of
 
-_DEFINED = ("_operators", "_sizes", "_size_of_shape", "_pads", "_parameter_table", "_owners")  # by GeneratedModule._define
+_DEFINED = ("_operators", "_sizes", "_size_of_shape", "_pads", "_parameter_table", "_owners", "_state_table")  # by GeneratedModule._define
 _strided = torch.strided
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
@@ -31,15 +29,6 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _transforms = torch._C._are_functorch_transforms_active
 _tracing = torch._C._get_tracing_state
-
-
-@dataclass(frozen=True)
-class _Size:
-    """A batch that a package was made for: the shape of x, and the operators that compute it."""
-
-    batch: int
-    shape: torch.Size
-    operators: Operators
 
 
 class GeneratedModule(ParameterOwners):
@@ -64,7 +53,7 @@ class GeneratedModule(ParameterOwners):
         if cls._origin is None and isinstance(package, Package):
             cls._origin = package, reference if isinstance(reference, type) and issubclass(reference, nn.Module) else None
             try:
-                _sizes_of(package)
+                sizes_of(package)
             except PackageError:
                 pass  # the constructor says so
 
@@ -79,13 +68,14 @@ class GeneratedModule(ParameterOwners):
         self._by_reference = False
         self._dtype = dtype_named(manifest.input.dtype)
         self._names = tuple(entry.name for entry in manifest.parameters)
-        self._general = manifest.reference is not None
+        self._several = bool(manifest.others)
+        self._trainable = bool(manifest.reference and manifest.reference.training)  # training computes something else than evaluation
         if torch.get_default_device().type != "meta":
             self.build()
 
     def _define(self, package: Package) -> None:
         """The sizes of the package, in ascending order, and their operators. ``_operators`` are those of the only one, or of the largest."""
-        self._sizes = _sizes_of(package)
+        self._sizes = sizes_of(package)
         self._size_of_shape = {size.shape: size for size in self._sizes}
         self._operators = self._sizes[-1].operators
         self._pads = package.manifest.pad_batch
@@ -135,7 +125,7 @@ class GeneratedModule(ParameterOwners):
             )
         preparations = {entry.home: entry for (_, where), entry in self._loaded.preparations.items() if where == device}
         for preparation in preparations.values():
-            parameters, _ = self._collect(device)
+            parameters, _ = self._collect(device, direct=True)  # kernels read them as they lie
             tensors = [usable(parameter) for parameter in parameters]
             key = key_of(preparation.reads, parameters, tensors)
             if key is None or is_written_unseen(self):
@@ -161,12 +151,10 @@ class GeneratedModule(ParameterOwners):
         Of a package for several batches the kernels for that of ``x`` run. Where the package pads, another batch is copied into one of
         the next larger size with rows of zeros, and the result is a copy of the first rows.
         """
-        if self._general:
-            return whole.forward(self, x, others, named)
-        if others or named:
-            raise whole.too_many(self._package.manifest, others, named)
+        if others or named or self._several:
+            others = bound(self._package.manifest, others, named)
         if _is_compiling():
-            return self._captured(x)
+            return self._captured(x, others)
         plain = type(x) in PLAIN
         try:
             size = self._size_of_shape.get(x.shape) if plain else None
@@ -174,65 +162,83 @@ class GeneratedModule(ParameterOwners):
             size = None
         if size is None or x.dtype is not self._dtype or x.layout is not _strided:
             if isinstance(x, Proxy):
-                return self._symbolic(x)
+                return self._symbolic(x, others)
             size = self._admit(x)
             if x.shape != size.shape:
-                return self.forward(_padded(x, size.batch))[: x.shape[0]].clone()
+                return self.forward(*size.padded(x, others))[: x.shape[0]].clone()
         operators = size.operators
         device, loaded = x.device, self._loaded
         program = loaded.programs.get((size.batch, device))
         if program is None and plain and not self._is_meta(device):
             if loaded.programs:
                 raise self._no_program(x)
-            return self._build_late(x)
+            return self._build_late(x, others)
         direct = plain and program is not None and not (_dispatch_modes() or _function_modes() or _transforms()) and _tracing() is None
-        parameters, addresses = self._collect(device, direct)
+        operands, addresses = self._operands(size, others, device, direct)
         if forward_ad._current_level >= 0:
-            refuse_tangents(self._package.manifest.name, [x, *parameters])
-        if not direct or (addresses is None and not all(type(parameter) in PLAIN for parameter in parameters)):
-            return self._through_operator(operators, x, parameters)
-        if _grad_enabled() and (x.requires_grad or any(parameter.requires_grad for parameter in parameters)):
+            refuse_tangents(self._package.manifest.name, [x, *operands])
+        if self._trainable and self._trains():
+            return self._keep_state(self._through_operator(operators.forward_training, x, operands))
+        if not direct or (addresses is None and not all(type(operand) in PLAIN for operand in operands)):
+            return self._through_operator(operators.forward, x, operands)
+        if _grad_enabled() and (x.requires_grad or any(operand.requires_grad for operand in operands)):
             if self._by_reference:
                 reference = reference_for_gradients(type(self), self._package)
-                return ByReference.apply(reference, self._names, operators.forward, x, *parameters)
-            return operators.forward(x, *parameters)
+                return ByReference.apply(reference, self._names, operators.forward, x, *operands)
+            return operators.forward(x, *operands)
         address = x.data_ptr()
         if not address or address % ALIGNMENT or not x.is_contiguous() or x.is_neg():
-            self._refuse_not_dense("x", x)
+            self._refuse_not_dense(self._package.manifest.arguments[0], x, True)
             x = usable(x)
             address = x.data_ptr()
-        tensors = parameters
+        tensors = operands
         if addresses is None:
-            tensors = [usable(parameter) for parameter in parameters]
+            tensors = [usable(operand) for operand in operands]
             addresses = [tensor.data_ptr() for tensor in tensors]
         if loaded.preparations:
             preparation = loaded.preparations.get((size.batch, device))
-            buffers = None if preparation is None else self._prepared.use(self, preparation, parameters, tensors)
+            own = slice(len(others), len(others) + len(self._names))  # the parameters
+            buffers = None if preparation is None else self._prepared.use(self, preparation, operands[own], tensors[own])
             if buffers is not None:
                 return preparation.run(x, tensors, buffers)
         return program(x, tensors, [address, *addresses])
 
-    def _through_operator(self, operators: Operators, x: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
+    def _operands(self, size: Size, others: tuple, device: torch.device, direct: bool) -> tuple[list[torch.Tensor], list[int] | None]:
+        """What operators take behind x, each checked: the other inputs, the parameters, the state; for a ``direct`` launch also the addresses,
+        None in place of these unless all are plain tensors that kernels can read as they lie."""
+        parameters, addresses = self._collect(device, direct)
+        if not (others or self._state_table):
+            return parameters, addresses
+        size.check_others(others, device)
+        state = self._collect_state(device)
+        front, back = (addresses_of(others), addresses_of(state)) if addresses is not None else (None, None)
+        together = None if front is None or back is None else [*front, *addresses, *back]
+        return [*others, *parameters, *state], together
+
+    def _through_operator(self, operator: OpOverload, x: torch.Tensor, operands: list[torch.Tensor]):
         """What a subclass, a mode or a trace has to see, or what asks about shapes alone."""
-        special = [(name, parameter) for name, parameter in zip(self._names, parameters) if type(parameter) not in PLAIN]
+        names = (entry.name for entry in self._package.manifest.operands)
+        special = [(name, operand) for name, operand in zip(names, operands) if type(operand) not in PLAIN]
         refuse_sharded(special)
         wrappers = [(name, tensor) for name, tensor in (("x", x), *special) if not isinstance(tensor, FakeTensor) and _dispatches(tensor)]
         if not wrappers:
-            return operators.forward(x, *parameters)
+            return operator(x, *operands)
         try:
-            return operators.forward(x, *parameters)
+            return operator(x, *operands)
         except (CallError, torch.OutOfMemoryError):  # told by their own sentences
             raise
         except (NotImplementedError, RuntimeError, TypeError, AttributeError, AssertionError) as error:  # whatever a subclass raises for what it lacks
             name, tensor = wrappers[0]
             raise CallError(
-                f"{name} is a {type(tensor).__name__}, which does not know the operator {operators.name('forward')} "
+                f"{name} is a {type(tensor).__name__}, which does not know the operator {operator.name()} "
                 f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); pass a plain dense tensor in its place."
             ) from error
 
     def _symbolic(self, x: Proxy, others: Sequence[Any] = ()) -> Proxy:
         """The call of the operator that a symbolic trace writes down."""
         manifest = self._package.manifest
+        if self._trainable and self.training:
+            raise CallError(f"{manifest.name} computes something else in training, which a symbolic trace does not follow; call eval() before tracing.")
         if len(self._sizes) > 1 or self._pads:
             raise CallError(
                 f"{manifest.name} chooses its kernels by the batch of x, which a symbolic trace does not know: trace with torch.export, "
@@ -247,7 +253,7 @@ class GeneratedModule(ParameterOwners):
                 state.clear()
                 state.update(values)
 
-    def _build_late(self, x: torch.Tensor) -> torch.Tensor:
+    def _build_late(self, x: torch.Tensor, others: tuple) -> torch.Tensor:
         """The forward of a model that was constructed under the meta device and has its parameters now."""
         for path, entries, *_ in self._owners:
             for name, shape, dtype in entries:
@@ -255,20 +261,22 @@ class GeneratedModule(ParameterOwners):
                 if parameter is not None and parameter.is_meta:
                     raise wrong_tensor(self._package.manifest, ".".join((*path, name)), parameter, x.device, shape, dtype)
         self.build()
-        return self.forward(x)
+        return self.forward(x, *others)
 
-    def _captured(self, x: torch.Tensor) -> torch.Tensor:
+    def _captured(self, x: torch.Tensor, others: tuple) -> torch.Tensor:
         """The forward by statements that a compiler can follow. What fits no size is refused by an operator."""
         self._refuse_fault()
-        parameters = self._gather()
+        chosen, inputs = self._sizes[-1], (x, *others)
         if len(self._sizes) > 1 or self._pads:
             rows = x.shape[0]
             for size in self._sizes:
-                if rows == size.batch:
-                    return size.operators.forward(x, *parameters)
-                if self._pads and rows < size.batch:
-                    return size.operators.forward(_padded(x, size.batch), *parameters)[:rows].clone()
-        return self._operators.forward(x, *parameters)
+                if rows == size.batch or (self._pads and rows < size.batch):
+                    chosen = size
+                    inputs = inputs if rows == size.batch else size.padded(x, others)
+                    break
+        operators, operands = chosen.operators, (*inputs, *self._gather(), *self._gather_state())
+        y = self._keep_state(operators.forward_training(*operands)) if self._trainable and self._trains() else operators.forward(*operands)
+        return y if inputs[0] is x else y[: x.shape[0]].clone()
 
     def _apply(self, fn, recurse: bool = True):
         """What moves or converts the parameters writes to them in ways that PyTorch does not count."""
@@ -310,13 +318,13 @@ class GeneratedModule(ParameterOwners):
         """Is this a question about shapes, asked of a model that is on the meta device as a whole?"""
         return device.type == "meta" and all(parameter.device == device for parameter in self.parameters())
 
-    def _admit(self, x: Any) -> _Size:
+    def _admit(self, x: Any) -> Size:
         """The size that is to compute ``x``: that of its shape, or where the package pads the next larger one. Raises what is wrong with ``x``."""
         manifest = self._package.manifest
         wanted = expected(manifest, self._places())
         if not isinstance(x, torch.Tensor):
             raise CallError(f"{wanted}, got {type(x).__name__}; pass a torch.Tensor.")
-        self._refuse_not_dense("x", x)
+        self._refuse_not_dense(self._package.manifest.arguments[0], x, True)
         fitting = (size for size in self._sizes if x.shape == size.shape)
         if self._pads:
             fitting = (size for size in self._sizes if x.dim() and x.shape[1:] == size.shape[1:] and x.shape[0] <= size.batch)
@@ -346,15 +354,6 @@ class GeneratedModule(ParameterOwners):
             f"x is on {device}, and {manifest.name} has no build for it: built here: {built}; "
             f"emitted: {describe_targets(self._package)}; {remedy}."
         )
-
-
-def _sizes_of(package: Package) -> tuple[_Size, ...]:
-    return tuple(_Size(size.manifest.batch, torch.Size(size.manifest.input.shape), operators_for(size)) for size in package.sizes)
-
-
-def _padded(x: torch.Tensor, batch: int) -> torch.Tensor:
-    """A copy of ``x`` with rows of zeros behind it, ``batch`` rows in all."""
-    return functional.pad(x, [0, 0] * (x.dim() - 1) + [0, batch - x.shape[0]])
 
 
 def _dispatches(tensor: torch.Tensor) -> bool:

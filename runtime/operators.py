@@ -21,7 +21,7 @@ import threading
 import torch
 
 from . import gradients, reference
-from .checks import check_tensor, not_dense, usable
+from .checks import argument_name, check_tensor, not_dense, usable
 from .errors import CallError, UnsupportedDeviceError
 from .flops import register_formulas
 from .launch import Program, dtype_named
@@ -145,20 +145,12 @@ class Operators:
         self._check(x, parameters)
         program = self._program_on(x.device)
         found = program(usable(x), [usable(parameter) for parameter in parameters], saving=saving)
-        if saving:
-            return self._filled(found[0], found[1:])
-        return found if self.package.manifest.reference is None else self._apart((found,), (x, *parameters))[0]
+        return self._filled(found[0], found[1:]) if saving else found
 
     def _run_training(self, x, *operands):
         self._check(x, operands)
         self._program_on(x.device)
-        return _one_or_all(self._apart(self.training[x.device](usable(x), [usable(tensor) for tensor in operands]), (x, *operands)))
-
-    @staticmethod
-    def _apart(made: tuple, given: tuple) -> tuple:
-        """The results, none of them in the memory of an argument, as an operator's have to be."""
-        held = {tensor.untyped_storage().data_ptr() for tensor in given}
-        return tuple(tensor.clone() if tensor.untyped_storage().data_ptr() in held else tensor for tensor in made)
+        return _one_or_all(self.training[x.device](usable(x), [usable(tensor) for tensor in operands]))
 
     def _run_vector_jacobian(self, grad_y, *tensors_and_more):
         *tensors, masks, training, wanted = tensors_and_more
@@ -229,10 +221,12 @@ class Operators:
         shapes = (x.shape, weight.shape, grad_saved.shape[1:2])
         return tuple(grad_saved.new_empty(shape if asked else 0) for shape, asked in zip(shapes, wanted))
 
-    def _check_dense(self, x, parameters) -> None:
+    def _check_dense(self, x, operands) -> None:
         manifest = self.package.manifest
-        for spec, tensor in zip((manifest.input, *manifest.parameters), (x, *parameters)):
-            fault = not_dense(spec.name, tensor)
+        inputs = (manifest.input, *manifest.others)
+        for spec, tensor in zip((manifest.input, *manifest.operands), (x, *operands)):
+            is_input = spec in inputs
+            fault = not_dense(argument_name(manifest, spec) if is_input else spec.name, tensor, is_input)
             if fault is not None:
                 raise fault
 

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import the compiler with this package
 
-from .checks import ALIGNMENT, not_dense, wrong_tensor
+from .checks import ALIGNMENT, PLAIN, not_dense, wrong_tensor
 from .children import Child, check_child, run_pre_hooks
 from .errors import CallError
 from .launch import dtype_named
 from .original import children_of_model
 from .package import Package
-
-PLAIN = (nn.Parameter, torch.Tensor)
 
 
 class ParameterOwners(nn.Module):
@@ -40,6 +38,7 @@ class ParameterOwners(nn.Module):
         owners += ((path, (), child) for path, child in children.items())
         # Behind those that hold parameters come modules that hold none; of a child also what each call compares.
         self._owners = tuple((*owner, *((None,) * 3 if owner[2] is None else owner[2].compared)) for owner in owners)
+        self._state_table = tuple((*_split(entry.name), torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in package.manifest.state)
 
     def _collect(self, device: torch.device, direct: bool = False) -> tuple[list[torch.Tensor], list[int] | None]:
         """The parameters in the manifest's order, each checked; for a ``direct`` launch also their addresses, None in place of these unless
@@ -122,9 +121,53 @@ class ParameterOwners(nn.Module):
                 collected.append(getattr(owner, name))
         return collected
 
+    def _collect_state(self, device: torch.device) -> list[torch.Tensor]:
+        """The buffers of the manifest's state, in its order, each checked."""
+        collected = []
+        for path, name, shape, dtype in self._state_table:
+            owner = self
+            for part in path:
+                owner = owner._modules[part]
+            buffer = owner._buffers.get(name)
+            if not isinstance(buffer, torch.Tensor) or buffer.shape != shape or buffer.dtype is not dtype or buffer.device != device:
+                raise wrong_tensor(self._package.manifest, ".".join((*path, name)), buffer, device, shape, dtype)
+            collected.append(buffer)
+        return collected
+
     def _gather_state(self) -> list[torch.Tensor]:
-        """The buffers of the manifest's state, in its order."""
+        """The same by statements that a compiler can follow; the operator checks them."""
         return [self.get_buffer(entry.name) for entry in self._package.manifest.state]
+
+    def _trains(self) -> bool:
+        """Is the module in training mode, and with it every child that holds state?"""
+        for path, *_ in self._state_table:
+            owner = self
+            for part in path:
+                owner = owner._modules[part]
+            if owner.training != self.training:
+                modes = ("evaluation", "training") if self.training else ("training", "evaluation")
+                name = self._package.manifest.name
+                raise CallError(
+                    f"{'.'.join(path)} is in {modes[0]} mode while {name} is in {modes[1]} mode, and one program serves a call; "
+                    "call train() or eval() on the whole model."
+                )
+        return self.training
+
+    def _keep_state(self, made: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """y of a training step's results; the running statistics among them are written to the buffers."""
+        manifest = self._package.manifest
+        if not manifest.reference.results:
+            return made
+        y, *further = made
+        state = dict(zip((entry.name for entry in manifest.state), self._gather_state()))
+        with torch.no_grad():
+            for name, tensor in zip(manifest.reference.results, further):
+                if name.startswith("state:"):
+                    state[name.removeprefix("state:")].copy_(tensor)
+            for key, buffer in state.items():
+                if key.endswith("num_batches_tracked"):
+                    buffer.add_(1)
+        return y
 
     def _refuse_fault(self) -> None:
         """Raises CallError for a child that does more than holding parameters, by statements that a compiler can follow."""
@@ -134,8 +177,8 @@ class ParameterOwners(nn.Module):
 
     @staticmethod
     @_disable_dynamo
-    def _refuse_not_dense(key: str, tensor: Any) -> None:
-        fault = not_dense(key, tensor) if isinstance(tensor, torch.Tensor) else None
+    def _refuse_not_dense(key: str, tensor: Any, is_input: bool = False) -> None:
+        fault = not_dense(key, tensor, is_input) if isinstance(tensor, torch.Tensor) else None
         if fault is not None:
             raise fault
 

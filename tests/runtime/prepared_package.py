@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .tiny_package import TinyPackage, write_tiny_package
+from .tiny_package import BATCH, TinyPackage, write_tiny_package
 
 CPU_SOURCE = """
 extern "C" int double_launch(const void* scale, void* doubled, int threads, void* stream) {
@@ -47,8 +47,9 @@ extern "C" int scale_launch(const float* x, const float* doubled, float* y, int 
 """
 
 
-def write_prepared_package(path: Path) -> TinyPackage:
-    """Writes the package into the folder ``path``."""
+def write_prepared_package(path: Path, beside: bool = False) -> TinyPackage:
+    """Writes the package into the folder ``path``. ``beside``: with a second input and with state, which stand before and behind the parameters
+    and which nothing reads."""
     tiny = write_tiny_package(path, "prepared")
     (path / "cpu.cpp").write_text(CPU_SOURCE)
     (path / "scale_sm80.cu").write_text(CUDA_SOURCE)
@@ -61,4 +62,18 @@ def write_prepared_package(path: Path) -> TinyPackage:
             target["steps"] = [{"launch": "scale_launch", "args": ["x", "doubled", "y"]}]
 
     tiny.edit(change)
+    if beside:
+        tiny.edit(_put_beside)
+        (path / "model.py").write_text((path / "model.py").read_text() + STATE)
     return tiny
+
+
+STATE = """\
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+"""
+
+
+def _put_beside(data: dict) -> None:
+    data["inputs"] = [{**data["input"], "argument": "x"}, {"name": "other", "argument": "other", "shape": [BATCH], "dtype": "float32"}]
+    data["state"] = [{"key": "count", "shape": [], "dtype": "int64"}]
+    data["reference"] = {"steps": [{"library": "mul", "args": ["x", "scale"], "out": "y"}]}

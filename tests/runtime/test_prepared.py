@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from runtime import GradientError, LaunchError, PackageError, PreparationError, prepared
+from runtime import CallError, GradientError, LaunchError, PackageError, PreparationError, prepared
 from runtime.load import Loaded
 
 from .prepared_package import write_prepared_package
@@ -96,6 +96,21 @@ def test_renewed_in_the_same_memory(model, current):
         change(model)
         current()
     assert held.buffers[0].data_ptr() == address and model._prepared.count == 4
+
+
+def test_weights_beside_other_inputs_and_state_are_kept_and_renewed(tmp_path, x):
+    """The positions of the parameters are counted among the parameters."""
+    model, other = write_prepared_package(tmp_path / "beside", beside=True).model(), torch.randn(4)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(x, other), 2 * x * model.scale)
+        assert model._prepared.count == 1
+        add_in_place(model)
+        assert torch.equal(model(x, other=other), 2 * x * model.scale) and model._prepared.count == 2
+    assert model.prepare()._prepared.count == 3
+    model.scale = nn.Parameter(model.scale.detach().to_sparse())
+    with pytest.raises(CallError, match="scale: expected a dense tensor"):
+        model.prepare()
 
 
 # ---- calls that prepare for themselves -----------------------------------------------------------------------------------
