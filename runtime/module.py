@@ -21,7 +21,7 @@ from .owners import ParameterOwners, refuse, refuse_sharded
 from .package import Package
 from .prepared import PreparedWeights, is_written_unseen, key_of
 
-_DEFINED = ("_operators", "_sizes", "_size_of_shape", "_pads", "_parameter_table", "_owners", "_state_table")  # by GeneratedModule._define
+_DEFINED = ("_operators", "_sizes", "_size_of_shape", "_pads", "_parameter_table", "_owners", "_state_owners")  # by GeneratedModule._define
 _strided = torch.strided
 _grad_enabled = torch.is_grad_enabled
 _is_compiling = torch.compiler.is_compiling
@@ -207,7 +207,7 @@ class GeneratedModule(ParameterOwners):
         """What operators take behind x, each checked: the other inputs, the parameters, the state; for a ``direct`` launch also the addresses,
         None in place of these unless all are plain tensors that kernels can read as they lie."""
         parameters, addresses = self._collect(device, direct)
-        if not (others or self._state_table):
+        if not (others or self._state_owners):
             return parameters, addresses
         size.check_others(others, device)
         state = self._collect_state(device)

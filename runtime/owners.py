@@ -38,7 +38,9 @@ class ParameterOwners(nn.Module):
         owners += ((path, (), child) for path, child in children.items())
         # Behind those that hold parameters come modules that hold none; of a child also what each call compares.
         self._owners = tuple((*owner, *((None,) * 3 if owner[2] is None else owner[2].compared)) for owner in owners)
-        self._state_table = tuple((*_split(entry.name), torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in package.manifest.state)
+        state = ((*_split(entry.name), torch.Size(entry.shape), dtype_named(entry.dtype)) for entry in package.manifest.state)
+        groups = itertools.groupby(state, key=lambda entry: entry[0])
+        self._state_owners = tuple((path, tuple(entry[1:] for entry in group)) for path, group in groups)
 
     def _collect(self, device: torch.device, direct: bool = False) -> tuple[list[torch.Tensor], list[int] | None]:
         """The parameters in the manifest's order, each checked; for a ``direct`` launch also their addresses, None in place of these unless
@@ -124,14 +126,16 @@ class ParameterOwners(nn.Module):
     def _collect_state(self, device: torch.device) -> list[torch.Tensor]:
         """The buffers of the manifest's state, in its order, each checked."""
         collected = []
-        for path, name, shape, dtype in self._state_table:
+        for path, entries in self._state_owners:
             owner = self
             for part in path:
                 owner = owner._modules[part]
-            buffer = owner._buffers.get(name)
-            if not isinstance(buffer, torch.Tensor) or buffer.shape != shape or buffer.dtype is not dtype or buffer.device != device:
-                raise wrong_tensor(self._package.manifest, ".".join((*path, name)), buffer, device, shape, dtype)
-            collected.append(buffer)
+            held = owner._buffers
+            for name, shape, dtype in entries:
+                buffer = held.get(name)
+                if not isinstance(buffer, torch.Tensor) or buffer.shape != shape or buffer.dtype is not dtype or buffer.device != device:
+                    raise wrong_tensor(self._package.manifest, ".".join((*path, name)), buffer, device, shape, dtype)
+                collected.append(buffer)
         return collected
 
     def _gather_state(self) -> list[torch.Tensor]:
@@ -140,7 +144,7 @@ class ParameterOwners(nn.Module):
 
     def _trains(self) -> bool:
         """Is the module in training mode, and with it every child that holds state?"""
-        for path, *_ in self._state_table:
+        for path, _ in self._state_owners:
             owner = self
             for part in path:
                 owner = owner._modules[part]
