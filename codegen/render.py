@@ -51,7 +51,7 @@ _ENVIRONMENT = environment()
 
 def render_kernel(plan: Plan, kernel: Kernel) -> str:
     """The source text of one kernel of `plan`."""
-    language = plan.target.language
+    language = "cuda16" if plan.target.language == "cuda" and plan.spec.precision.itemsize == 2 else plan.target.language
     part = next((step.part for step in plan.launches if step.kernel is kernel), None)
     header = partial(_header, plan.spec)
     plan = plan if part is None else replace(plan, spec=part)

@@ -1,8 +1,8 @@
 """The C functions that emitted kernels are made of: one text serves CUDA and C++.
 
-A function takes floats and returns a float. Bodies use only C that both languages share; where the two need different text
-(functions of the C library that would stop a compiler from vectorising the loop around them, the hardware's reciprocal on a GPU) both are
-given. Stated errors are relative, in units of 2^-24 (half the distance from 1 to the next float), and are checked against
+A function takes floats and returns a float. Bodies use only C that both languages share; where they need different text
+(functions of the C library that would stop a compiler from vectorising the loop around them, the hardware's reciprocal on a GPU) each is
+given. CUDA has a second text where values are stored in 16 bits, whose rounding hides what a faster one leaves. Stated errors are relative, in units of 2^-24 (half the distance from 1 to the next float), and are checked against
 double precision by `tests/codegen/test_functions.py`, as are the rules for NaN, infinities and the derivatives at boundaries.
 
 Polynomial coefficients are minimax fits of the relative error on the stated interval, rounded to float from the lowest degree up, the
@@ -16,15 +16,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from textwrap import indent
 
-LANGUAGES = ("cuda", "cpp")
-_QUALIFIER = {"cuda": "__device__ __forceinline__", "cpp": "inline"}
+LANGUAGES = ("cuda", "cuda16", "cpp")  # the second is CUDA where values are stored in 16 bits
+_QUALIFIER = {"cuda": "__device__ __forceinline__", "cuda16": "__device__ __forceinline__", "cpp": "inline"}
 
 
 @dataclass(frozen=True)
 class Function:
-    """A pure float function. `cpp` replaces `body` in C++ where it is given.
+    """A pure float function. `cpp` and `cuda16` replace `body` in those languages where they are given.
 
-    Errors the comment states hold in both languages unless it says otherwise.
+    Errors that the comment states hold in every language unless it says otherwise; in "cuda16" those of functions that divide are up to 3 units larger.
     """
 
     name: str
@@ -32,16 +32,18 @@ class Function:
     body: str
     comment: str
     cpp: str | None = None
+    cuda16: str | None = None
 
     def body_in(self, language: str) -> str:
-        return self.cpp if language == "cpp" and self.cpp is not None else self.body
+        own = {"cpp": self.cpp, "cuda16": self.cuda16}.get(language)
+        return self.body if own is None else own
 
     def calls(self, language: str) -> tuple[str, ...]:
         """Names of the table's functions that the body calls in `language`, in the order of their first call."""
         return tuple(dict.fromkeys(word for word in re.findall(r"[a-z_][a-z0-9_]*(?=\()", self.body_in(language)) if word in FUNCTIONS))
 
     def text(self, language: str) -> str:
-        """The function's definition in `language` ("cuda" or "cpp"), comment first, without a trailing newline."""
+        """The function's definition in `language` (one of LANGUAGES), comment first, without a trailing newline."""
         body = self.body_in(language)
         signature = ", ".join(f"float {p}" for p in self.parameters)
         head = f"// {self.comment}\n{_QUALIFIER[language]} float {self.name}({signature}) {{\n"
@@ -90,7 +92,7 @@ return v < -87.0f ? -1.0f : power * rest + (power - 1.0f);
 
 # Fewer instructions and registers than log1pf, which takes any v.
 _LOGARITHM_1_PLUS = """
-const float s = {share};  // log(1 + v) = 2 artanh(s), s <= 1/3
+const float s = divide(v, v + 2.0f);  // log(1 + v) = 2 artanh(s), s <= 1/3
 const float s2 = s * s;
 float p = 1.40033767e-1f;  // artanh(s) = s + s^3 p(s^2): the fit costs 0.08 units
 p = p * s2 + 1.40015140e-1f;
@@ -136,12 +138,16 @@ FUNCTIONS: dict[str, Function] = {
             cpp=_EXPONENTIAL_MINUS_1_CPP.replace("\n\n", "\n"),
         ),
         Function(
-            "logarithm_1_plus", ("v",), _LOGARITHM_1_PLUS.format(share="__fdividef(v, v + 2.0f)"), "log(1 + v) for 0 <= v <= 1, error at most 5 units.",
-            cpp=_LOGARITHM_1_PLUS.format(share="v / (v + 2.0f)"),
+            "logarithm_1_plus", ("v",), _LOGARITHM_1_PLUS, "log(1 + v) for 0 <= v <= 1, error at most 4 units.",
         ),
         Function(
-            "divide", ("a", "b"), "return __fdividef(a, b);",
-            "a / b for b >= 1, error at most 3 units; 0 for b > 2^126 on a GPU, whose fast division this is.", cpp="return a / b;",
+            "divide", ("a", "b"),
+            """
+const float fast = __fdividef(a, b);  // error at most 3 units
+const float rest = fmaf(-b, fast, a);  // exact; NaN where a or b is infinite, and fast is right
+return rest == rest ? fmaf(rest, __fdividef(1.0f, b), fast) : fast;
+""",
+            "a / b for b >= 1, error at most 1.1 units; may be 0 for b > 2^126.", cpp="return a / b;", cuda16="return __fdividef(a, b);",
         ),
         Function("clamp", ("v", "lo", "hi"), _CLAMP, "min(max(v, lo), hi); both comparisons are false for NaN, so NaN goes through."),
         Function("clamp_grad", ("v", "lo", "hi"), "return v >= lo && v <= hi ? 1.0f : 0.0f;", "1 inside the bounds and on them, as PyTorch's clamp."),

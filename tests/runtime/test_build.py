@@ -24,7 +24,8 @@ from .tiny_package import child_environment, run_python, write_tiny_package
 
 CONSTRUCT = """
 import signal, sys, pathlib, torch
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits that it is ignored,
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and what nohup started inherits that of a hang-up
 from tests.runtime.tiny_package import TinyPackage
 model = TinyPackage(pathlib.Path(sys.argv[1])).model()
 x = torch.randn(4, 8)

@@ -92,7 +92,7 @@ inline float exponential(float v) {
   return v < -87.33654f ? 0.0f : (v <= 88.72283f ? power : v + INFINITY);  // v + INFINITY keeps NaN
 }
 
-// a / b for b >= 1, error at most 3 units; 0 for b > 2^126 on a GPU, whose fast division this is.
+// a / b for b >= 1, error at most 1.1 units; may be 0 for b > 2^126.
 inline float divide(float a, float b) {
   return a / b;
 }

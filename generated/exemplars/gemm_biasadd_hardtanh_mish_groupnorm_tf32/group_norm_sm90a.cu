@@ -63,9 +63,11 @@ __device__ __forceinline__ float exponential(float v) {
   return expf(v);
 }
 
-// a / b for b >= 1, error at most 3 units; 0 for b > 2^126 on a GPU, whose fast division this is.
+// a / b for b >= 1, error at most 1.1 units; may be 0 for b > 2^126.
 __device__ __forceinline__ float divide(float a, float b) {
-  return __fdividef(a, b);
+  const float fast = __fdividef(a, b);  // error at most 3 units
+  const float rest = fmaf(-b, fast, a);  // exact; NaN where a or b is infinite, and fast is right
+  return rest == rest ? fmaf(rest, __fdividef(1.0f, b), fast) : fast;
 }
 
 // v tanh(log(1 + e^v)) with n = e^v (e^v + 2): v n / (n + 2) below 0, where it is small, error at most 8 units; v - 2 v
