@@ -8,7 +8,7 @@ from dataclasses import replace
 from codegen.ir.apply import costly
 from codegen.ir.fused_form import FusedSpec
 from codegen.numerics import FP32
-from codegen.plan.gemm_sm90a.cost import CONVERSION_MARGIN, SLICE_MARGIN, estimated_ms, rounds_of
+from codegen.plan.gemm_sm90a.cost import FORM_MARGIN, SLICE_MARGIN, estimated_ms, rounds_of
 from codegen.plan.gemm_sm90a.epilogue import epilogue, vector_count
 from codegen.plan.gemm_sm90a.kernel import ragged_result
 from codegen.plan.gemm_sm90a.layout import TILE_K, Form, Layout, by_rows, memory
@@ -91,10 +91,9 @@ def _crowded(spec: FusedSpec, form: Form, layout: Layout) -> bool:
 
 
 def faster(spec: FusedSpec, device: DeviceClass, ways: list[tuple[Form, Layout]]) -> tuple[Form, Layout]:
-    """The first, unless the second saves more than its conversion of W can be off by."""
-    if len(ways) > 1 and estimated_ms(spec, device, *ways[1]) < CONVERSION_MARGIN * estimated_ms(spec, device, *ways[0]):
-        return ways[1]
-    return ways[0]
+    """The first, unless another saves more than the estimate of its conversion of W, or of its smaller tiles, can be off by."""
+    others = [way for way in ways[1:] if estimated_ms(spec, device, *way) < FORM_MARGIN * estimated_ms(spec, device, *ways[0])]
+    return min(others, key=lambda way: estimated_ms(spec, device, *way), default=ways[0])
 
 
 def sliced(spec: FusedSpec, device: DeviceClass, forms: list[Form], whole: tuple[Form, Layout]) -> tuple[Form, Layout]:

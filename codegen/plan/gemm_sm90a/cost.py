@@ -17,7 +17,7 @@ FP32_GBS = Fitted(1900.0, "GB/s", HOPPER_SHAPES)  # at which W comes in fp32 at 
 FILL_MS = Fitted(0.003, "ms", HOPPER_SHAPES)  # that a slice waits for its first stages, and its sums for the copy to memory
 UNCACHED_ROUNDS = Fitted(0.05, "ratio", HOPPER_SHAPES)  # of a round more, where no cluster shares what it fetches
 APART_ROUNDS = Fitted(1.1, "ratio", HOPPER_SHAPES)  # rounds, where the norm's kernel passes over the result
-CONVERSION_MARGIN = 0.95  # W is converted on every call where the estimate is below this share of the other
+FORM_MARGIN = 0.95  # another form than the preferred is taken where its estimate is below this share
 SLICE_MARGIN = 0.85  # K is sliced where the estimate is below this share of the other
 
 # Share of the card's tensor rate at which a busy SM multiplies, by precision and whether W is converted first: power takes the rest.

@@ -32,12 +32,14 @@ FORMS = {
     ("fp16", False): Form(False, 1, 256, 128, 4, 0),
     ("bf16", False): Form(False, 1, 256, 128, 4, 0),
 }
+NARROW = (128, 6)  # channels and stages of a second form for 16-bit operands, of which twice as many SMs find a tile
 
 
 def forms_of(spec: FusedSpec) -> list[Form]:
     """The forms that serve the spec, the preferred first. Raises Refusal where none does."""
     if spec.precision.itemsize == 2 or spec.prepack:
-        return [form_of(spec, spec.precision.itemsize == 4)]
+        form = form_of(spec, spec.precision.itemsize == 4)
+        return [form] if spec.precision.itemsize == 4 else [form, replace(form, tile_channels=NARROW[0], stages=NARROW[1])]
     k = spec.input_shape[1]
     found = [form_of(spec, False)] if k % 16 == 0 else []  # W is read as planes of 16 k
     converted = form_of(spec, True)
