@@ -1,5 +1,6 @@
 """Convolutions without a norm as products on Hopper, without a GPU: every product counted once, what lies where, plans, refusals, estimates."""
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -114,6 +115,29 @@ def test_runs_are_multiplied_with_every_tap_once(tmp_path, name, precision):
     taps = zip(geometry.row_columns, (offset for _, offset in geometry.row_taps), strict=True)
     assert rows == Counter((column, piece, offset) for column, offset in taps for piece in range(layout.block // 8))
     assert geometry.gathered >= geometry.pixels + max(kernel.offsets) + geometry.halo and geometry.pixels <= math.prod(axis.count for axis in geometry.axes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_is_paired_and_stepped_through_in_one_way(tmp_path, name):
+    """Stages, filters and multiplications pair the taps of a row as the geometry does, and a step leads from each to the next of its column."""
+    spec = FusedSpec.of(read(tmp_path, CASES[name], "fp16"))
+    for row, of_phases in itertools.product(("", "folded", "shared", "runs"), (False, True)):
+        if row not in rows_of(spec, of_phases):
+            continue
+        geometry = geometry_of(spec, row, of_phases)
+        pairs, taps = geometry.row_pairs, list(zip(geometry.row_columns, geometry.row_taps, strict=True))
+        assert [(pair.column, tap) for pair in pairs for tap in (pair.first, pair.second) if tap] == taps
+        lone = [pair for pair in pairs if pair.second is None]
+        assert len(lone) == sum(geometry.row_columns.count(column) % 2 for column in set(geometry.row_columns)) and len(pairs) == (len(taps) + len(lone)) // 2
+        if geometry.wide_phases == 1:
+            assert [offset for _, (_, offset) in taps] == [place * geometry.tap_step for place in range(len(taps))]
+        layout = layout_of(form_of(spec.precision), spec.input_shape[1] * geometry.folded_taps, spec.channels, geometry, LIMIT)
+        if layout.paired:
+            kernel, places = conv_kernel(spec, TARGETS["sm_90a"], geometry, layout, 132, False, ()), [tap for pair in pairs for tap in (pair.first, pair.second)]
+            first = next(tap.place for tap in ordered_taps(geometry, layout)) - pairs[0].first[0]
+            assert layout.taps == len(places) == 2 * len(kernel.multiplications)
+            assert [tap and tap.place - first for tap in ordered_taps(geometry, layout)[: len(places)]] == [tap and tap[0] for tap in places]
+            assert [(one.column, one.input // 16, one.lead is None) for one in kernel.multiplications] == [(pair.column, pair.first[1], pair in lone) for pair in pairs]
 
 
 @pytest.mark.parametrize("precision", FORMS)

@@ -32,6 +32,15 @@ class Tap:
 
 
 @dataclass(frozen=True)
+class RowPair:
+    """Two taps of a row that give the same column of results, each its number and its offset; `second` is None where the column has no more."""
+
+    column: int
+    first: tuple[int, int]
+    second: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
 class Phase:
     """Results of one remainder along depth and height: `taps` of every remainder along the width."""
 
@@ -100,14 +109,29 @@ class Geometry:
         return len(self.axes[2].phases)
 
     @property
+    def _row(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Number and offset of the taps of a row, by the column of results that they give."""
+        return self.windows[2].phases if self.folded or self.shared else POINT.phases
+
+    @property
     def row_taps(self) -> tuple[tuple[int, int], ...]:
         """Number and offset of the taps of a row that is one to the copy engine; one tap without an offset where none is."""
-        return tuple(tap for taps in self.windows[2].phases for tap in taps) if self.folded or self.shared else ((0, 0),)
+        return tuple(tap for taps in self._row for tap in taps)
 
     @property
     def row_columns(self) -> tuple[int, ...]:
         """Which of the columns that a pixel gives each tap of a row belongs to."""
-        return tuple(column for column, taps in enumerate(self.windows[2].phases) for _ in taps) if self.folded or self.shared else (0,)
+        return tuple(column for column, taps in enumerate(self._row) for _ in taps)
+
+    @property
+    def row_pairs(self) -> tuple[RowPair, ...]:
+        """The taps of a row in twos of one column each: those of a column follow each other, and its last one may lack a partner."""
+        return tuple(RowPair(column, *taps[i : i + 2]) for column, taps in enumerate(self._row) for i in range(0, len(taps), 2))
+
+    @property
+    def tap_step(self) -> int:
+        """Places along the width from a tap of a row to the next, where they are all as many; 1 where a row is one tap."""
+        return self.row_taps[1][1] if len(self.row_taps) > 1 else 1
 
     @property
     def folded_taps(self) -> int:

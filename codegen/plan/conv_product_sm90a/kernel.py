@@ -202,18 +202,17 @@ class ConvProductKernel(Kernel):
     @property
     def multiplications(self) -> tuple[Multiplication, ...]:
         """Those of a stage of runs, high halves by high halves."""
-        layout, rows = self.layout, tuple(zip(self.geometry.row_columns, (offset for _, offset in self.geometry.row_taps), strict=True))
+        layout = self.layout
         if not layout.paired:
+            rows = zip(self.geometry.row_columns, (offset for _, offset in self.geometry.row_taps), strict=True)
             chunks = range(layout.block // GROUP_K)
             return tuple(
                 Multiplication(column, tap * layout.weight_tap + chunk * self.weight_step, offset * PIECE_BYTES + chunk * self.input_step, layout.run_bytes)
                 for tap, (column, offset) in enumerate(rows) for chunk in chunks
             )  # fmt: skip
-        of_columns = [[offset for own, offset in rows if own == column] for column in range(self.wide_phases)]
-        pairs = [(column, taps[i : i + 2]) for column, taps in enumerate(of_columns) for i in range(0, len(taps), 2)]
         return tuple(
-            Multiplication(column, number * layout.weight_tap, first * PIECE_BYTES, (second[0] - first) * PIECE_BYTES if second else None)
-            for number, (column, (first, *second)) in enumerate(pairs)
+            Multiplication(pair.column, number * layout.weight_tap, pair.first[1] * PIECE_BYTES, (pair.second[1] - pair.first[1]) * PIECE_BYTES if pair.second else None)
+            for number, pair in enumerate(self.geometry.row_pairs)
         )
 
     @property
@@ -323,7 +322,7 @@ def _row_places(geometry: Geometry, layout: Layout) -> tuple[int | None, ...]:
     """The numbers of the taps of a row; None where one is multiplied by zeros beside the last of a column."""
     if not layout.paired:
         return tuple(place for place, _ in geometry.row_taps)
-    return tuple(place for taps in geometry.windows[2].phases for place in (*(number for number, _ in taps), *([None] * (len(taps) % 2))))
+    return tuple(tap and tap[0] for pair in geometry.row_pairs for tap in (pair.first, pair.second))
 
 
 def _moved(tap: Tap, place: int | None) -> Tap | None:

@@ -222,13 +222,13 @@ def layout_of(form: Form, channels: int, results: int, geometry: Geometry, limit
     found = []
     for block, blocks in _blocks_of(channels, geometry):
         if geometry.shared:
-            taps = _paired_taps(geometry) if block == PIECE else len(geometry.row_taps)
+            taps = 2 * len(geometry.row_pairs) if block == PIECE else len(geometry.row_taps)
         else:
             taps = _taps_of(form, geometry) if block == GROUP_K and not geometry.runs else 1
         for run in RUNS:
             if run <= LANES * geometry.vector:
                 found.append(
-                    Layout(form, block, blocks, taps, tile_channels, pixels, geometry.shared, geometry.halo, _tap_step(geometry), columns=columns, runs=geometry.runs,
+                    Layout(form, block, blocks, taps, tile_channels, pixels, geometry.shared, geometry.halo, geometry.tap_step, columns=columns, runs=geometry.runs,
                            warp_channels=_warp_channels(results) if geometry.runs else WARP_ROWS, run=run)
                 )  # fmt: skip
     layout = next((layout for layout in found if layout.stages(limit) >= LEAST_STAGES), None)
@@ -243,16 +243,6 @@ def layout_of(form: Form, channels: int, results: int, geometry: Geometry, limit
 def _warp_channels(results: int) -> int:
     """Channels of y of a warp of four: few are spread over all of them, which finish side by side."""
     return next((count for count in (4, 8) if results <= 4 * count), WARP_ROWS)
-
-
-def _tap_step(geometry: Geometry) -> int:
-    """Pixels from a tap of a row to the next, where they are all as many."""
-    return geometry.row_taps[1][1] if geometry.shared and len(geometry.row_taps) > 1 else 1
-
-
-def _paired_taps(geometry: Geometry) -> int:
-    """Taps of a row in pairs of one column each, those that some lack counted."""
-    return sum(len(taps) + len(taps) % 2 for taps in geometry.windows[2].phases)
 
 
 def _taps_of(form: Form, geometry: Geometry) -> int:

@@ -61,7 +61,7 @@ class SplitKernel(PointerKernel):
     @property
     def tap_step(self) -> int:
         """Columns from one folded tap to the next."""
-        return _tap_step(self.geometry)
+        return self.geometry.tap_step
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,6 @@ def fold_constants(spec: FusedSpec, geometry: Geometry) -> list[tuple[str, int, 
     ]
 
 
-def _tap_step(geometry: Geometry) -> int:
-    return geometry.row_taps[1][1] if geometry.folded else 1
-
-
 def operand_steps(spec: FusedSpec, geometry: Geometry, layout: Layout, taps: tuple[Tap | None, ...], sms: int) -> tuple[list[Launch], list[Buffer]]:
     """The launches in front of the multiplication, that of W first, and their buffers."""
     form, (x, weight) = layout.form, operand_names(layout.form)
@@ -202,7 +198,7 @@ def _pixel_constants(spec: FusedSpec, geometry: Geometry, layout: Layout) -> tup
         ("kStrideWidth", width.stride, "stride along the width"),
         ("kLowerWidth", width.lower, "column of the first result's first tap"),
         *fold_constants(spec, geometry),
-        ("kTapStep", _tap_step(geometry), "columns from one of these taps to the next"),
+        ("kTapStep", geometry.tap_step, "columns from one of these taps to the next"),
         ("kColumns", geometry.axes[2].size, "columns of pixels, one for each result"),
         ("kPixels", geometry.gathered, "pixels of a sample as they are gathered"),
         ("kThreads", SPLIT_THREADS, "threads of a block"),
