@@ -65,7 +65,11 @@ class ChainReader(Scalars):
         steps: list[Step] = []
         names: dict[str, int] = {}
         shape: ops.Shape | None = None
+        refused: set[str | None] = set()  # names of the entries in front that had faults
+        own = None
         for index, item in enumerate(node.value):
+            refused.add(own)
+            own = _name(item)
             self.used_args |= words_within(item)
             parsed = self.operator(item)
             if parsed is None:
@@ -86,7 +90,6 @@ class ChainReader(Scalars):
                 if shape is None:
                     continue
                 given = replace(given, shapes=given.shapes | {given.first: shape})
-            refused = {_name(entry) for entry in node.value[:index]} - {step.name for step in steps}
             other = self.other(values["from"], steps, given, refused, place) if values.get("from") is not None else None
             if values.get("parameter") is not None:
                 other = self.owner(values, steps, refused, place)
@@ -94,6 +97,7 @@ class ChainReader(Scalars):
             shape = step.output_shape if step else None
             if step:
                 steps.append(step)
+                own = None
         return tuple(steps)
 
     def input_shape(self, operator: Operator, values: dict[str, Any], batch: int, given: Inputs, place: Node) -> ops.Shape | None:
@@ -139,7 +143,7 @@ class ChainReader(Scalars):
             return None
         return step
 
-    def other(self, name: str, steps: list[Step], given: Inputs, refused: set[Any], place: Node) -> Any:
+    def other(self, name: str, steps: list[Step], given: Inputs, refused: set[str | None], place: Node) -> Any:
         """The value that `from: name` stands for: the result of an operator in front, or an input; `refused` are names of operators that had faults."""
         if name in given.shapes:
             return Other(given.shapes[name], reads=name)
@@ -156,7 +160,7 @@ class ChainReader(Scalars):
             hint += f"; give {steps[-1].operator.name} a name to use its result"
         return self.fault(place, f"from: {name} is no operator in front of this one and no input{hint}")
 
-    def owner(self, values: dict[str, Any], steps: list[Step], refused: set[Any], place: Node) -> Any:
+    def owner(self, values: dict[str, Any], steps: list[Step], refused: set[str | None], place: Node) -> Any:
         """The parameter that `parameter: name` stands for: that of an operator in front which has one of its own."""
         name = values["parameter"]
         able = [step for step in steps if step.operand is not None and step.parameters]
@@ -240,7 +244,7 @@ class ChainReader(Scalars):
     def argument(self, operator: Operator, argument: Argument, node: Node) -> Any:
         """The checked value of one argument; a word that names an entry of args stands for it."""
         if argument.type in ("tap", "owner"):
-            return None if node.value is None else self.input_name(node, argument.name)
+            return None if node.value is None else self.reference(node, argument.name)
         node = self.substituted(argument, node)
         if node is INVALID:
             return INVALID
@@ -328,10 +332,11 @@ def words_within(node: Node) -> set[str]:
     return {node.value} if isinstance(node.value, str) else set()
 
 
-def _name(item: Node) -> Any:
+def _name(item: Node) -> str | None:
     """The name that an entry of the chain gives its operator, None without one."""
     arguments = next(iter(item.value.values()))[1] if item.is_mapping and item.value else item
-    return arguments.value["name"][1].value if arguments.is_mapping and "name" in arguments.value else None
+    name = arguments.value["name"][1].value if arguments.is_mapping and "name" in arguments.value else None
+    return name if isinstance(name, str) else None
 
 
 def _words_of(node: Node) -> list[Node]:

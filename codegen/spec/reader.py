@@ -207,9 +207,15 @@ class _Reader(ChainReader):
             self.fault(place, str(error))
             return None
 
+    def items(self, node: Node, what: str) -> list[Node]:
+        """The items of a list, or the one that stands for itself. A list of none is a fault: as a choice it would be another than no list at all."""
+        if node.is_list and not node.value:
+            self.fault(node, f"{what}: an empty list; list at least one, or leave {what} out")
+        return node.value if node.is_list else [node]
+
     def names(self, node: Node, what: str, known: Iterable[str]) -> tuple[str, ...]:
         """A list of names out of `known`, each once."""
-        items = node.value if node.is_list else [node]
+        items = self.items(node, what)
         found = [self.word(item, what, known) for item in items]
         for item, name in zip(items, found, strict=True):
             if name is not INVALID and found.count(name) > 1:
@@ -353,7 +359,7 @@ class _Reader(ChainReader):
                 self.args[key] = self.number(value, key)
 
     def targets(self, node: Node) -> Any:
-        items = node.value if node.is_list else [node]
+        items = self.items(node, "targets")
         chosen = [self.word(item, "targets", TARGETS) for item in items]
         if INVALID in chosen or not chosen:
             return None

@@ -53,9 +53,13 @@ class Scalars:
         return text
 
     def input_name(self, node: Node, what: str) -> Any:
-        """The name of an input: an identifier, or one of those that layers give theirs."""
-        if node.value in FORWARD:
+        """The name of an input: a reference that hides no name of the emitted forwards, whose arguments the inputs are."""
+        if isinstance(node.value, str) and node.value in FORWARD:
             return self.fault(node, f"{what}: {node.value} has a meaning of its own in the generated code; choose another name")
+        return self.reference(node, what)
+
+    def reference(self, node: Node, what: str) -> Any:
+        """The name of an operator or of an input: an identifier, or one of those that layers give their inputs."""
         return node.value if node.value in ("x", "y") else self.identifier(node, what)
 
     def word(self, node: Node, what: str, allowed: Iterable[str]) -> Any:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from codegen.ir.fused_form import departure
-from codegen.spec import Spec, SpecError, load_spec
+from codegen.spec import Spec, SpecError, chain_reader, load_spec
 from codegen.spec.writer import resolved_yaml
 
 LINEAR = """\
@@ -165,3 +165,78 @@ def test_an_axis_may_be_an_argument(tmp_path):
     assert found.args[-2] == ("axis", -1) and found.chain[-1].values["dim"] in (1, -1)
     again = spec(tmp_path, resolved_yaml(found))
     assert again == found and "dim: axis" in resolved_yaml(found)
+
+
+EVERY_KEY = """\
+name: layer
+batch: 4
+precision: fp32
+inputs: {x: {shape: [8], values: randn}, min_: {shape: [6], batched: false}}
+args: {width: 8, spare: 3}
+defaults: {low: -0.5}
+ignored: [spare]
+chain:
+  - linear: {name: gemm, in_features: width, out_features: 6}
+  - add: {name: bias, shape: [6], init: zeros}
+  - hardtanh: {name: min, min_val: low}
+  - mul: {parameter: bias, view: [1, -1]}
+  - add: {from: min, detach: false}
+  - sub: {from: min_}
+  - gelu: {approximate: tanh}
+unused:
+  - parameter: {name: dead, shape: [3]}
+created: [gemm, bias, dead]
+targets: [cpu]
+math: ffma
+gemm: generated
+library: producers
+algebra: true
+prepack: false
+pad_batch: false
+"""
+
+
+@pytest.mark.parametrize("wrapped", [lambda value: [value], lambda value: {str(value): value}, lambda value: [], lambda value: {}, lambda value: [[value]]], ids=["list", "mapping", "empty list", "empty mapping", "lists"])
+def test_a_list_or_mapping_in_any_place_is_read_or_refused_in_a_sentence(wrapped, tmp_path):
+    """What is written in place of a word may be no word: neither a lookup nor a comparison of it may fail."""
+    data = yaml.safe_load(EVERY_KEY)
+    assert problems(tmp_path, data) == []
+    refused = 0
+    for path, is_key in places(data):
+        if not is_key:
+            found = problems(tmp_path, changed(data, path, False, wrapped))
+            assert all(line.split("layer.yaml:", 1)[1].split(":")[0].isdigit() for line in found)
+            refused += bool(found)
+    assert refused > 25
+
+
+@pytest.mark.parametrize("entry", ["nosuch: {name: %s}", "relu: {name: %s}", "add: {from: %s}", "add: {parameter: %s}", "linear: {name: %s}"])
+@pytest.mark.parametrize("given", ["[a]", "{a: b}", "[]", "{}", "[[a]]", "3", "true"])
+def test_a_name_that_is_no_word_is_refused_where_it_stands(entry, given, tmp_path):
+    text = LINEAR + f"  - {entry % given}\n  - add: {{from: gemm}}\n"
+    found = problems(tmp_path, text)
+    assert found and all(line.split("layer.yaml:", 1)[1].startswith("13:") for line in found), found
+
+
+@pytest.mark.parametrize("word", ["min", "F", "getattr"])
+def test_what_hides_a_name_is_refused_of_inputs_alone(word, tmp_path):
+    """An operator's name is an attribute of the module, an input's a variable of forward."""
+    text = LINEAR.replace("name: act", f"name: {word}").replace("from: act", f"from: {word}")
+    assert problems(tmp_path, text) == []
+    assert problems(tmp_path, LINEAR.replace("name: bias", f"name: {word}") + f"  - mul: {{parameter: {word}, view: [1, -1]}}\n") == []
+    (said,) = problems(tmp_path, LINEAR.replace("input: {values: randn}", f"inputs: {{x: {{shape: [8]}}, {word}: {{shape: [1]}}}}") + f"  - add: {{from: {word}}}\n")
+    assert f"inputs: {word} has a meaning of its own" in said
+
+
+@pytest.mark.parametrize("key", ["targets", "created", "ignored", "unused"])
+def test_an_empty_list_is_no_choice(key, tmp_path):
+    (said,) = problems(tmp_path, f"{LINEAR}{key}: []\n")
+    assert f":13:{len(key) + 3}: {key}: " in said
+
+
+def test_a_chain_of_a_thousand_entries_takes_each_name_once(tmp_path, monkeypatch):
+    """The work is in proportion to the entries: none reads the names of all in front of it again."""
+    calls = []
+    monkeypatch.setattr(chain_reader, "_name", lambda item, name=chain_reader._name: calls.append(1) or name(item))
+    assert problems(tmp_path, LINEAR + "  - relu\n" * 1000) == []
+    assert len(calls) <= 1006
