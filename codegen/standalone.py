@@ -164,7 +164,7 @@ def _product(step: Library, plan: Plan) -> str:
         x = f"F.pad({x}, {[size for step in reversed(steps) for size in (0, step)]})" if any(steps) else x
     operands = f"{x}.unsqueeze(2), {weight}.unsqueeze(2)" if flat else f"{x}, {weight}"
     tail = f"{o['groups']}, False, False, {tf32})" + (".squeeze(2)" if flat else "")
-    if "transpose" in step.operation:
+    if OPERATORS[step.operation].transposed:
         text = f"torch.ops.aten.cudnn_convolution_transpose({operands}, {axes['padding']}, {axes['output_padding']}, {axes['stride']}, {axes['dilation']}, {tail}"
     else:
         text = f"torch.ops.aten.cudnn_convolution({operands}, {axes['padding']}, {axes['stride']}, {axes['dilation']}, {tail}"

@@ -77,11 +77,6 @@ def behind(spec: Spec, producer: Step, ends: Callable[[Step], bool], through: Ca
     return None
 
 
-def transposed(producer: Step) -> bool:
-    """Is a convolution a transposed one?"""
-    return "transpose" in producer.operator.name
-
-
 def joined_axes(step: Step) -> tuple[int, ...]:
     """The axes that a reduction joins."""
     return axes_of(step.values["dim"], step.input_shape, step.operator.name)

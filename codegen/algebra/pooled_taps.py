@@ -18,7 +18,7 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
-from codegen.algebra.chain import AFFINE, behind, new_step, one_each, splice, transposed
+from codegen.algebra.chain import AFFINE, behind, new_step, one_each, splice
 from codegen.algebra.precision import needs_single, single
 from codegen.algebra.rewriting import ByTaps, Derived, Rewriting
 from codegen.ir.flop import producer_flop
@@ -87,7 +87,7 @@ def _axes(producer: Step, pool: Step) -> list[_Axis] | None:
     for axis in range(rank):
         size, apart = (numbers[3 - rank + axis] for numbers in (window.size, window.stride))
         given = [values[key][axis] for key in ("kernel_size", "stride", "padding", "dilation")]
-        made = (_transposed if transposed(producer) else _plain)(*given, size, apart)
+        made = (_transposed if producer.operator.transposed else _plain)(*given, size, apart)
         if made is None or not all(made.sums) or len(made.sums) > MOST_TAPS or given[0] > MOST_TAPS:
             return None
         found.append(made)
@@ -117,7 +117,7 @@ def _transposed(taps: int, stride: int, padding: int, dilation: int, size: int, 
 def _rewritten(spec: Spec, producer: Step, pool: Step, axes: list[_Axis]) -> tuple[Spec, tuple[Derived, ...]] | None:
     window, rank = window_of(pool), producer.operator.rank
     weight = producer.parameters[0]
-    swaps = transposed(producer)
+    swaps = producer.operator.transposed
     how = ByTaps(tuple(axis.sums for axis in axes), 1.0 / math.prod(window.size), swaps)
     channels = {key: producer.values[key] for key in ("in_channels", "out_channels", "bias")}
     conv = new_step(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from codegen.algebra.chain import behind, joined_axes, new_step, size_along, splice, transposed
+from codegen.algebra.chain import behind, joined_axes, new_step, size_along, splice
 from codegen.algebra.pooled_taps import MOST_TAPS, whole_channels
 from codegen.algebra.precision import needs_single, single
 from codegen.algebra.rewriting import ByRanges, ByTaps, Derived, Rewriting
@@ -86,7 +86,7 @@ def _axes(producer: Step, fold: Step) -> list[_Axis] | None:
             return None
         meets: dict[tuple[int, int], list[int]] = {}
         for tap in range(taps):
-            if transposed(producer):  # result stride * i - padding + dilation * tap
+            if producer.operator.transposed:  # result stride * i - padding + dilation * tap
                 first, last = -((dilation * tap - padding) // stride), (results - 1 + padding - dilation * tap) // stride + 1
             elif stride == 1:  # x's place result - padding + dilation * tap
                 first, last = dilation * tap - padding, results - padding + dilation * tap
@@ -103,7 +103,7 @@ def _axes(producer: Step, fold: Step) -> list[_Axis] | None:
 
 def _rewritten(spec: Spec, producer: Step, fold: Step, axes: list[_Axis]) -> tuple[Spec | None, tuple[Derived, ...]]:
     values, rank, summed = producer.values, producer.operator.rank, _summed(fold)
-    weight, turned, kept = producer.parameters[0], transposed(producer), rank - len(summed)
+    weight, turned, kept = producer.parameters[0], producer.operator.transposed, rank - len(summed)
     by_ranges = ByRanges(tuple(axis.ranges for axis in axes))
     x_shape = (producer.input_shape[0], values["in_channels"] * by_ranges.count, *producer.input_shape[2 + len(summed) :])
     stays = tuple(tuple((tap,) for tap in range(size)) for size in values["kernel_size"][len(summed) :])

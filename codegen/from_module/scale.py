@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from codegen.from_module.text import Given
+from codegen.ir.flop import producer_flop
 from codegen.ops import Kind
 from codegen.spec import Spec
 
@@ -40,18 +41,10 @@ def samples_of(spec: Spec) -> int:
 def cost(spec: Spec, samples: int = SAMPLES) -> float:
     """The largest share that a check of so many samples takes of what it may take."""
     share = min(samples, spec.batch) / spec.batch
-    flop = sum(_flop(step) for step in spec.chain) * share
+    flop = sum(producer_flop(step) for step in spec.chain if step.operator.kind is Kind.PRODUCER) * share
     values = (sum(math.prod(step.output_shape) for step in spec.chain) + sum(math.prod(given.shape) for given in spec.inputs)) * share
     weights = sum(math.prod(shape) for _, shape in spec.parameters)
     return max(flop / FLOP, values / VALUES, weights / WEIGHTS)
-
-
-def _flop(step: Any) -> float:
-    if step.operator.kind is not Kind.PRODUCER:
-        return 0.0
-    weight = math.prod(step.parameters[0].shape[1:])
-    places = step.input_shape if "transpose" in step.operator.name else step.output_shape
-    return 2.0 * math.prod(places) * weight
 
 
 def reduced(full: Sizes, sketch: Callable[[tuple[Any, ...], tuple[Given, ...]], Spec | None]) -> Sizes:

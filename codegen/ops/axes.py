@@ -25,10 +25,6 @@ def axes_of(dims: int | Axes | None, shape: Shape, name: str, what: str = "dim")
     return tuple(sorted(found))
 
 
-def dims_text(dims: int | Axes) -> str:
-    return str(dims)
-
-
 def fold_shape(name: str) -> Callable[[Values, Shape], Shape]:
     def shape_of(values: Values, shape: Shape) -> Shape:
         joined = axes_of(values["dim"], shape, name)
@@ -42,7 +38,7 @@ def fold_call(name: str, values_of: str = "") -> Callable[[Values], str]:
         keep = ", keepdim=True" if values["keepdim"] else ""
         if values["dim"] is None:
             return f"torch.{name}({{v}})" if not keep else f"torch.{name}({{v}}, dim=tuple(range({{v}}.dim())), keepdim=True){values_of}"
-        return f"torch.{name}({{v}}, dim={dims_text(values['dim'])}{keep}){values_of}"
+        return f"torch.{name}({{v}}, dim={values['dim']}{keep}){values_of}"
 
     return call
 
@@ -128,7 +124,7 @@ def squeeze_shape(values: Values, shape: Shape) -> Shape:
 
 
 def squeeze_call(values: Values) -> str:
-    return "torch.squeeze({v})" if values["dim"] is None else f"torch.squeeze({{v}}, {dims_text(values['dim'])})"
+    return "torch.squeeze({v})" if values["dim"] is None else f"torch.squeeze({{v}}, {values['dim']})"
 
 
 def unsqueeze_shape(values: Values, shape: Shape) -> Shape:

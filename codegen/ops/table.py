@@ -89,6 +89,7 @@ class Operator:
     groups: Callable[[Values, Shape], int] | None = None  # of a sample, for a norm
     buffers: Callable[[Values, Shape], tuple[Parameter, ...]] = lambda values, shape: ()  # state that is not learned
     rank: int = 0  # spatial axes of a convolution or pooling
+    transposed: bool = False  # is a convolution a transposed one?
     takes: str = ""  # the argument with the channels that a producer takes
     gives: str = ""  # the argument with the channels that it gives
     fused_axes: int = 0  # axes of what a producer takes at the head of a fused plan; 0: it is a step by torch's library alone
@@ -143,7 +144,7 @@ def _convolution(rank: int, transposed: bool = False, fused_axes: int = 0) -> Op
             Argument("padding", _sizes(rank, True), zeros), *extra, Argument("dilation", _sizes(rank), ones), Argument("groups", "size", 1),
             Argument("bias", "flag", True),
         ),
-        takes_name=True, requires_name=True, check=windows.conv_check, rank=rank, takes="in_channels", gives="out_channels", fused_axes=fused_axes,
+        takes_name=True, requires_name=True, check=windows.conv_check, rank=rank, transposed=transposed, takes="in_channels", gives="out_channels", fused_axes=fused_axes,
         shape=(windows.conv_transpose_shape if transposed else windows.conv_shape)(name, rank), parameters=windows.conv_parameters(name, transposed),
         module=windows.conv_module(f"Conv{'Transpose' if transposed else ''}{rank}d", rank),
     )  # fmt: skip

@@ -49,7 +49,7 @@ def _cost(spec: Spec) -> float:
     flop = 0.0
     for step in spec.chain:
         if step.operator.kind is Kind.PRODUCER:
-            places = step.input_shape if "transpose" in step.operator.name else step.output_shape
+            places = step.input_shape if step.operator.transposed else step.output_shape
             flop += 2.0 * math.prod(places) * math.prod(step.parameters[0].shape[1:])
     return max(flop / FLOP, sum(math.prod(step.output_shape) for step in spec.chain) / VALUES, sum(math.prod(shape) for _, shape in spec.parameters) / WEIGHTS)
 

@@ -107,7 +107,7 @@ def test_filters_of_any_size_keep_their_accuracy(built):
     """One of them 1e20 times as large, one as small, one with a value that dwarfs all others."""
     spec, ours, eager = built
     models = [copy.deepcopy(model) for model in (ours, eager)]
-    channels = int("transpose" in spec.chain[0].operator.name)
+    channels = int(spec.chain[0].operator.transposed)
     for model in models:
         weight = model.conv.weight.transpose(0, channels)
         weight[0] *= 1e20

@@ -81,7 +81,7 @@ def _check(spec: FusedSpec) -> None:
 def _longest_sum(spec: FusedSpec) -> int:
     """Products of a result, zeros of the padding counted."""
     values = spec.producer.values
-    steps = values["stride"] if "transpose" in spec.producer.operator.name else (1,) * len(values["stride"])
+    steps = values["stride"] if spec.producer.operator.transposed else (1,) * len(values["stride"])
     return spec.input_shape[1] * math.prod(math.ceil(kernel / step) for kernel, step in zip(values["kernel_size"], steps, strict=True))
 
 

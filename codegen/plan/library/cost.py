@@ -85,7 +85,7 @@ def gemm_ms(spec: FusedSpec, device: DeviceClass) -> float:
 def plain_convolution_ms(spec: FusedSpec, device: DeviceClass) -> float:
     """Milliseconds of torch's convolution or transposed convolution of any rank, with its bias."""
     producer, rank, leaving = spec.producer, max(2, spec.producer.operator.rank), device.hbm * LEAVING_SHARE.on(device) * 1e6
-    transposed, itemsize = "transpose" in producer.operator.name, spec.precision.itemsize
+    transposed, itemsize = producer.operator.transposed, spec.precision.itemsize
     left = math.prod(producer.output_shape) * itemsize / leaving
     if spec.precision.name != "fp32" and spec.input_shape[1] > FEW_CHANNELS and producer.values["groups"] == 1:
         rate = (device.fp16 if itemsize == 2 else device.tf32) * TENSOR_SHARES[transposed].on(device)

@@ -47,7 +47,7 @@ POINT = Axis(1, 1, 1, 1, 1, 0, (((0, 0),),))  # an axis that a convolution of lo
 
 def axes_of(producer: Step) -> tuple[Axis, ...]:
     """The axes of a convolution or transposed convolution of any rank."""
-    made = transposed_axis_of if "transpose" in producer.operator.name else axis_of
+    made = transposed_axis_of if producer.operator.transposed else axis_of
     numbers = zip(*(producer.values[key] for key in ("kernel_size", "stride", "padding", "dilation")), strict=True)
     return tuple(made(size, result, *given) for size, result, given in zip(producer.input_shape[2:], producer.output_shape[2:], numbers, strict=True))
 
