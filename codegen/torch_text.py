@@ -76,7 +76,7 @@ def torch_call(step: Step, source: str, other: str | None) -> str:
     """The PyTorch expression of an operator on the variable `source` and, where it takes a second value, `other`."""
     if step.module is not None:
         return f"self.{step.name}({source})"
-    return step.operator.call(step.values).format(v=source, p=other)
+    return step.operator.call(step.values).format(v=source, p=other, axes=tuple(range(len(step.input_shape))))
 
 
 def _other(spec: Spec, step: Step, source: str) -> str:

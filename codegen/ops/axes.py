@@ -11,18 +11,22 @@ Axes = tuple[int, ...]
 
 
 def axes_of(dims: int | Axes | None, shape: Shape, name: str, what: str = "dim") -> Axes:
-    """The axes that `dims` name, counted from the front, ascending; None stands for all. Raises ShapeError."""
+    """The axes that `dims` name, counted from the front, ascending; None stands for all. Raises ShapeError.
+
+    A value without axes takes 0 and -1, as torch has it; there is nothing to name, so the result is empty.
+    """
     if dims is None:
         return tuple(range(len(shape)))
     dims = (dims,) if isinstance(dims, int) else dims
-    found = []
+    found, rank = [], max(1, len(shape))
     for dim in dims:
-        if not -len(shape) <= dim < len(shape):
-            raise ShapeError(f"{name}'s {what}: {dim} is no axis of {shape}; it has {-len(shape)} to {len(shape) - 1}")
-        found.append(dim % len(shape))
+        if not -rank <= dim < rank:
+            held = f"it has {-rank} to {rank - 1}" if shape else "one value has none, and PyTorch takes -1 and 0"
+            raise ShapeError(f"{name}'s {what}: {dim} is no axis of {shape}; {held}")
+        found.append(dim % rank)
     if len(set(found)) < len(found):
         raise ShapeError(f"{name}'s {what}: {list(dims)} names an axis twice")
-    return tuple(sorted(found))
+    return tuple(sorted(found)) if shape else ()
 
 
 def fold_shape(name: str) -> Callable[[Values, Shape], Shape]:
@@ -33,11 +37,16 @@ def fold_shape(name: str) -> Callable[[Values, Shape], Shape]:
     return shape_of
 
 
-def fold_call(name: str, values_of: str = "") -> Callable[[Values], str]:
+def fold_call(name: str, values_of: str = "", needs_dim: bool = False) -> Callable[[Values], str]:
+    """The call of a fold; `{axes}` in it stands for all axes of the value. With `values_of`, torch's function takes no list of axes, and only with one
+    axis gives indices too; one that `needs_dim` has no form for all axes."""
+
     def call(values: Values) -> str:
         keep = ", keepdim=True" if values["keepdim"] else ""
+        if values["dim"] is None and (values_of or not (keep or needs_dim)):
+            return f"torch.{name}({{v}})" + (".reshape([1] * {v}.dim())" if keep else "")
         if values["dim"] is None:
-            return f"torch.{name}({{v}})" if not keep else f"torch.{name}({{v}}, dim=tuple(range({{v}}.dim())), keepdim=True){values_of}"
+            return f"torch.{name}({{v}}, dim={{axes}}{keep})"
         return f"torch.{name}({{v}}, dim={values['dim']}{keep}){values_of}"
 
     return call
@@ -58,8 +67,12 @@ def trailing(values: Values, shape: Shape, name: str) -> Shape:
     given = values["normalized_shape"]
     if given is None:
         given = shape[1:]
-    if len(given) >= len(shape) or shape[len(shape) - len(given) :] != tuple(given):
+        if not given:
+            raise ShapeError(f"{name} joins the axes behind the first, and {shape} has none")
+    if shape[len(shape) - len(given) :] != tuple(given):
         raise ShapeError(f"normalized_shape: {list(given)}; {name} takes trailing sizes of {shape}")
+    if len(given) >= len(shape):
+        raise ShapeError(f"normalized_shape: {list(given)} are all sizes of {shape}; {name} takes trailing sizes here, without that of the first axis")
     if math.prod(given) == 1 and name == "layer_norm":
         raise ShapeError(f"{name} over one value; its variance is always 0")
     return tuple(given)
@@ -112,7 +125,10 @@ def batch_norm_module(values: Values, shape: Shape) -> str:
 
 
 def flatten_shape(values: Values, shape: Shape) -> Shape:
-    (first,), (last,) = (axes_of(values[key], shape, "flatten", key) for key in ("start_dim", "end_dim"))
+    ends = tuple(axes_of(values[key], shape, "flatten", key) for key in ("start_dim", "end_dim"))
+    if not shape:
+        return (1,)
+    (first,), (last,) = ends
     if first > last:
         raise ShapeError(f"flatten's start_dim: {values['start_dim']} comes behind its end_dim: {values['end_dim']}")
     return (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :])

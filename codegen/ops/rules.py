@@ -59,8 +59,9 @@ def group_norm_shape(values: Values, shape: Shape) -> Shape:
         raise ShapeError(f"group_norm takes (batch, channels, ...), the input here is {shape}")
     if shape[1] % values["num_groups"]:
         raise ShapeError(f"num_groups: {values['num_groups']} does not divide the {shape[1]} channels before it")
-    if math.prod(shape[1:]) // values["num_groups"] == 1 and shape[0] >= 1:
-        raise ShapeError(f"num_groups: {values['num_groups']} leaves one value in each group; its variance is always 0 and PyTorch refuses it in training")
+    if math.prod(shape[1:]) == values["num_groups"]:
+        refused = "PyTorch refuses it for a batch of one" if shape[0] == 1 else "the result does not depend on the values"
+        raise ShapeError(f"num_groups: {values['num_groups']} leaves one value in each group; its variance is always 0, and {refused}")
     return shape
 
 

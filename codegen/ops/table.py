@@ -107,8 +107,9 @@ def _norm(name: str, summary: str, arguments: tuple[Argument, ...], **row: Any) 
     )  # fmt: skip
 
 
-def _fold(name: str, summary: str, values_of: str = "", one_axis: bool = False) -> Operator:
-    """A fold over axes; `values_of` takes the values out of what PyTorch's function gives, which with `one_axis` takes one or all of them."""
+def _fold(name: str, summary: str, values_of: str = "", one_axis: bool = False, needs_dim: bool = False) -> Operator:
+    """A fold over axes; `values_of` takes the values out of what PyTorch's function gives, which with `one_axis` takes one or all of them, and which
+    with `needs_dim` takes all only where each is named."""
 
     def check(values: Values) -> str | None:
         if one_axis and isinstance(values["dim"], tuple):
@@ -117,7 +118,7 @@ def _fold(name: str, summary: str, values_of: str = "", one_axis: bool = False) 
 
     return Operator(
         name, Kind.REDUCTION, summary, (Argument("dim", "axes", 1), Argument("keepdim", "flag", False)), takes_name=True, check=check,
-        shape=axes.fold_shape(name), call=axes.fold_call(name, values_of),
+        shape=axes.fold_shape(name), call=axes.fold_call(name, values_of, needs_dim),
     )  # fmt: skip
 
 
@@ -292,7 +293,7 @@ OPERATORS: dict[str, Operator] = {
         _fold("amax", "maximum over axes; at ties the gradient is shared"),
         _fold("sum", "sum over axes"),
         _fold("mean", "mean over axes"),
-        _fold("logsumexp", "log(sum(e^v)) over axes"),
+        _fold("logsumexp", "log(sum(e^v)) over axes", needs_dim=True),
         Operator(
             "flatten", Kind.SHAPE, "the axes from start_dim to end_dim as one", (Argument("start_dim", "axis", 1), Argument("end_dim", "axis", -1)),
             takes_name=True, shape=axes.flatten_shape, call=lambda v: f"torch.flatten({{v}}, {v['start_dim']}, {v['end_dim']})",

@@ -42,6 +42,12 @@ def _check_input(name: str, rank: int, channels: int, shape: Shape) -> None:
         raise ShapeError(f"{name} takes {channels} channels, the input here is {shape}")
 
 
+def _around(values: Values) -> str:
+    """What decides beside a window's size whether it fits: the padding, and the dilation where there is one."""
+    dilation = values.get("dilation", (1,))
+    return f"padding {values['padding']}" + (f" and dilation {dilation}" if set(dilation) != {1} else "")
+
+
 def per_axis(values: Values, *keys: str) -> Iterator[tuple[int, ...]]:
     """The values of `keys` axis by axis."""
     return zip(*(values[key] for key in keys), strict=True)
@@ -55,7 +61,7 @@ def conv_shape(name: str, rank: int) -> Callable[[Values, Shape], Shape]:
             for size, numbers in zip(shape[2:], per_axis(values, "kernel_size", "stride", "padding", "dilation"), strict=True)
         )
         if min(spatial) < 1:
-            raise ShapeError(f"{name}'s kernel {values['kernel_size']} does not fit into {shape[2:]} with padding {values['padding']}")
+            raise ShapeError(f"{name}'s kernel {values['kernel_size']} does not fit into {shape[2:]} with {_around(values)}")
         return (shape[0], values["out_channels"], *spatial)
 
     return shape_of
@@ -71,7 +77,7 @@ def conv_transpose_shape(name: str, rank: int) -> Callable[[Values, Shape], Shap
             for size, (kernel, stride, padding, extra, dilation) in zip(shape[2:], per_axis(values, *keys), strict=True)
         )
         if min(spatial) < 1:
-            raise ShapeError(f"{name} gives {spatial} from {shape[2:]}: padding {values['padding']} takes all of it away")
+            raise ShapeError(f"{name}'s kernel {values['kernel_size']} gives {spatial} from {shape[2:]}: {_around(values)} takes all of it away")
         return (shape[0], values["out_channels"], *spatial)
 
     return shape_of
@@ -120,7 +126,7 @@ def pool_shape(name: str, rank: int) -> Callable[[Values, Shape], Shape]:
             for size, (kernel, stride, padding), step in zip(shape[2:], per_axis(values, "kernel_size", "stride", "padding"), dilation, strict=True)
         )
         if min(spatial) < 1:
-            raise ShapeError(f"{name}'s window {values['kernel_size']} does not fit into {shape[2:]}")
+            raise ShapeError(f"{name}'s window {values['kernel_size']} does not fit into {shape[2:]} with {_around(values)}")
         if name == "avg_pool3d" and any(size < kernel for size, (kernel,) in zip(shape[2:], per_axis(values, "kernel_size"), strict=True)):
             raise ShapeError(f"{name}'s window {values['kernel_size']} is larger than {shape[2:]}, which PyTorch refuses whatever the padding")
         return (*shape[:2], *spatial)

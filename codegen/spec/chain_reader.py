@@ -132,6 +132,9 @@ class ChainReader(Scalars):
         except ops.ShapeError as error:
             self.fault(place, str(error))
             return None
+        if len(output) > MAX_RANK:
+            self.fault(place, f"{operator.name} gives {len(output)} axes, {output}; a value has at most {MAX_RANK}")
+            return None
         met = other or Other(())
         step = Step(operator, name, values, shape, output, sources, index, met.tap, met.reads, met.owner, met.owned)
         for parameter in step.parameters:

@@ -9,7 +9,7 @@ from typing import Any
 
 from codegen import numerics
 from codegen.ops import OPERATORS, PARAMETER, Kind, ShapeError
-from codegen.spec.chain_reader import ChainReader, Inputs, words_within
+from codegen.spec.chain_reader import MAX_RANK, ChainReader, Inputs, words_within
 from codegen.source_text import source_text
 from codegen.spec.scalars import INVALID, meant, nearest
 from codegen.spec.types import ELSEWHERE, MAX_ELEMENTS, MAX_SIZES, PREPACKED, Input, Spec, SpecError, Step
@@ -99,6 +99,9 @@ class _Reader(ChainReader):
         self.root, self.shown = root, shown
         self.arg_nodes: dict[str, Node] = {}
         self.targets_at: tuple[tuple[int, int], ...] = ()
+        self.filled: dict[str, str] = {}  # of inputs, by name
+        self.unbatched: dict[str, Node] = {}  # where each says that it has no samples
+        self.input_nodes: dict[str, Node] = {}
 
     def spec(self, precision: str | None) -> Spec:
         if not self.root.is_mapping:
@@ -135,6 +138,9 @@ class _Reader(ChainReader):
             overridden = False
         self.precision = numerics.FP32 if chosen is INVALID else numerics.PRECISIONS[chosen]
         given = Inputs(unsound=True) if misspelt & {"input", "inputs"} else self.inputs(nodes, batch)
+        ranged = pad_batch is True or (batches is not INVALID and len(batches) > 1)
+        if ranged and given.first in self.unbatched:
+            self.fault(self.unbatched[given.first], f"batched: {given.first} comes first, and its rows tell which of several batches runs; give it samples, or one batch without pad_batch")
         for key in ("args", "defaults"):
             if key in nodes:
                 self.read_args(nodes[key], key)
@@ -162,7 +168,6 @@ class _Reader(ChainReader):
             self.check_inputs(chain, given)
         if self.problems:
             raise SpecError(self.shown, self.problems)
-        ranged = len(batches) > 1 or pad_batch
         spec = Spec(
             name=name, path=source_text(self.shown), named=self.shown, batch=batch, precision=numerics.PRECISIONS[chosen], inputs=self.listed(given, chain), args=tuple(self.args.items()), chain=chain,
             targets=targets, math=math_choice, gemm=gemm, library=None if library == "allow" else library, algebra=algebra, prepack=prepack, defaults=tuple(nodes["defaults"].value) if "defaults" in nodes else (),
@@ -262,16 +267,13 @@ class _Reader(ChainReader):
             except ShapeError as error:
                 self.fault(item, f"batch: {item.value} does not go with the chain: {error}")
         if spec.pad_batch and not spec.rows_are_samples:
-            reason = "an operator joins samples, moves them from the first axis or takes a parameter along it: more rows would change the others or not fit"
+            reason = "an operator joins samples, moves them from the first axis or takes a parameter or input along it: more rows would change the others or not fit"
             self.fault(nodes["pad_batch"], f"pad_batch: {reason}")
         if self.problems:
             raise SpecError(self.shown, self.problems)
 
     def inputs(self, nodes: dict[str, Node], batch: Any) -> Inputs:
         """The inputs from `input:` (of the one that the chain starts with) or `inputs:` (several, by name)."""
-        self.filled: dict[str, str] = {}
-        self.unbatched: set[str] = set()
-        self.input_nodes: dict[str, Node] = {}
         if "input" in nodes and "inputs" in nodes:
             self.fault(nodes["inputs"], "inputs: give either input, of one, or inputs, of several by name")
         if "inputs" in nodes:
@@ -311,17 +313,19 @@ class _Reader(ChainReader):
             if key == "values":
                 self.filled[name] = self.word(value, "input values", _INPUT_VALUES)
             elif key == "shape":
-                shape = self.sizes(value, "shape")
+                shape, shape_node = self.sizes(value, "shape"), value
             elif key == "batched":
                 batched = self.flag(value, "batched")
+                if batched is False:
+                    self.unbatched[name] = value
             elif key in axes:
                 spatial[key] = self.size(value, key)
             else:
                 self.fault(key_node, f"{key}: unknown key of input{nearest(key, (*axes, 'shape', 'values', 'batched'))}")
         if shape is not None and spatial:
             self.fault(node, f"input: shape gives {' and '.join(spatial)} already")
-        if not batched:
-            self.unbatched.add(name)
+        if isinstance(shape, tuple) and len(shape) + bool(batched) > MAX_RANK:
+            self.fault(shape_node, f"shape: {len(shape) + bool(batched)} axes{' with that of the samples' if batched else ''}; a value has at most {MAX_RANK}")
         if len(self.problems) > before or batch is INVALID:
             return None, {}, False
         return shape if shape is None or not batched else (batch, *shape), spatial, True
@@ -350,7 +354,7 @@ class _Reader(ChainReader):
                 continue
             self.arg_nodes[key] = key_node
             if value.is_list:
-                self.args[key] = self.sizes(value, key)
+                self.args[key] = self.integers(value, key, -MAX_ELEMENTS, MAX_ELEMENTS)
             elif isinstance(value.value, bool):
                 self.args[key] = value.value
             elif isinstance(value.value, int) and abs(value.value) <= MAX_ELEMENTS:

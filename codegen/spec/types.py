@@ -164,7 +164,18 @@ class Spec:
     @property
     def rows_are_samples(self) -> bool:
         """Is row i of the result that of sample i, and of no other? Then rows may be added without changing the others."""
-        return self.output_shape[:1] == (self.batch,) and all(samples_apart(step, self.batch) for step in self.chain)
+        first = self.inputs[0].batched and self.output_shape[:1] == (self.batch,)
+        return first and all(samples_apart(step, self.batch) and self._meets_samples(step) for step in self.chain)
+
+    def _meets_samples(self, step: Step) -> bool:
+        """Does what a step takes beside its value go with each sample: rows of its own along the value's first axis, or the same for all of them?"""
+        if step.tap is not None:
+            return len(self.chain[step.tap].output_shape) == len(step.input_shape)
+        given = next((given for given in self.inputs if given.name == step.reads), None)
+        if given is not None and given.batched:
+            return len(given.shape) == len(step.input_shape)
+        own = given.shape if given is not None else step.operand[1] if step.operand is not None else ()
+        return len(own) < len(step.input_shape) or (len(own) == len(step.input_shape) and own[0] == 1)
 
     @property
     def has_modes(self) -> bool:
@@ -231,7 +242,7 @@ def operand_shape(values: dict[str, Any], shape: Shape) -> Shape:
 
 
 def samples_apart(step: Step, batch: int) -> bool:
-    """Does a step leave axis 0 to the samples and join none of them? `batch` samples come in along that axis."""
+    """Does a step leave axis 0 of its value to the samples and join none of them? `batch` samples come in along that axis."""
     kind, values, shape = step.operator.kind, step.values, step.input_shape
     if step.operator.name == "batch_norm" or shape[:1] != (batch,):
         return False
@@ -239,7 +250,4 @@ def samples_apart(step: Step, batch: int) -> bool:
         return 0 not in axes_of(values["dim"], shape, step.operator.name)
     if kind is Kind.SHAPE:
         return step.output_shape[:1] == (batch,) and values.get("start_dim", 1) % len(shape) != 0 and values.get("dim", 1) != 0
-    if step.operand is not None:
-        own = step.operand[1]
-        return len(own) < len(shape) or (len(own) == len(shape) and own[0] == 1)
     return True

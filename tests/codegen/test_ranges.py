@@ -106,7 +106,57 @@ def test_padding_needs_rows_that_are_samples(tmp_path, shape, allowed):
         assert read(tmp_path, "[1, 8]", "pad_batch: true\n", chain).pad_batch
     else:
         (found,) = problems(tmp_path, "[1, 8]", "pad_batch: true\n", chain)
-        assert found.startswith("3:12: pad_batch: an operator joins samples, moves them from the first axis or takes a parameter along it")
+        assert found.startswith("3:12: pad_batch: an operator joins samples, moves them from the first axis or takes a parameter or input along it")
+
+
+SEVERAL = """\
+inputs: {x: {shape: %s}, other: {shape: %s, batched: %s}}
+chain:
+  - relu: {name: first}
+  - add: {from: other}
+  - mul: {from: first}
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "other", "batched", "allowed"),
+    [
+        ("[8]", "[8]", "true", True),
+        ("[8]", "[1]", "true", True),
+        ("[3, 8]", "[1, 8]", "true", True),
+        ("[8, 8]", "[8]", "true", False),  # its samples meet the second axis of x
+        ("[8]", "[8, 8]", "true", False),
+        ("[8]", "[8]", "false", True),
+        ("[8]", "[1, 8]", "false", True),
+        ("[8]", "[8, 8]", "false", False),  # 8 rows whatever the batch, which happen to be as many as the samples
+        ("[8]", "[8, 1]", "false", False),
+        ("[8]", "[1, 8, 8]", "false", False),
+    ],
+)
+def test_padding_needs_inputs_whose_rows_go_with_the_samples(tmp_path, shape, other, batched, allowed):
+    chain = SEVERAL % (shape, other, batched)
+    if allowed:
+        assert read(tmp_path, "8", "pad_batch: true\n", chain).pad_batch
+    else:
+        (found,) = problems(tmp_path, "8", "pad_batch: true\n", chain)
+        assert found.startswith("3:12: pad_batch: an operator joins samples")
+
+
+def test_padding_needs_earlier_results_whose_rows_go_with_the_samples(tmp_path):
+    """A result over (8, 8) with the samples in front, added to one of (8, 8, 8), meets the second axis with them."""
+    chain = "inputs: {x: {shape: [8, 8]}}\nchain:\n  - relu: {name: whole}\n  - sum: {dim: 1, keepdim: %s}\n  - add: {from: whole}\n"
+    assert read(tmp_path, "8", "pad_batch: true\n", chain % "true").pad_batch
+    assert len(problems(tmp_path, "8", "pad_batch: true\n", chain % "false")) == 1
+
+
+@pytest.mark.parametrize(("batch", "more"), [("[4, 8]", ""), ("8", "pad_batch: true\n"), ("[4, 8]", "pad_batch: true\n")])
+def test_several_batches_need_samples_in_the_first_input(tmp_path, batch, more):
+    """The first input's rows tell the batch."""
+    text = "inputs:\n  x: {shape: [8, 4], batched: false}\n  other: {shape: [1]}\nchain:\n  - relu\n  - add: {from: other}\n"
+    (found,) = problems(tmp_path, batch, more, text)
+    assert found.startswith(f"{5 if more else 4}:31: batched: x comes first")
+    assert read(tmp_path, "8", "", text).input_shape == (8, 4)
+    assert read(tmp_path, batch, more, text.replace(", batched: false", "").replace("[1]", "[1], batched: false").replace("[1], b", "[1, 1, 1], b")).inputs[1].shape == (1, 1, 1)
 
 
 # ---- what is emitted -------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def test_own_parameters_come_before_those_of_children():
         ("name: gemm", "name: forward", 5, "a meaning of its own"),
         ("name: norm", "name: gemm", 6, "taken by the operator on line 5"),
         ("num_groups: num_groups", "num_groups: 4", 6, "does not divide the 6 channels"),
-        ("num_groups: num_groups", "num_groups: 6", 6, "leaves one value in each group"),
+        ("num_groups: num_groups", "num_groups: 6", 6, "leaves one value in each group; its variance is always 0, and the result does not depend on the values"),
         ("num_groups: num_groups", "num_groups: num_gruops", 6, "did you mean num_groups?"),
         ("num_groups: num_groups", "num_groups: num_groups, eps: 0.0", 6, "must be positive"),
         ("num_groups: num_groups", "num_groups: num_groups, eps: .nan", 6, "expected a finite number"),
@@ -130,7 +130,9 @@ def test_faults_are_placed_and_explained(tmp_path, old, new, line, message):
         ("kernel_size: 3", "kernel_size: 3, groups: 4", "does not divide in_channels"),
         ("kernel_size: 3", "kernel_size: 3, padding: -1", "expected an integer from 0"),
         ("kernel_size: 2}", "kernel_size: 2, padding: 2}", "more than half"),
-        ("kernel_size: 2}", "kernel_size: 9}", "does not fit"),
+        ("kernel_size: 2}", "kernel_size: 9}", "window (9, 9) does not fit into (7, 7) with padding (0, 0)"),
+        ("kernel_size: 2}", "kernel_size: 2, dilation: 7}", "window (2, 2) does not fit into (7, 7) with padding (0, 0) and dilation (7, 7)"),
+        ("kernel_size: 3", "kernel_size: 3, dilation: [4, 5]", "kernel (3, 3) does not fit into (9, 9) with padding (0, 0) and dilation (4, 5)"),
         ("input: {height: 9, width: 9}", "input: {height: 9}", "needs the input's width"),
         ("input: {height: 9, width: 9}", "input: {height: 9, width: 9, values: normal}", "allowed: rand, randn"),
     ],
@@ -265,6 +267,34 @@ def test_an_element_of_a_list_may_name_an_argument(tmp_path):
 ])  # fmt: skip
 def test_messages_show_quotes(tmp_path, old, new, said):
     assert any(said in line for line in problems(tmp_path, GOOD.replace(old, new)))
+
+
+def test_a_list_of_args_may_hold_what_its_arguments_take(tmp_path):
+    """Zeros and numbers below it are for the argument to judge: counts, axes and the sizes of views have them."""
+    text = CONV.replace("chain:", "args: {apart: [0, 1], axes: [-1, -2], sizes: [0, -1]}\nchain:").replace("kernel_size: 3}", "kernel_size: 3, padding: apart}")
+    text = text.replace("  - max_pool2d: {kernel_size: 2}", "  - sum: {dim: axes, keepdim: true}\n  - view: {sizes: sizes}")
+    spec = read(tmp_path, text)
+    assert (spec.chain[0].values["padding"], spec.chain[2].values["dim"], spec.output_shape) == ((0, 1), (-1, -2), (4, 4))
+    assert read(tmp_path, resolved_yaml(spec)) == spec
+    (said,) = problems(tmp_path, text.replace("[0, 1]", "[0, -1]"))
+    assert said.endswith("padding: -1; expected an integer from 0 to 2147483647")
+    (said,) = problems(tmp_path, text.replace("kernel_size: 3,", "kernel_size: apart,"))
+    assert "kernel_size: 0; expected an integer from 1" in said
+
+
+@pytest.mark.parametrize("wide", ["  - view: {sizes: [4, 4, 1, 1, 1, 1, 1, 1, 1]}", "  - sum: {dim: [2, 3]}\n" + "  - unsqueeze: {dim: -1}\n" * 7, "  - add: {name: bias, shape: [1, 1, 1, 1, 1, 1, 1, 1, 1]}"])
+def test_a_value_has_at_most_eight_axes(tmp_path, wide):
+    text = CONV.replace("  - max_pool2d: {kernel_size: 2}", "  - max_pool2d: {kernel_size: 2}\n  - max_pool2d: {kernel_size: [3, 2]}\n" + wide)
+    (said,) = problems(tmp_path, text)
+    assert "gives 9 axes" in said and said.endswith("a value has at most 8")
+
+
+@pytest.mark.parametrize(("given", "axes"), [("shape: [1, 1, 1, 1, 1, 1, 1, 1]", "9 axes with that of the samples"), ("shape: [1, 1, 1, 1, 1, 1, 1, 1, 1], batched: false", "9 axes")])
+def test_an_input_has_at_most_eight_axes(tmp_path, given, axes):
+    text = f"name: layer\nbatch: 2\ninput: {{{given}}}\nchain: [relu]\n"
+    (said,) = problems(tmp_path, text)
+    assert said.endswith(f"3:16: shape: {axes}; a value has at most 8")
+    assert len(read(tmp_path, text.replace("shape: [1, ", "shape: [")).input_shape) == 8
 
 
 TAPS = GOOD.replace("  - group_norm", "  - mish\n  - group_norm").replace("  - hardtanh", "  - add: {from: %s}")
