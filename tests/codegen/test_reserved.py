@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from codegen.folder import write_if_different
+from codegen.ops import OPERATORS, Kind
 from codegen.package import make_package
 from codegen.render import render
 from codegen.spec import SpecError, load_spec, shipped
@@ -54,13 +55,15 @@ def read_in_constructors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("path", shipped())
 def test_what_the_emitted_constructors_read_is_reserved(path):
-    spec = load_spec(path)
-    taken = {name for text in texts(spec).values() for name in read_in_constructors(text)}
+    made = texts(load_spec(path))
+    taken = {name for text in made.values() for name in read_in_constructors(text)}
     taken |= {p.name for p in inspect.signature(GeneratedModule.__init__).parameters.values() if p.kind is not p.VAR_KEYWORD}
     names = {name for name in taken if re.fullmatch("[A-Za-z].*", name)}  # others are no names of a spec anyway
     assert names <= RESERVED, sorted(names - RESERVED)
-    if any("tuple(" in text for text in texts(spec).values()):
+    if any("tuple(" in text for text in made.values()):
         assert names >= CONSTRUCTOR, sorted(CONSTRUCTOR - names)  # nothing is refused without need
+    read = {name for text in made.values() for name in read_in_forwards(text) if name[0].isalpha()}
+    assert read <= RESERVED | FORWARD, sorted(read - RESERVED - FORWARD)
 
 
 RANGE = """\
@@ -76,6 +79,14 @@ chain:
 """
 
 
+FOLDS = """\
+name: folded
+batch: 4
+inputs: {x: {shape: [8]}, other: {shape: [1]}}
+chain:
+""" + "".join(f"  - {name}: {{dim: null, keepdim: true}}\n  - add: {{from: other}}\n" for name, row in OPERATORS.items() if row.kind is Kind.REDUCTION)
+
+
 def read_in_forwards(text: str) -> set[str]:
     """The names that a file's forwards, of each target too, take from outside themselves."""
     found: set[str] = set()
@@ -88,7 +99,8 @@ def read_in_forwards(text: str) -> set[str]:
 
 
 def test_inputs_hide_no_name_that_a_forward_reads(tmp_path):
-    paths = [tmp_path / "padded.yaml", tmp_path / "exact.yaml"]
+    paths = [tmp_path / "padded.yaml", tmp_path / "exact.yaml", tmp_path / "folded.yaml"]
+    paths[2].write_text(FOLDS)
     paths[0].write_text(RANGE)
     paths[1].write_text(RANGE.replace("pad_batch: true\n", ""))
     taken = {name for path in (*paths, "specs/default.yaml") for text in texts(load_spec(path)).values() for name in read_in_forwards(text)}
