@@ -138,7 +138,8 @@ class Operators(Values):
 
     def product(self, name: str, node: fx.Node) -> Entry:
         """A linear or convolution of the value and a weight of Model: that of a module, or for a linear one of its own."""
-        names = ("weight",) if name in ("matmul", "mm") else ("weight", "bias") if name == "linear" else calls.TRANSPOSED if OPERATORS[calls.PRODUCTS[name]].transposed else calls.CONVOLUTION
+        others = calls.TRANSPOSED if OPERATORS[calls.PRODUCTS[name]].transposed else calls.CONVOLUTION
+        names = ("weight",) if name in ("matmul", "mm") else ("weight", "bias") if name == "linear" else others
         given = calls.bind(name, node, names) if name not in ("matmul", "mm") else {"weight": [*node.args, *node.kwargs.values()][1]}
         weight, bias = given.pop("weight", None), given.pop("bias", None)
         if isinstance(weight, fx.Node) and name in ("matmul", "mm"):

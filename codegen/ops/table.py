@@ -145,8 +145,8 @@ def _convolution(rank: int, transposed: bool = False, fused_axes: int = 0) -> Op
             Argument("padding", _sizes(rank, True), zeros), *extra, Argument("dilation", _sizes(rank), ones), Argument("groups", "size", 1),
             Argument("bias", "flag", True),
         ),
-        takes_name=True, requires_name=True, check=windows.conv_check, rank=rank, transposed=transposed, takes="in_channels", gives="out_channels", fused_axes=fused_axes,
-        shape=(windows.conv_transpose_shape if transposed else windows.conv_shape)(name, rank), parameters=windows.conv_parameters(name, transposed),
+        takes_name=True, requires_name=True, check=windows.conv_check, rank=rank, transposed=transposed, takes="in_channels", gives="out_channels",
+        fused_axes=fused_axes, shape=(windows.conv_transpose_shape if transposed else windows.conv_shape)(name, rank), parameters=windows.conv_parameters(name, transposed),
         module=windows.conv_module(f"Conv{'Transpose' if transposed else ''}{rank}d", rank),
     )  # fmt: skip
 

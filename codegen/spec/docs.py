@@ -71,7 +71,8 @@ a target, so a package of four sizes takes about four times the work of one to c
 A batch that is not listed is refused with the listed ones, the next larger one and the command that makes the package again. With `pad_batch: true` it runs the next larger size: x is copied
 into a tensor of that many rows with zeros behind, and the result is a copy of the first rows. That costs the larger size's time and memory, two more passes over the larger x and one over the result,
 and three launches; gradients go the same way. No row reads another, so what stands in one, NaN too, stays there. A batch beyond the largest is refused in any case, and so is `pad_batch` with a parameter behind a reduction that changes
-the shape so that the result's rows are not samples.
+the shape so that the result's rows are not samples, or with an input or earlier result whose first axis does not meet the samples. The first of several `inputs` tells the batch, so it
+has samples where there is more than one batch to run.
 """
 
 

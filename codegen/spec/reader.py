@@ -140,7 +140,8 @@ class _Reader(ChainReader):
         given = Inputs(unsound=True) if misspelt & {"input", "inputs"} else self.inputs(nodes, batch)
         ranged = pad_batch is True or (batches is not INVALID and len(batches) > 1)
         if ranged and given.first in self.unbatched:
-            self.fault(self.unbatched[given.first], f"batched: {given.first} comes first, and its rows tell which of several batches runs; give it samples, or one batch without pad_batch")
+            reason = "comes first, and its rows tell which of several batches runs; give it samples, or one batch without pad_batch"
+            self.fault(self.unbatched[given.first], f"batched: {given.first} {reason}")
         for key in ("args", "defaults"):
             if key in nodes:
                 self.read_args(nodes[key], key)
@@ -267,8 +268,8 @@ class _Reader(ChainReader):
             except ShapeError as error:
                 self.fault(item, f"batch: {item.value} does not go with the chain: {error}")
         if spec.pad_batch and not spec.rows_are_samples:
-            reason = "an operator joins samples, moves them from the first axis or takes a parameter or input along it: more rows would change the others or not fit"
-            self.fault(nodes["pad_batch"], f"pad_batch: {reason}")
+            reason = "an operator joins samples, moves them from the first axis or takes a parameter or input along it"
+            self.fault(nodes["pad_batch"], f"pad_batch: {reason}: more rows would change the others or not fit")
         if self.problems:
             raise SpecError(self.shown, self.problems)
 

@@ -294,3 +294,36 @@ def test_average_pooling(tmp_path):
     assert chain(tmp_path, text)[3]["avg_pool2d"] == {"name": "pool", "kernel_size": "window", "padding": 1, "count_include_pad": False}
     text = text.replace("self.pool(self.gn(self.filter(x)) * self.gain)", "F.avg_pool2d(self.gn(self.filter(x)) * self.gain, 2, divisor_override=3)")
     assert chain(tmp_path, text)[3]["avg_pool2d"] == {"kernel_size": "window", "divisor_override": 3}
+
+
+FOLDED = """\
+import torch
+from torch import nn
+
+
+class Model(nn.Module):
+    def __init__(self, padding, axes):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, padding=padding)
+        self.axes = axes
+
+    def forward(self, x):
+        v = self.conv(x)
+        least = v.{fold}
+        return least * torch.tanh(least)
+
+
+def get_inputs():
+    return [torch.rand(2, 2, 6, 7)]
+
+
+def get_init_inputs():
+    return [(0, 1), (-1, -2)]
+"""
+
+
+@pytest.mark.parametrize("fold", ["min(dim=1, keepdim=True)[0]", "max()", "amin(self.axes)", "logsumexp(self.axes)", "sum(dim=self.axes, keepdim=True)"])
+def test_results_taken_twice_and_lists_with_zeros_and_negative_axes_are_read_back(fold, tmp_path):
+    """A result is named after its operator, which may be a word that no input may have."""
+    spec = spec_of(tmp_path, read(tmp_path, FOLDED.format(fold=fold)))
+    assert spec.chain[0].values["padding"] == (0, 1) and spec.chain[-1].tap == 1 and spec.chain[1].name == fold.split("(")[0]

@@ -156,7 +156,8 @@ def test_several_batches_need_samples_in_the_first_input(tmp_path, batch, more):
     (found,) = problems(tmp_path, batch, more, text)
     assert found.startswith(f"{5 if more else 4}:31: batched: x comes first")
     assert read(tmp_path, "8", "", text).input_shape == (8, 4)
-    assert read(tmp_path, batch, more, text.replace(", batched: false", "").replace("[1]", "[1], batched: false").replace("[1], b", "[1, 1, 1], b")).inputs[1].shape == (1, 1, 1)
+    turned = text.replace(", batched: false", "").replace("[1]", "[1, 1, 1], batched: false")
+    assert read(tmp_path, batch, more, turned).inputs[1].shape == (1, 1, 1)
 
 
 # ---- what is emitted -------------------------------------------------------------------------------------------------

@@ -282,14 +282,18 @@ def test_a_list_of_args_may_hold_what_its_arguments_take(tmp_path):
     assert "kernel_size: 0; expected an integer from 1" in said
 
 
-@pytest.mark.parametrize("wide", ["  - view: {sizes: [4, 4, 1, 1, 1, 1, 1, 1, 1]}", "  - sum: {dim: [2, 3]}\n" + "  - unsqueeze: {dim: -1}\n" * 7, "  - add: {name: bias, shape: [1, 1, 1, 1, 1, 1, 1, 1, 1]}"])
+@pytest.mark.parametrize("wide", [
+    "  - view: {sizes: [4, 4, 1, 1, 1, 1, 1, 1, 1]}", "  - sum: {dim: [2, 3]}\n" + "  - unsqueeze: {dim: -1}\n" * 7, "  - add: {name: bias, shape: [1, 1, 1, 1, 1, 1, 1, 1, 1]}",
+])  # fmt: skip
 def test_a_value_has_at_most_eight_axes(tmp_path, wide):
     text = CONV.replace("  - max_pool2d: {kernel_size: 2}", "  - max_pool2d: {kernel_size: 2}\n  - max_pool2d: {kernel_size: [3, 2]}\n" + wide)
     (said,) = problems(tmp_path, text)
     assert "gives 9 axes" in said and said.endswith("a value has at most 8")
 
 
-@pytest.mark.parametrize(("given", "axes"), [("shape: [1, 1, 1, 1, 1, 1, 1, 1]", "9 axes with that of the samples"), ("shape: [1, 1, 1, 1, 1, 1, 1, 1, 1], batched: false", "9 axes")])
+@pytest.mark.parametrize(("given", "axes"), [
+    ("shape: [1, 1, 1, 1, 1, 1, 1, 1]", "9 axes with that of the samples"), ("shape: [1, 1, 1, 1, 1, 1, 1, 1, 1], batched: false", "9 axes"),
+])  # fmt: skip
 def test_an_input_has_at_most_eight_axes(tmp_path, given, axes):
     text = f"name: layer\nbatch: 2\ninput: {{{given}}}\nchain: [relu]\n"
     (said,) = problems(tmp_path, text)
