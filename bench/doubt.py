@@ -9,6 +9,8 @@ The reference is therefore computed several times side by side, the operands of 
 fp32, so that its condition is above 2^26 and fp32 arithmetic leaves no digit of it. What it may be instead follows from the same runs, for errors grow with the unit
 of rounding: it may be as many times further off than they are as the type's unit is larger than float64's. An intermediate value that is unknown may as well be 0,
 which one more run makes it: only so is it seen that a division by it may be infinite.
+
+Infinities of the storage type have their own doubt: `overflows` says where an intermediate value's last bit decides whether there is one.
 """
 
 from __future__ import annotations
@@ -116,6 +118,50 @@ class Roundings(TorchFunctionMode):
         generator = self._generators.setdefault(value.device, torch.Generator(value.device).manual_seed(_SEED))
         noise = torch.rand(other.shape, dtype=other.dtype, device=other.device, generator=generator)
         return other * (noise * 2.0 - 1.0).mul_(ROUNDINGS * UNIT).add_(1.0)
+
+
+class Neighbours(TorchFunctionMode):
+    """Inside, every result of a floating type comes out as a neighbour of itself: one unit in the last place larger in magnitude, or smaller, at random;
+    `turned` has them the other way round."""
+
+    def __init__(self, seed: int, turned: bool) -> None:
+        super().__init__()
+        self.seed, self.turned = seed, turned
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in _PLAIN or (name.endswith("_") and not name.endswith("__")):
+            return result
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}  # a view of them is no rounding
+        return tree_map(lambda value: self._moved(value) if _rounded(value) and value.untyped_storage().data_ptr() not in given else value, result)
+
+    def _moved(self, value: torch.Tensor) -> torch.Tensor:
+        """Steps from one number of a type to the next are steps of its bits, which hold the magnitude in all but the first; 0 has neighbours above alone."""
+        generator = self._generators.setdefault(value.device, torch.Generator(value.device).manual_seed(self.seed))
+        larger = (torch.rand(value.shape, device=value.device, generator=generator) < 0.5) ^ self.turned
+        bits = value.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[value.element_size()])
+        step = torch.where(larger | (value == 0), 1, -1).to(bits.dtype)
+        return torch.where(torch.isfinite(value), (bits + step).view(value.dtype), value)
+
+
+def overflows(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Where PyTorch's result of `run` is no number, or a rounding of an intermediate value may make it one that is none.
+
+    A value at the end of its type's range, or at the other end in front of a division, is finite or not as its last bit falls, of which any order of summation
+    is right. What both neighbours of every value show in two runs, many runs show of several values at once.
+    """
+    found = ~torch.isfinite(run())
+    for seed in range(RUNS // 2):
+        for turned in (False, True):
+            with Neighbours(seed, turned):
+                found |= ~torch.isfinite(run())
+    return found
+
+
+def _rounded(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _doubled(value: object) -> bool:

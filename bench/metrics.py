@@ -47,7 +47,7 @@ def compare(
     """Errors of `y` against the float64 result `exact` of the same shape.
 
     `groups` are those of a sample; None where the result has not the norm's channels any more. `eager` is PyTorch's result at the same precision: where it is not finite although the exact one is (an intermediate overflowed in the
-    storage type), `y` may be either. `margin` is how many times this result's errors another one's may be. Elements that `doubt` says are unknown are left out, and NaN and infinities
+    storage type), or is another infinity or NaN, `y` may be either. `margin` is how many times this result's errors another one's may be. Elements that `doubt` says are unknown are left out, and NaN and infinities
     may stand where any of its runs has them.
     """
     y64 = y.double()
@@ -103,10 +103,11 @@ def _group_deviation(y: torch.Tensor, exact: torch.Tensor, finite: torch.Tensor 
 def _parity(y: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor | None, others: tuple[torch.Tensor, ...] = ()) -> str | None:
     """What is wrong with the places of NaN and infinities; None when nothing is. `others` may be the exact result as well."""
     rounded = exact.to(y.dtype)  # a value beyond the type's range is an infinity there
-    overflowed = torch.zeros_like(rounded, dtype=torch.bool) if eager is None else torch.isfinite(rounded) & ~torch.isfinite(eager)
+    theirs = rounded if eager is None else torch.where(torch.isfinite(eager), rounded, eager)
+    overflowed = torch.isfinite(rounded) & ~torch.isfinite(theirs)
     runs = [other.to(y.dtype) for other in others]
     for name, of in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
-        wanted, possible, got = of(rounded), overflowed, of(y)
+        wanted, possible, got = of(rounded) & of(theirs), overflowed | of(theirs), of(y)
         for run in runs:  # the sign of an infinity is that of a zero
             wanted, possible = wanted & of(run), possible | (torch.isnan(run) if of is torch.isnan else torch.isinf(run))
         lost, extra = int((wanted & ~got).sum()), int((got & ~of(rounded) & ~possible).sum())

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.data import Draw
-from bench.doubt import Doubt, doubt_of
+from bench.doubt import Doubt, doubt_of, overflows
 from bench.families import FAMILIES, Family
 from bench.machine import choose_device, describe
 from bench.metrics import Errors, compare, same_bits
@@ -166,6 +166,10 @@ def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: in
             wrong = broken(spec, ours, by, family.initial)
             beyond = doubt.beyond(y, exact)
             problems += [f"{beyond} elements that are nothing but roundings are further off than these explain"] if beyond else []
+        if ours.parity:
+            unsure = torch.where(overflows(lambda: run_eager(part)), torch.nan, eager_y)
+            ours, by = _measured(spec, y, exact, eager_y, others, groups, doubt if doubt.any else None, unsure)
+            wrong = broken(spec, ours, by, family.initial)
     problems += wrong
     if changed:
         problems.append(f"{changed} of {repeats} repeated runs gave other bits")
@@ -177,10 +181,14 @@ def _examine(subject: Subject, family: Family, mode: str, repeats: int, seed: in
 
 def _measured(
     spec: Spec, y: torch.Tensor, exact: torch.Tensor, eager_y: torch.Tensor, others: Sequence[Callable[[], torch.Tensor]], groups: int | None,
-    doubt: Doubt | None = None,
+    doubt: Doubt | None = None, unsure: torch.Tensor | None = None,
 ) -> tuple[Errors, Yardsticks]:  # fmt: skip
-    """The errors of `y` and of what it is held against, eager and at tf32 `others`, eager with TF32 off and the TF32 model, as far as the exact result is known."""
-    measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, eager_y, margin_of(spec), doubt)  # noqa: E731
+    """The errors of `y` and of what it is held against, eager and at tf32 `others`, eager with TF32 off and the TF32 model, as far as the exact result is known.
+
+    Where `unsure`, by default eager's result, is no number, an intermediate value may have overflowed.
+    """
+    overflowing = eager_y if unsure is None else unsure
+    measure = lambda result: compare(result, exact, spec.precision.tolerance, groups, overflowing, margin_of(spec), doubt)  # noqa: E731
     eager = measure(eager_y)
     fp32, tf32 = (measure(run()) for run in others) if others else (eager, None)
     finite = torch.isfinite(exact) if doubt is None else torch.isfinite(exact) & doubt.known

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 
-from bench.doubt import RUNS, UNIT, doubt_of
+from bench.doubt import RUNS, UNIT, doubt_of, overflows
 from bench.families import FAMILIES
+from bench.metrics import compare
 from bench.subject import Subject, construct, emit
 from bench.verify import _examine, verify
 from codegen.numerics import PRECISIONS
@@ -134,3 +135,36 @@ def test_nothing_is_in_doubt_where_the_promise_is_kept(tmp_path):
     one = emitted(tmp_path, ZERO, "fp32")
     found = _examine(Subject(one, construct(one, CPU, "cpu"), CPU), FAMILIES["normal"], "", 0, 1)
     assert found.ok and not found.unknown and "unknown" not in found.record()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_only_a_value_at_the_edge_of_its_range_may_overflow(dtype):
+    largest = torch.finfo(dtype).max
+    v = torch.tensor([largest / 2, largest / 2 - largest / 64, 0.0, -1.0, torch.inf, torch.nan], dtype=dtype)
+    assert overflows(lambda: v * 2).tolist() == [True, False, False, False, True, True]
+    assert overflows(lambda: (v.view(2, 3).t() * 2).sum(0)).tolist() == [True, True]
+
+
+def test_an_infinity_is_right_where_a_last_bit_decides_and_wrong_elsewhere():
+    """1 / v of what a sum leaves at the type's least numbers: one order of additions gives a number, another an infinity."""
+    v = torch.tensor([1.0, 1.0, 1.0], dtype=torch.float16)
+    rest = torch.tensor([1.526e-5, 1.0, -0.5], dtype=torch.float16)  # 1 / 1.526e-5 = 65530: beyond the range by half a unit
+    run = lambda: 1 / (v * rest)  # noqa: E731
+    eager, exact = run(), 1 / torch.tensor([1.5275e-5, 1.0, -0.5], dtype=torch.float64)
+    unsure = torch.where(overflows(run), torch.nan, eager)
+    assert unsure.isnan().tolist() == [True, False, False]
+    finite = torch.tensor([65472.0, 1.0, -2.0], dtype=torch.float16)
+    for place, right in ((0, True), (1, False), (2, False)):
+        y = finite.clone()
+        y[place] = torch.inf
+        assert (compare(y, exact, 1e-2, None, unsure).parity is None) is right
+
+
+def test_where_pytorch_has_another_infinity_than_the_exact_result_either_is_right():
+    """As behind a softmax of a row whose largest value overflowed: NaN in PyTorch, -70000 exactly, which is -inf in fp16; a number is neither."""
+    exact = torch.tensor([-70000.0, -70000.0, -70000.0, -2.0], dtype=torch.float64)
+    eager = torch.tensor([torch.nan, -torch.inf, torch.nan, -2.0], dtype=torch.float16)
+    for place, value, right in ((0, torch.nan, True), (0, torch.inf, False), (0, -3.0, True), (1, torch.nan, False), (1, -3.0, False), (3, torch.nan, False)):
+        y = exact.half()
+        y[place] = value
+        assert (compare(y, exact, 1e-2, None, eager).parity is None) is right, (place, value)
