@@ -128,10 +128,15 @@ class Level:
         known = store.read(LEVEL2, self.results, self.machine.slug)
         # Those of another card or torch are no evidence beside these, and leave the file with the first new one.
         self.records = {_key(r): r for r in known if (r["gpu"], r["torch"]) == (self.machine.gpu, self.machine.torch)}
+        self.keys: dict[Problem, str] = {}  # of today's sources, of problems that this call has built
 
     def record(self, problem: Problem) -> Record:
         """The record of a problem; of one that has none the beginning of it."""
         return self.records.get(_key(problem.identity), problem.identity)
+
+    def is_current(self, problem: Problem) -> bool:
+        """Is its record of the sources that this call has built?"""
+        return self.keys.get(problem) == self.record(problem).get("key", "")
 
     def keep(self, problem: Problem, changes: Record, without: tuple[str, ...] = ()) -> Record:
         """Renew a problem's record on disk; fields in `without` leave it, and with a new key the list of earlier ones."""
@@ -173,6 +178,7 @@ def measure_all(level: Level, problems: list[Problem], timing: bool = True, forc
         if "failure" in result:
             return refused(problem, "build", result["failure"])
         built[problem] = result
+        level.keys[problem] = result["key"]
 
     asked = lambda p: {"path": p.path, "precision": p.precision, "algebra": p.spec_algebra}  # noqa: E731
     jobs = {problem: asked(problem) for problem in problems}
@@ -181,7 +187,7 @@ def measure_all(level: Level, problems: list[Problem], timing: bool = True, forc
     level.console.print(f"{len(built)} of {len(problems)} built in {time.time() - began:.0f} s")
 
     jobs = {p: asked(p) | {"folder": b["folder"], "target": target} for p, b in built.items()}
-    current = lambda p: level.record(p).get("key") == built[p]["key"] and "families" in level.record(p)  # noqa: E731
+    current = lambda p: level.is_current(p) and "families" in level.record(p)  # noqa: E731
     unknown = sorted((p for p in built if force or not current(p)), key=lambda p: -footprint(p.spec))
     places = max(1, len(on))
     most = max(1, min(EXAMINERS * places, usable_cores() // 2)) if cuda else 1

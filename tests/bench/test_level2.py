@@ -76,6 +76,17 @@ def test_problems_are_verified_timed_and_gone_on_with(folder, tmp_path):
     assert "| 45 | two_products | yes |" in text and text.index("| 45 |") < text.index("Listed apart") < text.index("| 80 | again")
 
 
+@pytest.mark.slow
+def test_a_verdict_of_earlier_sources_is_not_counted_where_time_is_too_short_for_a_new_one(folder, tmp_path, monkeypatch):
+    results, work = tmp_path / "results", tmp_path / "work"
+    assert call(folder, results, work, "--verify-only").exit_code == 0
+    (folder / "45_two_products.yaml").write_text(GOOD.replace("sigmoid", "tanh"))
+    run = level2.Level.run
+    monkeypatch.setattr(level2.Level, "run", lambda self, work, *more, **setting: work == "build" and run(self, work, *more, **setting))
+    short = call(folder, results, work, "--verify-only")
+    assert short.exit_code == 1 and "0 of 1 verified" in short.output and "stopped for lack of time" in short.output
+
+
 def test_specs_are_found_by_number_and_one_each(folder):
     (problem,) = level2.problems_in(folder, (), ("fp32",))
     assert (problem.number, problem.name, problem.spec.batch) == (45, "two_products", 16)
