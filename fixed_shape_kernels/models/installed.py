@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from codegen.from_module.calls import MODULES
 from runtime import GeneratedModule
 
 from .chains import MODAL, Chain
@@ -120,13 +122,16 @@ class _Way:
     def __init__(self, region: Region, chains: Sequence[Built], trains: bool) -> None:
         self.root, self.mode, self.trains, self.without_grad = region.root, region.module.training, trains, region.without_grad
         self.made = [made for _, made in chains]
-        self.modal = [region.module, *(module for chain, _ in chains for module in chain.modules.values() if isinstance(module, MODAL))]
         self.expected = [(name, value.shape, value.dtype, value.device) for name in region.tensors if isinstance(value := region.call.arguments[name], torch.Tensor)]
         self.constants = [(name, value) for name, value in region.call.arguments.items() if name not in region.tensors]
         self.run = _compiled(region, chains)
         inner = _held_in(region, chains)
         self.links = [(parent._modules, name, child) for parent, name, child in inner]
         self.hooks = [vars(child)[name] for _, _, child in inner for name in HOOKS]
+        parts = dict.fromkeys((*(child for *_, child in inner), *(part for chain, _ in chains for part in chain.modules.values())))
+        self.modes = [(part, part.training) for part in (region.module, *parts) if isinstance(part, MODAL) or type(part) not in MODULES]
+        self.parts = [_Part(part) for part in parts]
+        self.tied = _tied(region.module)
 
     def _asked(self, given: Mapping[str, Any]) -> bool:
         """Does a tensor of the call, or a parameter of a chain, ask for gradients?"""
@@ -142,9 +147,9 @@ class _Way:
                 return f"{name} is {tuple(value.shape)}, the kernels are for {tuple(shape)}"
             if value.dtype is not dtype or value.device != device:
                 return f"{name} is {value.dtype} on {value.device}, the kernels are for {dtype} on {device}"
-        if changed := [name for name, value in self.constants if given.get(name) is not value and given.get(name) != value]:
+        if changed := [name for name, value in self.constants if not _equal(given.get(name), value)]:
             return f"{', '.join(changed)} differ from the example's"
-        if any(module.training != self.mode for module in self.modal):
+        if any(module.training != mode for module, mode in self.modes):
             return f"the module is in {'evaluation' if self.mode else 'training'}, or a part of it, and the kernels are for {'training' if self.mode else 'evaluation'}"
         if torch.is_autocast_enabled(self.expected[0][3].type):
             return "autocast is on"
@@ -152,6 +157,10 @@ class _Way:
             return "a part of it has hooks by now; name such parts in `apart`"
         if any(held.get(name) is not child for held, name, child in self.links):
             return "a part of it is another module by now; name such parts in `apart`"
+        if any(held.get(name) is not first[last] for (first, last), *others in self.tied for held, name in others):
+            return "parameters that were one are several by now"
+        if not all(part.unchanged() for part in self.parts):
+            return "a part of it has other numbers, another class or another forward by now; name such parts in `apart`"
         if self.without_grad and torch.is_grad_enabled():
             return "gradients are asked for, and a part of its forward runs without them"
         if not self.trains and torch.is_grad_enabled() and self._asked(given):
@@ -165,10 +174,51 @@ def _held_in(region: Region, chains: Sequence[Built]) -> list[tuple[nn.Module, s
     called = {region.root.get_submodule(node.target) for node in region.graph.nodes if node.op == "call_module" and node not in ours} | region.apart
     found, parents = [], [region.module]
     for parent in parents:
-        children = [(parent, name, child) for name, child in parent.named_children() if child not in called]
+        children = [(parent, name, child) for name, child in parent._modules.items() if child is not None and child not in called]
+        parents += [child for *_, child in children if not any(child is known for *_, known in found)]
         found += children
-        parents += [child for *_, child in children]
     return found
+
+
+def _tied(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """Where each tensor lies that a module has in several places: a trace says one of them."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, value in held.items():
+                if value is not None:
+                    places.setdefault(id(value), []).append((held, name))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _equal(value: Any, example: Any) -> bool:
+    """Is an argument the example's? 1, 1.0 and True are three: a forward may treat them differently."""
+    return value is example or type(value) is type(example) and value == example
+
+
+class _Part:
+    """A module whose operators a chain or a trace has: what it was when that was made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        state = vars(module)
+        self.module, self.kind, self.forward = module, type(module), state.get("forward")
+        names = [name for name, value in state.items() if name != "training" and not name.startswith("_") and _is_number(value)]
+        self.of = itemgetter(*names) if names else lambda state: ()
+        self.numbers = self.of(state)
+
+    def unchanged(self) -> bool:
+        """Has it the same class, numbers and forward, where that is no place of ours?"""
+        module, state = self.module, vars(self.module)
+        try:
+            same = type(module) is self.kind and self.of(state) == self.numbers
+        except KeyError:  # deleted
+            return False
+        forward = state.get("forward")
+        return same and (forward is None or forward == self.forward or isinstance(getattr(forward, "__self__", None), _Place))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str, type(None))) or isinstance(value, tuple) and all(map(_is_number, value))
 
 
 class _Place:

@@ -387,3 +387,65 @@ def test_the_command(arguments, code, said, tmp_path, monkeypatch):
     assert done.exit_code == code and said in done.output, done.output
     if "--report" in arguments:
         assert "<title>Sequential</title>" in (tmp_path / "out" / "r.html").read_text()
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return F.dropout(self.linear(x), 0.5, self.training)
+
+
+class Ways(nn.Module):
+    """What a trace has of parts that can change afterwards: a mode that a part's own forward asks for, tied parameters, one module twice, numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noisy = Noisy()
+        self.first = nn.Linear(16, 16)
+        self.again = self.first
+        self.norm = nn.LayerNorm(16)
+        self.p = nn.Parameter(torch.rand(16))
+        self.q = self.p
+
+    def forward(self, x, power: int = 1):
+        x = self.norm(self.again(F.relu(self.first(self.noisy(x))))) * self.q
+        return x.softmax(-1) if isinstance(power, int) and not isinstance(power, bool) else x
+
+
+def _eps(model: Ways) -> None:
+    model.norm.eps = 1.0
+
+
+def _forward(model: Ways) -> None:
+    model.norm.forward = lambda x: x
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments"),
+    [
+        (lambda model: model.noisy.train(), ()),
+        (lambda model: setattr(model, "q", nn.Parameter(torch.rand(16))), ()),
+        (lambda model: setattr(model, "again", nn.Linear(16, 16)), ()),
+        (lambda model: nn.utils.parametrizations.weight_norm(model.first), ()),
+        (_eps, ()),
+        (_forward, ()),
+        (lambda model: None, (1.0,)),
+        (lambda model: None, (True,)),
+    ],
+)
+def test_what_changes_after_the_trace_sends_the_call_to_the_models_own_modules(change, arguments, tmp_path):
+    torch.manual_seed(1)
+    model, x = Ways().eval(), torch.randn(3, 16)
+    opt = fsk.optimize(model, x, min_gain=0, cache_dir=tmp_path)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opt(x)
+        assert opt.report.replaced and not opt.fallbacks
+        change(model)
+        torch.manual_seed(2)
+        expected = model(x, *arguments)
+        torch.manual_seed(2)
+        assert torch.equal(opt(x, *arguments), expected) and sum(opt.fallbacks.values()) == 1
