@@ -48,8 +48,9 @@ def register(operators, library: torch.library.Library) -> None:
             )
         if grad_y is None:
             return (None,) * len(ctx.needs_input_grad)
+        saved = ctx.saved_tensors
         with _without_autocast(ctx.device.type):
-            return _backward(operators, backward_for(manifest, ctx.device), ctx.saved_tensors, grad_y, ctx.needs_input_grad)
+            return _final(manifest.name, _backward(operators, backward_for(manifest, ctx.device), saved, grad_y, ctx.needs_input_grad), grad_y, *saved)
 
     def backward_twice(ctx, *_):
         raise _no_second(manifest.name)
@@ -115,12 +116,18 @@ class ByReference(torch.autograd.Function):
         with torch.enable_grad(), _without_autocast(x.device.type):
             y = torch.func.functional_call(ctx.reference, dict(zip(ctx.names, parameters)), (x,))
         wanted = [tensor for tensor in (x, *parameters) if tensor.requires_grad]
-        grads = torch.autograd.grad(y, wanted, grad_y.detach())
-        if torch.is_grad_enabled():  # create_graph
-            package = type(ctx.reference).__module__.removesuffix(".model")
-            grads = _Final.apply(package, len(grads), *grads, grad_y, *saved)
-        found = iter(grads)
+        found = iter(_final(type(ctx.reference).__module__.removesuffix(".model"), torch.autograd.grad(y, wanted, grad_y.detach()), grad_y, *saved))
         return (None, None, None, *(next(found) if needed else None for needed in asked))
+
+
+def _final(package: str, grads: tuple, *reads) -> tuple:
+    """Gradients, None among them, that depend on the tensors among ``reads`` and have no derivatives: under create_graph, asking for such raises."""
+    if not torch.is_grad_enabled():
+        return grads
+    some = [grad for grad in grads if grad is not None]
+    asking = torch.zeros((), requires_grad=True)  # whatever a gradient is multiplied or added with, a derivative of it is asked for then
+    made = iter(_Final.apply(package, len(some), *some, asking, *(tensor for tensor in reads if tensor is not None)))
+    return tuple(None if grad is None else next(made) for grad in grads)
 
 
 class _Final(torch.autograd.Function):

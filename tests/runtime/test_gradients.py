@@ -233,6 +233,20 @@ def test_second_derivatives_are_refused(trained):
         first.sum().backward()
 
 
+@pytest.mark.parametrize("frozen", ["none", "parameters", "x"])
+def test_a_penalty_on_gradients_is_refused_whatever_asks_for_them(trained, frozen):
+    """Also where nothing that the kernels read asks for gradients: a term of the loss without derivatives would be left out silently."""
+    model, _, x, _ = trained
+    model.requires_grad_(frozen != "parameters")
+    x.requires_grad_(frozen != "x")
+    asking = [tensor for tensor in (x, *model.parameters()) if tensor.requires_grad]
+    first = torch.autograd.grad(model(x).sum(), asking, create_graph=True)
+    for grad in first:
+        assert grad.requires_grad
+        with pytest.raises(GradientError, match="second derivatives are not generated"):
+            (grad.pow(2).sum() + sum(tensor.sum() for tensor in asking)).backward()
+
+
 def without_backward(module, folder):
     """A copy of the package under `folder`, as it is for a target that has no generated backward."""
     manifest = shutil.copytree(module.ModelNew.__init__.__globals__["PACKAGE"].path, folder / "without_backward") / "manifest.json"
