@@ -147,17 +147,19 @@ class Neighbours(TorchFunctionMode):
 
 
 def overflows(run: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Where PyTorch's result of `run` is no number, or a rounding of an intermediate value may make it one that is none.
+    """Where roundings of intermediate values decide whether PyTorch's result of `run` is a number.
 
     A value at the end of its type's range, or at the other end in front of a division, is finite or not as its last bit falls, of which any order of summation
     is right. What both neighbours of every value show in two runs, many runs show of several values at once.
     """
-    found = ~torch.isfinite(run())
+    finite = torch.isfinite(run())
+    sometimes, always = finite, finite
     for seed in range(RUNS // 2):
         for turned in (False, True):
             with Neighbours(seed, turned):
-                found |= ~torch.isfinite(run())
-    return found
+                finite = torch.isfinite(run())
+            sometimes, always = sometimes | finite, always & finite
+    return sometimes & ~always
 
 
 def _rounded(value: object) -> bool:
