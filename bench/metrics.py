@@ -46,8 +46,8 @@ def compare(
 ) -> Errors:  # fmt: skip
     """Errors of `y` against the float64 result `exact` of the same shape.
 
-    `groups` are those of a sample; None where the result has not the norm's channels any more. `eager` is PyTorch's result at the same precision: where it is not finite although the exact one is (an intermediate overflowed in the
-    storage type), or is another infinity or NaN, `y` may be either. `margin` is how many times this result's errors another one's may be. Elements that `doubt` says are unknown are left out, and NaN and infinities
+    `groups` are those of a sample; None where the result has not the norm's channels any more. `eager` is PyTorch's result at the same precision: where one of the two is finite and the other is not (an intermediate overflowed in the
+    storage type), or they are different infinities or NaN, `y` may be either. `margin` is how many times this result's errors another one's may be. Elements that `doubt` says are unknown are left out, and NaN and infinities
     may stand where any of its runs has them.
     """
     y64 = y.double()
@@ -103,7 +103,7 @@ def _group_deviation(y: torch.Tensor, exact: torch.Tensor, finite: torch.Tensor 
 def _parity(y: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor | None, others: tuple[torch.Tensor, ...] = ()) -> str | None:
     """What is wrong with the places of NaN and infinities; None when nothing is. `others` may be the exact result as well."""
     rounded = exact.to(y.dtype)  # a value beyond the type's range is an infinity there
-    theirs = rounded if eager is None else torch.where(torch.isfinite(eager), rounded, eager)
+    theirs = rounded if eager is None else eager
     overflowed = torch.isfinite(rounded) & ~torch.isfinite(theirs)
     runs = [other.to(y.dtype) for other in others]
     for name, of in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):

@@ -163,8 +163,10 @@ def test_an_infinity_is_right_where_a_last_bit_decides_and_wrong_elsewhere():
 def test_where_pytorch_has_another_infinity_than_the_exact_result_either_is_right():
     """As behind a softmax of a row whose largest value overflowed: NaN in PyTorch, -70000 exactly, which is -inf in fp16; a number is neither."""
     exact = torch.tensor([-70000.0, -70000.0, -70000.0, -2.0], dtype=torch.float64)
-    eager = torch.tensor([torch.nan, -torch.inf, torch.nan, -2.0], dtype=torch.float16)
-    for place, value, right in ((0, torch.nan, True), (0, torch.inf, False), (0, -3.0, True), (1, torch.nan, False), (1, -3.0, False), (3, torch.nan, False)):
+    eager = torch.tensor([torch.nan, -torch.inf, -60000.0, -2.0], dtype=torch.float16)
+    for place, value, right in (
+        (0, torch.nan, True), (0, torch.inf, False), (0, -3.0, True), (1, torch.nan, False), (1, -3.0, False), (2, -3.0, True), (2, torch.inf, False), (3, torch.nan, False),
+    ):  # fmt: skip
         y = exact.half()
         y[place] = value
         assert (compare(y, exact, 1e-2, None, eager).parity is None) is right, (place, value)
