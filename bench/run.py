@@ -15,7 +15,7 @@ from bench.backward import table_of as table_of_backward
 from bench.machine import Machine, choose_device, describe
 from bench.measure import measure, save_machine
 from bench.peers import AUTOTUNED, CHOICES, EVIDENCE
-from bench.records import NOT_PREPARED, PREPARED, find, keep, with_backward_of, with_peers_of
+from bench.records import NOT_PREPARED, PREPARED, find, keep, with_backward_of, with_peers_of, with_verdict_of
 from bench.store import Record
 from bench.subject import Subject, built_target, construct, emit, target_to_emit
 from bench.timing import Ceilings, measure_ceilings
@@ -132,7 +132,7 @@ def main(specs, precisions, prepack, algebra, target, device, peers, seconds, ou
                     findings = verify(Subject(size, ours, where)) if verifying else []
                     record = measure(size, ours, where, machine, ceilings, names, seconds, report) | (verdict(findings) if verifying else {})
                     show(console, record)
-                    record = with_backward_of(with_peers_of(record, before), before)
+                    record = with_backward_of(with_peers_of(with_verdict_of(record, before), before), before)
                 if backward:
                     timed = measure_backward(size, ours, where, machine, names, seconds, report)
                     show_backward(console, size.label, spec.precision.name, machine.gpu, timed)
