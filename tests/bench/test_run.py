@@ -1,7 +1,10 @@
 """`fsk bench`: what its records say of a verification that was not asked for, that was, and that failed."""
 
+from dataclasses import replace
+
 import pytest
 
+from bench import run, verify
 from bench.records import find, keep, present_keys, state_of
 from bench.timing import Ceilings
 from tests.fsk import fsk
@@ -36,3 +39,33 @@ def test_times_alone_leave_the_verdict_on_the_same_sources(bench, tmp_path, righ
     keep(tmp_path / "results", "cpu", recorded(tmp_path) | {"key": "of other sources"})
     bench()
     assert state_of(recorded(tmp_path), present_keys(SPEC, "fp32")) == "unverified" and not said.keys() & recorded(tmp_path).keys() - {"verified"}
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """Verification on ordinary data alone; called with a problem, it finds that from then on. The number of verifications until now, as a list's length."""
+    real, problems, done = verify.verify, [], []
+
+    def found(subject):
+        done.append(subject)
+        return [replace(one, problems=tuple(problems)) for one in real(subject, families=("benchmark",), repeats=0)]
+
+    monkeypatch.setattr(run, "verify", found)
+    return lambda *more: problems.extend(more) or done
+
+
+@pytest.mark.parametrize("more", [(), ("--backward",)])
+def test_a_wrong_result_is_said_recorded_and_a_failure(bench, judged, tmp_path, more):
+    done = bench("--verify", *more)
+    assert done.exit_code == 0 and "right" in done.output and recorded(tmp_path)["verified"] is True
+    judged("its third digit is wrong")
+    done = bench("--verify", *more)
+    assert len(judged()) == 2, "a current record does not spare the verification that was asked for"
+    assert done.exit_code == 1 and "its third digit is wrong" in " ".join(done.output.split()) and f"wrong: {NAME}" in done.output
+    assert recorded(tmp_path)["verified"] is False and state_of(recorded(tmp_path), present_keys(SPEC, "fp32")) == "wrong"
+    assert not more or "backward" in recorded(tmp_path)
+
+
+def test_without_records_a_backward_is_verified_too(bench, judged):
+    judged("off by one")
+    assert fsk("bench", SPEC, "--device", "cpu", "--peers", "none", "--seconds", "0.05", "--verify", "--backward").exit_code == 1
