@@ -26,7 +26,7 @@ from bench.jobs import EXAMINED
 from bench.machine import cards, choose_device, describe
 from bench.measure import save_machine
 from bench.peers import CHOICES, EVIDENCE
-from bench.records import NOT_PREPARED, PREPARED, find, keep, with_backward_of, with_peers_of
+from bench.records import NOT_PREPARED, PREPARED, VERDICT, find, keep, with_backward_of, with_peers_of
 from bench.run import ceilings_line
 from bench.store import RESULTS, Record, bundle
 from bench.subject import emit, target_for, target_to_emit
@@ -39,7 +39,6 @@ from runtime.resources import usable_cores
 
 INDEX = Path("generated")  # where index.yaml lists the shipped packages
 EXAMINERS = 6  # children that verify at once on a card, at most: each holds a float64 reference on the card
-VERDICT = ("verified", "verification", "same_code_as")  # what a record keeps when only its times are taken again
 Job = tuple[str, str]  # (spec path, precision)
 
 

@@ -62,7 +62,7 @@ def measure(
         "format": FORMAT, "spec": system(spec.name, emitted.batch), "path": spec.path,
         "package": emitted.label, "precision": spec.precision.name, "target": target,
         **({} if emitted.batch is None else {"batch": emitted.batch}),
-        "key": emitted.key(target), **machine.facts, "weights": PREPARED if prepare else NOT_PREPARED, "flags": flags, "verified": False,
+        "key": emitted.key(target), **machine.facts, "weights": PREPARED if prepare else NOT_PREPARED, "flags": flags, "verified": None,
         "flop": floor["flop"], "bytes": floor["bytes"], "floor_ms": rounded(max(compute, memory)),
         "floor": {"compute_ms": rounded(compute), "memory_ms": rounded(memory)}, "ceilings": ceilings_record(ceilings),
         "ours": {

@@ -22,6 +22,7 @@ from codegen.targets import DEVICES, preference
 TORCH_PEERS = ("eager", "eager in a CUDA graph", "compile", "compile max-autotune", "compile max-autotune, no graph")
 ACCURACY_MARGIN = 1.1
 PREPARED, NOT_PREPARED = "prepared", "not prepared"  # a record's weights
+VERDICT = ("verified", "verification", "same_code_as")  # what a record keeps when only its times are taken again
 
 
 def system(spec: str, batch: int | None = None) -> str:
@@ -124,7 +125,7 @@ class Status:
     precision: str
     target: str
     gpu: str
-    state: str  # "verified", "wrong", "changed" (since it was verified) or "missing"
+    state: str  # "verified", "wrong", "unverified" (timed alone), "changed" (since it was measured) or "missing"
 
     @property
     def verified(self) -> bool:
@@ -154,6 +155,14 @@ def with_backward_of(record: Record, before: Record | None) -> Record:
     return {**record, "backward": before["backward"]} if before and "backward" in before else record
 
 
+def with_verdict_of(record: Record, before: Record | None) -> Record:
+    """A record of times alone with what its old one says of the same sources: they are as right or as wrong as they were."""
+    same = ("target", "key")
+    if record.get("verification") or not before or any(record[name] != before[name] for name in same):
+        return record
+    return record | {name: before[name] for name in VERDICT if name in before}
+
+
 def with_peers_of(record: Record, before: Record | None) -> Record:
     """A new record with the peers that its old one timed on the same card and torch and that have no time now (not asked, or failed this time): they know nothing of our sources (but for
     those with our tail, which do not stay), and a table without the strongest of them would flatter us. Our time beside them is the new one, and `kept` says so."""
@@ -170,7 +179,9 @@ def state_of(record: Record | None, keys: dict[str, str]) -> str:
         return "missing"
     if keys.get(record["target"]) != record["key"]:
         return "changed"
-    return "verified" if record["verified"] else "wrong"
+    if record["verified"]:
+        return "verified"
+    return "wrong" if record.get("verification") else "unverified"  # nothing was found wrong where nothing was examined
 
 
 def ledger(results: Path = RESULTS, generated: Path = Path("generated")) -> list[Status]:

@@ -100,7 +100,7 @@ def main(results, out, page, level2, readme, kernels) -> None:
     statuses = ledger(results)
     for status in statuses:
         if not status.verified:
-            click.echo(f"{status.gpu}: {status.spec} {status.precision} ({status.target}) is unverified: {status.state}")
+            click.echo(f"{status.gpu}: {status.spec} {status.precision} ({status.target}) is " + ("timed alone, not verified" if status.state == "unverified" else f"unverified: {status.state}"))
     cards = cards_of(read_all(results), statuses, results)
     _renew(page, results_page(cards))
     _renew(level2, level2_page.page(results))

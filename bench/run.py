@@ -7,18 +7,21 @@ import sys
 from pathlib import Path
 
 import click
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from bench.backward import measure_backward, needs_backward
 from bench.backward import table_of as table_of_backward
 from bench.machine import Machine, choose_device, describe
 from bench.measure import measure, save_machine
 from bench.peers import AUTOTUNED, CHOICES, EVIDENCE
-from bench.records import NOT_PREPARED, PREPARED, find, keep, with_backward_of, with_peers_of
+from bench.records import NOT_PREPARED, PREPARED, find, keep, with_backward_of, with_peers_of, with_verdict_of
 from bench.store import Record
-from bench.subject import Subject, built_target, construct, emit, target_to_emit
+from bench.subject import Emitted, Subject, built_target, construct, emit, target_to_emit
 from bench.timing import Ceilings, measure_ceilings
+from bench.verify import table_of as table_of_findings
 from bench.verify import verdict, verify
 from codegen.numerics import PRECISIONS
 from codegen.targets import TARGETS
@@ -92,6 +95,17 @@ def show_backward(console: Console, package: str, precision: str, gpu: str, made
         console.print(f"{made['speedup_torch']}x the fastest of PyTorch's own ({made['best_torch']})")
 
 
+def judge(console: Console, size: Emitted, ours: nn.Module, where: torch.device, title: str) -> dict:
+    """The verdict on a package for its record; printed in a line, with every finding where one is wrong."""
+    findings = verify(Subject(size, ours, where))
+    judged = verdict(findings)
+    if judged["verified"]:
+        console.print(f"{title}: [green]right[/] on {len(findings)} kinds of data")
+    else:
+        console.print(table_of_findings(findings, title))
+    return judged
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("specs", nargs=-1, required=True)
 @click.option("--precision", "precisions", multiple=True, type=click.Choice(list(PRECISIONS)), help="Precision (repeatable); else the spec's own.")
@@ -103,7 +117,7 @@ def show_backward(console: Console, package: str, precision: str, gpu: str, made
 @click.option("--seconds", default=3.0, show_default=True, help="Time for the trials of one table.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True, help="Folder for the packages.")
 @click.option("--results", type=click.Path(file_okay=False, path_type=Path), help="Also write records under this folder.")
-@click.option("--verify", "verifying", is_flag=True, help="Verify first, for the record.")
+@click.option("--verify", "verifying", is_flag=True, help="Verify first, for the record; exit code 1 says that one is wrong.")
 @click.option("--backward", is_flag=True, help="Time a forward and its backward together, beside the peers that train; with --results the forward first "
               "where its record is missing or old.")  # fmt: skip
 def main(specs, precisions, prepack, algebra, target, device, peers, seconds, out, results, verifying, backward) -> None:
@@ -118,6 +132,7 @@ def main(specs, precisions, prepack, algebra, target, device, peers, seconds, ou
         needs_backward(emitted, where)
     machine, ceilings = describe(where), measure_ceilings(where)
     console.print(ceilings_line(ceilings, machine))
+    wrong = []
     for emitted in made:
         ours = construct(emitted, where, target)
         for size in emitted.sizes:
@@ -126,17 +141,24 @@ def main(specs, precisions, prepack, algebra, target, device, peers, seconds, ou
             before = find(results, machine.slug, spec.name, spec.precision.name, target, weights, size.batch) if results else None
             current = before is not None and (before["target"], before["key"]) == (runs, size.key(runs))
             record = before if backward and current else {}
+            judged = {}
             with console.status(size.label) as status:
                 report = lambda what: status.update(f"{size.label}: {what}")  # noqa: E731, B023
+                if verifying:
+                    report("verifying")
+                    judged = judge(console, size, ours, where, f"{size.label}, {spec.precision.name}, {runs} on {machine.gpu}")
+                    wrong += [] if judged["verified"] else [size.label]
                 if not backward or (results and not current):
-                    findings = verify(Subject(size, ours, where)) if verifying else []
-                    record = measure(size, ours, where, machine, ceilings, names, seconds, report) | (verdict(findings) if verifying else {})
+                    record = measure(size, ours, where, machine, ceilings, names, seconds, report) | judged
                     show(console, record)
-                    record = with_backward_of(with_peers_of(record, before), before)
+                    record = with_backward_of(with_peers_of(with_verdict_of(record, before), before), before)
                 if backward:
                     timed = measure_backward(size, ours, where, machine, names, seconds, report)
                     show_backward(console, size.label, spec.precision.name, machine.gpu, timed)
-                    record = {**record, "backward": timed}
+                    record = {**record, **judged, "backward": timed}
             if results:
                 keep(results, machine.slug, record, target)
                 save_machine(results, machine, ceilings)
+    if wrong:
+        console.print(f"[bold red]wrong: {', '.join(wrong)}[/]")
+        sys.exit(1)

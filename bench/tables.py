@@ -22,7 +22,7 @@ SHOWN = (
 )  # fmt: skip
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 TEMPLATES = Path(__file__).parent / "templates"
-_WORDS = {"verified": "yes", "wrong": "**no: wrong**", "changed": "unverified (sources changed since)", "missing": "unverified"}
+_WORDS = {"verified": "yes", "wrong": "**no: wrong**", "unverified": "unverified", "changed": "unverified (sources changed since)", "missing": "unverified"}
 _CARD = re.compile(r"^(?:## (.+)|\*\*(.+?)\*\*, torch .*)$")
 
 

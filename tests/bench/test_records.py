@@ -65,7 +65,8 @@ def test_a_changed_kernel_is_unverified():
     keys = present_keys(SPEC, "fp32")
     assert state_of(record(keys["sm_80"]), keys) == "verified"
     assert state_of(record("another"), keys) == "changed"
-    assert state_of(record(keys["sm_80"], verified=False), keys) == "wrong"
+    assert state_of(record(keys["sm_80"], verified=False, verification=[{"family": "normal", "ok": False}]), keys) == "wrong"
+    assert state_of(record(keys["sm_80"], verified=None), keys) == state_of(record(keys["sm_80"], verified=False), keys) == "unverified"
     assert state_of(None, keys) == "missing"
 
 
