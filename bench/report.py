@@ -13,8 +13,10 @@ from bench.kernel_tables import renewed
 from bench.records import PREPARED, backward_keys, ledger, loaders_choice, read_all
 from bench.store import KERNELBENCH, RESULTS, SWEEP, Record
 from bench.sweep import summary
-from bench.tables import cards_of, machine_of, not_measured, put_table, readme_table, results_page, significant, state_today
+from bench.tables import cards_of, machine_of, not_measured, put_table, readme_table, results_page, significant, states_of
 from codegen.numerics import PRECISIONS
+from codegen.plan import Refusal
+from codegen.spec import SpecError
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -52,25 +54,30 @@ def _sweep(cases: list[Record], folder: Path) -> dict | None:
     }  # fmt: skip
 
 
+def _backward_today(record: Record) -> str | None:
+    """The key of a record's backward as its spec emits it now; None where there is none any more, as where the spec is gone."""
+    try:
+        return backward_keys(record["path"], record["precision"], record["weights"] == PREPARED).get(record["backward"]["target"])
+    except (SpecError, Refusal):
+        return None
+
+
 def build(results: Path, out: Path) -> Path:
     """Write `out`/index.html and the pictures under `out`/<gpu>/; returns the page."""
     statuses = ledger(results)
-    states = {(s.gpu, s.spec, s.precision, s.target): s.state for s in statuses}
     cards = []
     measured = read_all(results)
     for slug in sorted({*measured, *store.cards(results, SWEEP)}):
         records, cases = measured.get(slug, []), store.read(SWEEP, results, slug)
         machine = machine_of(results, slug, records or cases)
-        for record in records:
-            known = None if record["weights"] == PREPARED else states.get((slug, record["spec"], record["precision"], record["target"]))
-            record["state"] = known or (state_today(record) if record["weights"] == PREPARED else "verified" if record["verified"] else "wrong")
+        for record, state in zip(records, states_of(slug, records, statuses), strict=True):
+            record["state"] = state
             record["overhead_us"] = dict(sorted(record["overhead_us"].items(), key=lambda item: item[0] != "ours"))
             record["sorted_peers"] = sorted(record["peers"].items(), key=lambda item: item[1]["ms"])
             record.setdefault("verification", [])
             record.setdefault("backward", None)
             if record["backward"]:
-                today = backward_keys(record["path"], record["precision"], record["weights"] == PREPARED)
-                record["backward"]["changed"] = today.get(record["backward"]["target"]) != record["backward"]["key"]
+                record["backward"]["changed"] = _backward_today(record) != record["backward"]["key"]
         order = list(PRECISIONS)
         runs = sorted(store.read(KERNELBENCH, results, slug), key=lambda run: (run["shapes"], run["problem"], order.index(run["precision"])))
         cards.append({

@@ -13,6 +13,7 @@ from bench.records import PREPARED, Status, loaders_choice, picked, present_keys
 from bench.store import MACHINE, MODELS, SWEEP, Record
 from bench.sweep import summary
 from codegen.numerics import PRECISIONS
+from codegen.plan import Refusal
 from codegen.spec import SpecError
 
 HEADLINE = ("gemm_groupnorm_hardtanh", "gemm_biasadd_hardtanh_mish_groupnorm", "conv2d_groupnorm_scale_maxpool_clamp")  # at the shapes of either version
@@ -94,12 +95,11 @@ def machine_of(results: Path, card: str, records: list[Record]) -> Record:
 
 def cards_of(measured: dict[str, list[Record]], statuses: list[Status], results: Path) -> list[Card]:
     """Every measured GPU, the one with the most verified packages first."""
-    states = {(s.gpu, s.spec, s.precision, s.target): s.state for s in statuses}
     made = []
     for slug, records in measured.items():
         if slug != "cpu":
             missing = [(s.spec, s.precision) for s in statuses if s.gpu == slug and s.state == "missing"]
-            made.append(Card(slug, records, [_state(slug, record, states) for record in records], missing, results))
+            made.append(Card(slug, records, states_of(slug, records, statuses), missing, results))
     return sorted(made, key=lambda card: (-card.verified, card.slug))
 
 
@@ -130,16 +130,23 @@ def not_measured(card: str, statuses: list[Status]) -> list[str]:
 def _superseded(record: Record, card: str) -> bool:
     try:
         now = picked(present_keys(record["path"], record["precision"], record["weights"] == PREPARED, record.get("batch")), card)
-    except SpecError:
+    except (SpecError, Refusal):
         return False
     return now not in (None, record["target"])
 
 
+def states_of(card: str, records: list[Record], statuses: list[Status]) -> list[str]:
+    """The state that today's sources give each of a card's records: the ledger's, and of what it does not list that of the record's own spec."""
+    listed = {(s.spec, s.precision, s.target): s.state for s in statuses if s.gpu == card}
+    known = [None if record["weights"] == PREPARED else listed.get((record["spec"], record["precision"], record["target"])) for record in records]
+    return [state or state_today(record) for state, record in zip(known, records, strict=True)]
+
+
 def state_today(record: Record) -> str:
-    """The state of a package that is not in the index: its spec is read again where it still exists."""
+    """The state of a package that is not in the index: its spec is read again; where it is gone or no longer served, its sources have changed."""
     try:
         return state_of(record, present_keys(record["path"], record["precision"], record["weights"] == PREPARED, record.get("batch")))
-    except SpecError:
+    except (SpecError, Refusal):
         return "changed"
 
 
@@ -205,8 +212,3 @@ def _by_name(packages: list[tuple[str, str]]) -> list[str]:
 
 def _headline(spec: str) -> bool:
     return spec.removesuffix("_small") in HEADLINE
-
-
-def _state(card: str, record: Record, states: dict[tuple[str, str, str, str], str]) -> str:
-    known = None if record["weights"] == PREPARED else states.get((card, record["spec"], record["precision"], record["target"]))
-    return known or state_today(record)

@@ -9,7 +9,7 @@ from bench.kernel_tables import CARD, RATES, ROW, renewed
 from bench.harness import noisy, parse, reference_source, spreads
 from bench.kernelbench import PROBLEMS, SMALL, Run
 from bench.pictures import _label, merged
-from bench.records import backward_keys, conclude, find, keep, name_of, read_all
+from bench.records import backward_keys, conclude, find, keep, ledger, name_of, present_keys, read_all
 from bench.report import build
 from bench.shrink import shrink
 from bench.store import EVIDENCE, KERNELBENCH, MODELS, RESULTS, put, read
@@ -47,6 +47,24 @@ def test_the_page_stands_alone(results, tmp_path):
     assert page.count("<svg") == 3 and "NVIDIA &lt;H200&gt;" in page and "unverified" in page
     made = {path.name for path in (tmp_path / "page" / "h200").iterdir()}
     assert {"roofline.svg", "roofline.png", "speedups.svg", "error-gemm_groupnorm_hardtanh.png"} <= made
+
+
+@pytest.mark.parametrize("path", ["mine.yaml", "gone.yaml"])
+def test_a_spec_of_ones_own_is_unverified_once_its_sources_changed(results, tmp_path, path):
+    """What generated/index.yaml does not list is judged by its spec as it is now, on the page as in the tables; a spec that is gone is no evidence."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("name: mine\nbatch: 64\nchain:\n  - linear: {name: fc, in_features: 64, out_features: 64}\n  - relu: {}\n")
+    (record,) = read(EVIDENCE, results, "h200")
+    own = record | {"spec": "mine", "path": str(tmp_path / path), "package": "mine", "key": present_keys(str(mine), "fp32")["sm_80"]}
+    if path == "gone.yaml":
+        own["backward"] = {"target": "sm_80", "key": "k", "ours": {"ms": 1.0, "spread": 0.1, "rel_errors": {"x": 1e-6}, "peak_bytes": 1}, "peers": {}, "best_torch": None, "speedup_torch": None}
+    verified = re.compile(r'class="good">yes')
+    keep(results, "h200", own)
+    assert bool(verified.search(build(results, tmp_path / "page").read_text())) == (path == "mine.yaml")
+    keep(results, "h200", own | {"key": "of earlier sources"})
+    assert not verified.search(build(results, tmp_path / "page").read_text())
+    cards = cards_of(read_all(results), ledger(results), results)
+    assert dict(zip([one["spec"] for one in cards[0].records], cards[0].states, strict=True))["mine"] == "changed"
 
 
 def test_the_page_is_the_same_each_time(results, tmp_path):
